@@ -1,0 +1,56 @@
+"""Errors users see. Each message says what was expected, what was received, and what to do.
+
+They derive from the built-in error a Python programmer would expect (``ValueError`` for a bad argument), and from
+`TrainformerError`, so that a program can catch everything of ours with one clause.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TrainformerError(Exception):
+    """Base class of all errors raised on purpose by trainformer."""
+
+
+class BadArgument(TrainformerError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class DataError(TrainformerError, ValueError):
+    """Data that is missing, empty, unreadable or does not fit the task."""
+
+
+class MissingDependency(TrainformerError, ImportError):
+    """An optional package is not installed; the message names the pip command."""
+
+
+class NonFiniteError(TrainformerError, ArithmeticError):
+    """A loss or gradient became NaN or infinite. The weights are those of the last good step."""
+
+
+class CheckFailed(TrainformerError, RuntimeError):
+    """`Trainer.check()` found something that would make the run fail or train wrongly."""
+
+
+def expected(what: str, received: object, do: str = "") -> str:
+    """One sentence in the house form.
+
+    >>> expected("batch_size to be a positive integer", 0, "Pass batch_size=32, for instance.")
+    'Expected batch_size to be a positive integer, received 0. Pass batch_size=32, for instance.'
+    """
+    text = f"Expected {what}, received {received!r}."
+    return f"{text} {do}" if do else text
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+    """Names close to a mistyped one, as a sentence; empty when nothing is close.
+
+    >>> did_you_mean("resnt18", ["resnet18", "vit_tiny"])
+    "Did you mean 'resnet18'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+    if not close:
+        return ""
+    return "Did you mean " + " or ".join(repr(c) for c in close) + "?"

@@ -1,0 +1,11 @@
+"""Tasks: what to train."""
+
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.tasks.base": ["DatasetInfo", "Loss", "Task", "TaskBase"],
+        "trainformer.tasks.vision.classification": ["ImageClassification"],
+    },
+)
