@@ -1,0 +1,17 @@
+"""Callbacks: what else happens during a run."""
+
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.callbacks.base": ["Callback", "CallbackList"],
+        "trainformer.callbacks.checkpoint": ["ModelCheckpoint"],
+        "trainformer.callbacks.early_stopping": ["EarlyStopping"],
+        "trainformer.callbacks.ema": ["EMA"],
+        "trainformer.callbacks.lr_finder": ["LRFinder"],
+        "trainformer.callbacks.monitors": ["GradientMonitor", "LRMonitor"],
+        "trainformer.callbacks.progress": ["ProgressBar"],
+        "trainformer.callbacks.throughput": ["Throughput"],
+    },
+)

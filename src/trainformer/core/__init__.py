@@ -9,12 +9,14 @@ from trainformer.core.errors import (
     TrainformerError,
 )
 from trainformer.core.optional import require
-from trainformer.core.types import Loss, Placed, Sized, StepResult
+from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
 
 __all__ = [
     "BadArgument",
     "CheckFailed",
     "DataError",
+    "Entry",
+    "EvalResult",
     "Loss",
     "MissingDependency",
     "NonFiniteError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -25,11 +24,10 @@ class Loss(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """A batch on its way from the loader, with the number of samples in it and, where known, which ones."""
+    """A batch as the loader gives it, with the number of samples in it."""
 
     data: Any
     size: int
-    indices: Any = None
 
 
 class Placed(NamedTuple):
@@ -40,14 +38,30 @@ class Placed(NamedTuple):
     tokens: int = 0
 
 
-@dataclass(slots=True)
-class StepResult:
-    """What one optimizer step produced. Scalars stay on the device; reading one waits for it."""
+class Entry(NamedTuple):
+    """One value of a metric, still on the device.
 
-    loss_sums: list[Any]
-    loss_weights: list[Any]
-    grad_norm: Any
+    `value` is a mean over `weight` if `is_mean`, else a sum that belongs to `weight`. Keeping the two apart
+    saves a multiplication on the device for every step; the arithmetic happens on the host, at a log point.
+    """
+
+    name: str
+    value: Any
+    weight: Any
+    is_mean: bool
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step produced. Reading a scalar of `entries` waits for the device."""
+
+    entries: list[Entry]
     lr: float
     samples: int
-    tokens: int = 0
-    metrics: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
+    tokens: int
+
+
+class EvalResult(NamedTuple):
+    """What one evaluation batch produced: values to average, and rows to collect."""
+
+    entries: list[Entry]
+    rows: dict[str, Any]

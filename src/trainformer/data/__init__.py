@@ -1,0 +1,13 @@
+"""Data: sets, their metadata, splits, and resumable loading."""
+
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.data.info": ["DatasetInfo", "extract_info", "labels_of"],
+        "trainformer.data.image": ["ImageDataset", "find_corrupt_images", "load_images"],
+        "trainformer.data.loader": ["DatasetSource", "LoaderSource"],
+        "trainformer.data.split": ["split_dataset"],
+    },
+)

@@ -1,0 +1,382 @@
+"""Training with torch on one device: the step, evaluation, and state in and out.
+
+One optimizer step is `accumulate` per micro-batch, `finish`, `update`, `end_step`; the loop calls them. Gradients of
+a window are sums divided once by the weight of the whole window, so that its slicing does not matter:
+
+    each micro-batch:   backward(sum_i / reference)       reference: weight of the window's first micro-batch
+    at the end:         gradients * (reference / total weight)
+
+For a window of one micro-batch the factor is 1 and is left out; the step is then, bit for bit, that of a
+hand-written loop over the mean. Nothing in a step waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainformer.backends.torch import gradients, memory
+from trainformer.backends.torch.nonfinite import NonFiniteGuard
+from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
+from trainformer.backends.torch.placement import Feeder, resolve_device
+from trainformer.backends.torch.precision import make_precision
+from trainformer.backends.torch.schedules import Schedule, make_schedule
+from trainformer.core.errors import BadArgument, expected
+from trainformer.engine.metrics import weighted_means
+from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSettings:
+    """What a run asks of this backend. The fields mean what `Trainer`'s fields of the same names mean."""
+
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.1
+    gradient_clip: float | None = 1.0
+    optimizer: Any = "adamw"
+    scheduler: Any = "onecycle"
+    precision: str = "auto"
+    device: Any = None
+    nonfinite: str = "raise"
+    compile: bool | str = False
+    channels_last: bool = False
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    sdpa_backend: memory.SdpaChoice = None
+    matmul_precision: str | None = None
+
+
+class TorchBackend:
+    """The torch side of a run. `reduces_rows` says whether the task reduces per-sample rows itself."""
+
+    def __init__(self, task: Any, settings: TorchSettings, reduces_rows: bool = True) -> None:
+        self.task = task
+        self.settings = settings
+        self.device = resolve_device(settings.device)
+        self.precision = make_precision(settings.precision, self.device)
+        self.guard = NonFiniteGuard(settings.nonfinite, self.device)
+        self._place_model()
+        self.optimizer = make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay)
+        self.names = {id(p): name for name, p in named_parameters(task).items()}
+        # Trainable parameters outside an optimizer the user gave would pile up gradients: those are dropped too.
+        optimized = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        self.parameters = list(({id(p): p for p in named_parameters(task).values()} | optimized).values())
+        self.schedule = Schedule(self.optimizer, lambda step: 1.0)
+        self._scheduled_for: int | None = None
+        self._feeder = Feeder(self.device, settings.channels_last)
+        self._transforms = {train: self._transform(train) for train in (True, False)}
+        self._reduces_rows = reduces_rows
+        # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
+        self._skips_on_device = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._window = _Window()
+        self.grad_norm: Tensor | None = None
+
+    # -- set-up --------------------------------------------------------------------------------------------
+
+    def _place_model(self) -> None:
+        settings, model = self.settings, self.task.model
+        for module in modules_of(self.task).values():
+            module.to(self.device)
+        if settings.channels_last:
+            model.to(memory_format=torch.channels_last)
+        if settings.gradient_checkpointing:
+            memory.enable_gradient_checkpointing(model)
+        if settings.compile:
+            # In place: the module keeps its class and its keys, so checkpoints of compiled and plain runs are equal.
+            model.compile(mode=settings.compile if isinstance(settings.compile, str) else None)
+
+    def _transform(self, train: bool) -> nn.Module | None:
+        get = getattr(self.task, "get_train_transforms" if train else "get_eval_transforms", None)
+        transform = get() if callable(get) else None
+        return transform.to(self.device) if isinstance(transform, nn.Module) else transform
+
+    def schedule_for(self, total_steps: int | None) -> None:
+        """Stretch the schedule over so many steps. A scheduler made by the user is made once and kept."""
+        made_by_us = isinstance(self.settings.scheduler, str) or self.settings.scheduler is None
+        if self._scheduled_for is None or (made_by_us and self._scheduled_for != total_steps):
+            old = self.schedule
+            self.schedule = make_schedule(
+                self.settings.scheduler, self.optimizer, total_steps, self.settings.warmup_ratio
+            )
+            if made_by_us:
+                self.schedule.configured, self.schedule.base = old.configured, old.base
+            self._scheduled_for = total_steps if total_steps is not None else -1
+
+    def run_context(self) -> ExitStack:
+        """Process-wide settings of a run; leaving the context puts them back."""
+        stack = ExitStack()
+        stack.enter_context(memory.process_settings(self.settings.sdpa_backend, self.settings.matmul_precision))
+        return stack
+
+    # -- the step ------------------------------------------------------------------------------------------
+
+    @property
+    def retries(self) -> int:
+        """How often a step with non-finite gradients may be repeated."""
+        return self.guard.retries
+
+    def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
+        """Batches on the device, with the task's transforms applied."""
+        return self._feeder.feed(batches, self._transforms[train])
+
+    def begin_training(self) -> None:
+        """Training mode for the model and whatever else the task trains."""
+        self._set_mode(True)
+
+    def _set_mode(self, train: bool) -> None:
+        set_mode = getattr(self.task, "set_mode", None)
+        if set_mode is not None:
+            set_mode(train)
+        else:
+            for module in modules_of(self.task).values():
+                module.train(train)
+
+    def accumulate(self, batch: Placed) -> None:
+        """Forward and backward of one micro-batch."""
+        with self.precision.forward():
+            if self.settings.activation_offload:
+                with memory.activation_offload(self.device):
+                    output = self.task.train_step(batch.data)
+            else:
+                output = self.task.train_step(batch.data)
+        loss = self._window.add(output, batch)
+        if self.precision.scaler is not None:
+            loss = self.precision.scaler.scale(loss)
+        loss.backward()
+
+    def finish(self) -> bool:
+        """Make the gradients those of the window's mean, clip them, and look whether they are finite."""
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if not grads:
+            raise BadArgument("Expected the loss to give gradients, received none: it depends on no optimized parameter.")
+        norm = gradients.total_norm(grads)
+        factor = self._window.factor()
+        if factor is not None:
+            norm = norm * factor
+        self.guard.inspect(norm if scaler is None else norm.new_zeros(()), self._window.losses())
+        if self.settings.gradient_clip:
+            coefficient = gradients.clip_coefficient(norm, self.settings.gradient_clip)
+            factor = coefficient if factor is None else coefficient * factor
+        if factor is not None:
+            gradients.scale(grads, factor)
+        self.grad_norm = norm
+        if self.guard.retries and self.guard.must_repeat():
+            self.end_step()
+            return False
+        return True
+
+    def update(self, step: int) -> StepResult:
+        """Take the optimizer step, unless the gradients are not finite."""
+        lr = self.schedule.apply(step)
+        if self.precision.scaler is not None:
+            self._scaled_update(self.precision.scaler)
+        elif self._skips_on_device:
+            self.optimizer.found_inf = self.guard.flag  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not self.guard.flag.item():
+            self.optimizer.step()
+        self.schedule.advance()
+        window, norm = self._window, self.grad_norm
+        window.entries.append(Entry("grad_norm", norm, 1, True))
+        return StepResult(window.entries, lr, window.samples, window.tokens)
+
+    def _scaled_update(self, scaler: torch.amp.GradScaler) -> None:
+        # An overflow of scaled gradients belongs to fp16: the scaler skips the step and lowers the scale. A loss
+        # that is itself not finite is an error; it is told to the scaler as if it had found it.
+        found = scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        for flag in found.values():
+            torch.maximum(flag, self.guard.flag.to(flag.device), out=flag)
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    def end_step(self) -> None:
+        """Drop gradients and everything else that belongs to one window."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._window = _Window()
+
+    def window_loss(self) -> float:
+        """The loss of the micro-batches added since the last step. Waits for the device."""
+        entries = [e for e in self._window.entries if e.name == "loss"]
+        return weighted_means({"loss": entries}, self).get("loss", float("nan"))
+
+    def verify(self, step: int) -> dict[str, float]:
+        """Raise if a step was not finite; else counts to log."""
+        counts = self.guard.verify(step)
+        scaler = self.precision.scaler
+        if scaler is not None and scaler.is_enabled():
+            counts["loss_scale"] = scaler.get_scale()
+        return counts
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def evaluating(self) -> None:
+        """Evaluation mode."""
+        self._set_mode(False)
+
+    def eval_step(self, batch: Placed) -> EvalResult:
+        """The task's metrics for one batch."""
+        return self.infer(self.task.eval_step, batch)
+
+    def infer(self, function: Callable[[Any], Any], batch: Placed) -> EvalResult:
+        """Any function of a batch that returns a mapping, without gradients and in the run's precision."""
+        with torch.no_grad(), self.precision.forward():
+            outputs = function(batch.data)
+        entries: list[Entry] = []
+        rows: dict[str, Tensor] = {}
+        for name, value in outputs.items():
+            self._sort(name, value, batch.size, entries, rows)
+        return EvalResult(entries, rows)
+
+    def _sort(self, name: str, value: Any, size: int, entries: list[Entry], rows: dict[str, Tensor]) -> None:
+        if isinstance(value, tuple) and len(value) == 2:
+            entries.append(Entry(name, *value, is_mean=False))
+        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
+            entries.append(Entry(name, value, size, is_mean=True))
+        elif isinstance(value, Tensor) and len(value) == size:
+            if value.ndim == 1 and not self._reduces_rows and (value.is_floating_point() or value.dtype == torch.bool):
+                entries.append(Entry(name, value.double().sum() if value.device.type != "mps" else value.sum(), size, False))
+            rows[name] = value.detach().cpu()
+        else:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise BadArgument(
+                expected(
+                    f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows",
+                    shape,
+                    "Return one of these from the task's step.",
+                )
+            )
+
+    # -- scalars and rows ----------------------------------------------------------------------------------
+
+    def read(self, scalars: Sequence[Any]) -> list[float]:
+        """Values of tensors and numbers; all tensors come over in one transfer."""
+        tensors = [s.detach().reshape(()) for s in scalars if isinstance(s, Tensor)]
+        if not tensors:
+            return [float(s) for s in scalars]
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        home = self.device if any(t.device == self.device for t in tensors) else tensors[0].device
+        values = iter(torch.stack([t.to(home, wide, non_blocking=True) for t in tensors]).tolist())
+        return [next(values) if isinstance(s, Tensor) else float(s) for s in scalars]
+
+    def fold(self, scalars: Sequence[Any]) -> Any:
+        """The sum of tensors and numbers, still on the device."""
+        tensors = [s.detach() for s in scalars if isinstance(s, Tensor)]
+        numbers = sum(s for s in scalars if not isinstance(s, Tensor))
+        if not tensors:
+            return numbers
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        return torch.stack([t.to(self.device, wide) for t in tensors]).sum() + numbers
+
+    def join_rows(self, pieces: list[Tensor]) -> Tensor:
+        """Rows of all batches, in order."""
+        return torch.cat(pieces)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, schedule and loss scale. The model is its own component."""
+        scaler = self.precision.scaler
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        if self.precision.scaler is not None and state["scaler"]:
+            self.precision.scaler.load_state_dict(state["scaler"])
+
+
+class _Window:
+    """The micro-batches of one optimizer step: their losses, weights and counts."""
+
+    __slots__ = ("_reference", "_weights", "entries", "samples", "tokens")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.samples = 0
+        self.tokens = 0
+        self._reference: Any = None
+        self._weights: list[Any] = []
+
+    def add(self, output: Any, batch: Placed) -> Tensor:
+        """Take in what a task's `train_step` returned; what comes back is to be differentiated."""
+        self.samples += batch.size
+        self.tokens += batch.tokens
+        if isinstance(output, Tensor):
+            return self._add_mean(output, batch.size)
+        if isinstance(output, Loss):
+            for name, value in (output.metrics or {}).items():
+                pair = value if isinstance(value, tuple) else (value, batch.size)
+                self.entries.append(Entry(name, _detached(pair[0]), _detached(pair[1]), not isinstance(value, tuple)))
+            return self._add_sum(output.sum, output.weight)
+        raise BadArgument(
+            expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__)
+        )
+
+    def _add_mean(self, mean: Tensor, size: int) -> Tensor:
+        _check_differentiable(mean)
+        self.entries.append(Entry("loss", mean.detach(), size, True))
+        self._weights.append(size)
+        if self._reference is None:
+            self._reference = size
+        return mean if size == self._reference else mean * (size / self._reference)
+
+    def _add_sum(self, total: Tensor, weight: Any) -> Tensor:
+        _check_differentiable(total)
+        weight = _detached(weight)
+        self.entries.append(Entry("loss", total.detach(), weight, False))
+        self._weights.append(weight)
+        if self._reference is None:
+            # A micro-batch without any weight (all labels masked) has sum 0: it must not become 0 / 0.
+            if isinstance(weight, Tensor):
+                self._reference = torch.where(weight > 0, weight, 1)
+            else:
+                self._reference = weight if weight > 0 else 1
+        return total / self._reference
+
+    def factor(self) -> Tensor | float | None:
+        """What turns the sum of the scaled gradients into the gradient of the mean; None where that is 1."""
+        if len(self._weights) == 1:
+            return None
+        total = sum(self._weights[1:], start=self._weights[0])
+        if isinstance(total, Tensor):
+            return self._reference / torch.where(total > 0, total, 1)
+        return self._reference / total if total > 0 else 0.0
+
+    def losses(self) -> list[Tensor]:
+        """The losses of the window, to be looked at for NaN."""
+        return [entry.value for entry in self.entries if entry.name == "loss"]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _check_differentiable(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        raise BadArgument(
+            expected(
+                "train_step to return a scalar",
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__,
+                "Take the mean over the batch, or return Loss(sum, weight).",
+            )
+        )
+    if not loss.requires_grad:
+        raise BadArgument(
+            "Expected the loss to depend on a trainable parameter, received one that does not require gradients. "
+            "Is the model frozen, or was the loss computed under no_grad or from detached tensors?"
+        )

@@ -1,0 +1,110 @@
+"""Batches on their way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainformer.core.errors import BadArgument, expected
+from trainformer.core.types import Placed, Sized
+from trainformer.utils.helpers import get_device, move_to_device
+
+# Where a batch that is a mapping keeps what a transform of inputs is meant for.
+_INPUT_KEYS = ("image", "images", "img", "pixel_values", "x", "input", "inputs")
+
+
+def resolve_device(device: str | int | torch.device | None) -> torch.device:
+    """The device a user named, checked; ``None`` or ``"auto"`` is the best there is."""
+    if device is None or device == "auto":
+        return get_device()
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as error:
+        raise BadArgument(
+            expected("device to be one this machine has", str(device), "Use device='cpu', or leave it out.")
+        ) from error
+    return resolved
+
+
+class Feeder:
+    """Moves batches to the device and applies the task's transforms there.
+
+    On CUDA the copy runs on a stream of its own, from pinned memory: it overlaps with the step before, which the
+    device is still computing when the host asks for the next batch.
+    """
+
+    def __init__(self, device: torch.device, channels_last: bool) -> None:
+        self.device = device
+        self.channels_last = channels_last
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def feed(self, batches: Iterable[Sized], transform: nn.Module | None) -> Iterator[Placed]:
+        """Placed batches, in order."""
+        move = self._move_aside if self._stream is not None else self._move
+        for data, size in batches:
+            placed = move(data)
+            if transform is not None:
+                placed = apply_to_inputs(transform, placed)
+            yield Placed(placed, size, count_tokens(placed))
+
+    def _move(self, data: Any) -> Any:
+        if self.device.type != "cpu":
+            data = move_to_device(data, self.device)
+        return self._format(data)
+
+    def _move_aside(self, data: Any) -> Any:
+        assert self._stream is not None
+        data = map_tensors(lambda t: t if t.is_cuda or t.is_pinned() else t.pin_memory(), data)
+        with torch.cuda.stream(self._stream):
+            moved = self._format(move_to_device(data, self.device, non_blocking=True))
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        # The allocator must not hand this memory out again before the step that reads it is done.
+        map_tensors(lambda t: t.record_stream(current), moved)
+        return moved
+
+    def _format(self, data: Any) -> Any:
+        if not self.channels_last:
+            return data
+        return map_tensors(lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t, data)
+
+
+def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
+    """Apply a function to every tensor of a nested batch; everything else is passed through."""
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return {key: map_tensors(function, value) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(function, value) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map_tensors(function, value) for value in data)
+    return data
+
+
+def apply_to_inputs(transform: nn.Module, data: Any) -> Any:
+    """Apply a transform to the inputs of a batch: the tensor itself, the first of a sequence, or the image of a dict."""
+    if isinstance(data, Tensor):
+        return transform(data)
+    if isinstance(data, Mapping):
+        key = next((k for k in _INPUT_KEYS if k in data), None)
+        if key is None:
+            raise BadArgument(
+                expected(f"a batch with one of the keys {_INPUT_KEYS} for the task's transforms", list(data))
+            )
+        return {**data, key: transform(data[key])}
+    if isinstance(data, (list, tuple)) and data:
+        return type(data)([transform(data[0]), *data[1:]])
+    raise BadArgument(expected("a batch that is a tensor, a sequence or a mapping", type(data).__name__))
+
+
+def count_tokens(data: Any) -> int:
+    """Tokens of a batch, from shapes alone (no device is asked): those of `input_ids`, else none."""
+    if isinstance(data, Mapping):
+        ids = data.get("input_ids")
+        return ids.numel() if isinstance(ids, Tensor) else 0
+    return 0

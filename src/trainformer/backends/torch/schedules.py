@@ -1,0 +1,179 @@
+"""Learning-rate schedules: functions of the optimizer step, and of nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+Factor = Callable[[int], float]
+
+
+def constant(total: int, warmup: int) -> Factor:
+    """Linear warm-up, then the full rate."""
+    return lambda step: _warm(step, warmup) if step < warmup else 1.0
+
+
+def linear(total: int, warmup: int) -> Factor:
+    """Linear warm-up, then a straight line to zero."""
+    return lambda step: _warm(step, warmup) if step < warmup else 1.0 - _share(step, total, warmup)
+
+
+def cosine(total: int, warmup: int) -> Factor:
+    """Linear warm-up, then half a cosine to zero."""
+    return lambda step: (
+        _warm(step, warmup) if step < warmup else 0.5 * (1.0 + math.cos(math.pi * _share(step, total, warmup)))
+    )
+
+
+def onecycle(total: int, warmup: int, start: float = 1 / 25, end: float = 1 / 25e4) -> Factor:
+    """Half a cosine up from 1/25 of the rate, then one down to 1/250,000 of it (Smith's one-cycle policy).
+
+    Equal to torch's `OneCycleLR(pct_start=warmup / total)` as far as the learning rate goes; momentum is left alone.
+    """
+    peak = warmup - 1.0
+    last = max(total - 1.0, 1.0)
+
+    def factor(step: int) -> float:
+        if step <= peak:
+            low, high, share = start, 1.0, step / peak if peak > 0 else 1.0
+        else:
+            low, high, share = 1.0, end, min((step - peak) / (last - peak), 1.0) if last > peak else 1.0
+        return high + (low - high) / 2.0 * (1.0 + math.cos(math.pi * share))
+
+    return factor
+
+
+SCHEDULES: dict[str, Callable[[int, int], Factor]] = {
+    "constant": constant,
+    "linear": linear,
+    "cosine": cosine,
+    "onecycle": onecycle,
+}
+
+
+def _warm(step: int, warmup: int) -> float:
+    # The first step already moves: a rate of zero would waste it.
+    return (step + 1) / warmup
+
+
+def _share(step: int, total: int, warmup: int) -> float:
+    return min((step - warmup) / max(total - warmup, 1), 1.0)
+
+
+class Schedule:
+    """Sets the learning rate of an optimizer before each step.
+
+    It keeps the rates the groups were made with; the rate of a step is that times the factor of the step, whatever
+    was loaded or set in between. So the rate cannot drift, and resuming needs no replay.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
+        self.optimizer = optimizer
+        self.factor = factor
+        self.configured = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base = list(self.configured)
+
+    def apply(self, step: int) -> float:
+        """Set the rates for the step after `step` steps; the first group's is returned."""
+        factor = self.factor(step)
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = base * factor
+        return self.base[0] * factor
+
+    def advance(self) -> None:
+        """After the step; nothing to do, since the step itself says where we are."""
+
+    def rescale(self, lr: float) -> None:
+        """Make `lr` the rate of the first group, the others in proportion."""
+        ratio = lr / self.base[0] if self.base[0] else 1.0
+        self.base = [base * ratio for base in self.base]
+
+    def get_last_lr(self) -> list[float]:
+        """The rates in force, as torch's schedulers report them."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rates that were found rather than configured (`LRFinder`) must survive."""
+        return {"configured": list(self.configured), "base": list(self.base)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the saved rates, unless the user has changed the configured ones since."""
+        if list(state["configured"]) == self.configured:
+            self.base = list(state["base"])
+
+
+class TorchSchedule(Schedule):
+    """A scheduler of torch (or of the user's), stepped once per optimizer step."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        super().__init__(scheduler.optimizer, lambda step: 1.0)
+        self.scheduler = scheduler
+
+    def apply(self, step: int) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def advance(self) -> None:
+        self.scheduler.step()
+
+    def rescale(self, lr: float) -> None:
+        ratio = lr / self.scheduler.base_lrs[0] if self.scheduler.base_lrs[0] else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] *= ratio
+        self.scheduler.base_lrs = [base * ratio for base in self.scheduler.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+def make_schedule(
+    spec: str | Callable[..., Any] | LRScheduler | None,
+    optimizer: torch.optim.Optimizer,
+    total: int | None,
+    warmup_ratio: float,
+) -> Schedule:
+    """A schedule from a name, a factory or an instance.
+
+    A factory gets the optimizer, and the number of steps if it takes two arguments; it returns a torch scheduler.
+    """
+    if spec is None:
+        return Schedule(optimizer, lambda step: 1.0)
+    if isinstance(spec, LRScheduler):
+        return TorchSchedule(spec)
+    if isinstance(spec, str):
+        name = spec.lower().replace("_", "").replace("-", "")
+        if name not in SCHEDULES:
+            raise BadArgument(
+                expected(f"scheduler to be one of {', '.join(SCHEDULES)}", spec, did_you_mean(name, SCHEDULES))
+            )
+        if total is None and (name != "constant" or warmup_ratio):
+            raise BadArgument(
+                f"The {spec!r} schedule needs the number of steps, but the data have no length. "
+                "Pass max_steps=..., or scheduler='constant' with warmup_ratio=0."
+            )
+        total = total or 1
+        # OneCycleLR takes a share of the total that need not be whole; the others count whole warm-up steps.
+        warmup = warmup_ratio * total if name == "onecycle" else int(warmup_ratio * total)
+        return Schedule(optimizer, SCHEDULES[name](total, warmup))  # type: ignore[arg-type]
+    if callable(spec):
+        made = spec(optimizer, total) if _positional(spec) >= 2 else spec(optimizer)
+        if isinstance(made, LRScheduler):
+            return TorchSchedule(made)
+        raise BadArgument(expected("the scheduler factory to return a torch LRScheduler", made))
+    raise BadArgument(expected("scheduler to be a name, a factory or an LRScheduler", spec))
+
+
+def _positional(function: Callable[..., Any]) -> int:
+    """How many arguments a function needs."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)

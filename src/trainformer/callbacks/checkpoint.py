@@ -1,0 +1,73 @@
+"""Keep files of the best models."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainformer.callbacks.base import TrainerLike
+from trainformer.core.errors import BadArgument, expected
+from trainformer.engine.state import is_better
+
+logger = logging.getLogger("trainformer")
+
+
+@dataclass
+class ModelCheckpoint:
+    """Save a file after each evaluation that is among the best `save_top_k`, and delete those that no longer are.
+
+    `filename` may use ``{epoch}`` (epochs done), ``{step}``, ``{monitor}`` and ``{value}``. The trainer keeps
+    checkpoints of its own in the run folder; this is for files with names and places of your choice.
+    """
+
+    monitor: str = "val/loss"
+    mode: str = "min"
+    save_top_k: int = 3
+    save_dir: str = "checkpoints"
+    filename: str = "epoch_{epoch}_{monitor}_{value:.4f}.pt"
+
+    _best_scores: list[tuple[float, Path]] = field(init=False, default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise BadArgument(expected("ModelCheckpoint's mode to be 'min' or 'max'", self.mode))
+        if self.save_top_k < 1:
+            raise BadArgument(expected("ModelCheckpoint's save_top_k to be at least 1", self.save_top_k))
+
+    def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Save if this evaluation beats the worst that is kept."""
+        value = metrics.get(self.monitor)
+        if value is None:
+            logger.warning("ModelCheckpoint: %r is not among the metrics %s; nothing saved", self.monitor, sorted(metrics))
+            return
+        full = len(self._best_scores) >= self.save_top_k
+        if full and not is_better(value, self._best_scores[-1][0], self.mode):
+            return
+        path = Path(trainer.save(str(Path(self.save_dir) / self._name(trainer, value))))
+        # Two evaluations may round to the same name; the file then belongs to the later one alone.
+        kept = [(score, other) for score, other in self._best_scores if other != path]
+        self._best_scores = sorted([*kept, (value, path)], key=lambda s: s[0], reverse=self.mode == "max")
+        while len(self._best_scores) > self.save_top_k:
+            _, dropped = self._best_scores.pop()
+            dropped.unlink(missing_ok=True)
+
+    def _name(self, trainer: TrainerLike, value: float) -> str:
+        state = trainer.state
+        monitor = self.monitor.replace("/", "_")
+        return self.filename.format(epoch=state.epoch, step=state.step, monitor=monitor, value=value)
+
+    @property
+    def best_path(self) -> Path | None:
+        """The file of the best evaluation so far."""
+        return self._best_scores[0][1] if self._best_scores else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which files are kept, and why."""
+        return {"best_scores": [(score, str(path)) for score, path in self._best_scores]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember the files that are still there."""
+        known = [(score, Path(path)) for score, path in state["best_scores"]]
+        self._best_scores = [(score, path) for score, path in known if path.exists()]

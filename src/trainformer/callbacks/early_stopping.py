@@ -1,0 +1,70 @@
+"""Stop when a metric no longer improves, or when it diverges."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainformer.callbacks.base import TrainerLike
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.engine.state import is_better
+
+logger = logging.getLogger("trainformer")
+
+
+@dataclass
+class EarlyStopping:
+    """Stop after `patience` evaluations without an improvement of more than `min_delta`.
+
+    A metric that is NaN, or beyond `divergence_threshold` (above it for ``mode="min"``, below it for ``"max"``), stops
+    at once. Without a threshold NaN only counts as no improvement.
+    """
+
+    monitor: str = "val/loss"
+    patience: int = 5
+    mode: str = "min"
+    min_delta: float = 0.0
+    divergence_threshold: float | None = None
+
+    _best: float | None = field(init=False, default=None, repr=False)
+    _counter: int = field(init=False, default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise BadArgument(expected("EarlyStopping's mode to be 'min' or 'max'", self.mode))
+        if self.patience < 1:
+            raise BadArgument(expected("EarlyStopping's patience to be at least 1", self.patience))
+
+    def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Compare with the best so far."""
+        value = metrics.get(self.monitor)
+        if value is None:
+            raise BadArgument(
+                f"EarlyStopping monitors {self.monitor!r}, but the evaluation gave {sorted(metrics)}. "
+                f"{did_you_mean(self.monitor, metrics)}"
+            )
+        if self._diverged(value):
+            trainer.stop(f"{self.monitor} diverged to {value:g}")
+        elif is_better(value, self._best, self.mode, self.min_delta):
+            self._best, self._counter = value, 0
+        else:
+            self._counter += 1
+            if self._counter >= self.patience:
+                best = "none" if self._best is None else f"{self._best:g}"
+                trainer.stop(f"{self.monitor} has not improved for {self.patience} evaluations (best {best})")
+
+    def _diverged(self, value: float) -> bool:
+        limit = self.divergence_threshold
+        if limit is None:
+            return False
+        return math.isnan(value) or (value > limit if self.mode == "min" else value < limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and how long ago it was."""
+        return {"best": self._best, "counter": self._counter}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._best, self._counter = state["best"], state["counter"]

@@ -1,0 +1,85 @@
+"""Exponential moving average of the weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainformer.callbacks.base import TrainerLike
+from trainformer.core.errors import BadArgument, expected
+
+
+@dataclass
+class EMA:
+    """Keep an average of the weights, and evaluate, predict and export with it.
+
+    The average is a second model of its own, in fp32: weights are never swapped, so no crash and no checkpoint can
+    catch the wrong ones. It is updated after every `update_every`-th optimizer step (not micro-batch). With `warmup`
+    the decay grows as (1 + n) / (10 + n) up to `decay`, so that the first steps do not linger. Buffers (running
+    statistics) are copied. With ``evaluate=False`` the average is only kept (`ema.model`).
+    """
+
+    decay: float = 0.9999
+    update_every: int = 1
+    start_step: int = 0
+    warmup: bool = True
+    evaluate: bool = True
+
+    model: nn.Module | None = field(init=False, default=None, repr=False)
+    updates: int = field(init=False, default=0, repr=False)
+    _pairs: list[tuple[list[Tensor], list[Tensor]]] = field(init=False, default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise BadArgument(expected("EMA's decay to be at least 0 and below 1", self.decay))
+        if self.update_every < 1:
+            raise BadArgument(expected("EMA's update_every to be at least 1", self.update_every))
+
+    def attach(self, trainer: TrainerLike) -> None:
+        """Make the second model, with the weights as they are."""
+        source = trainer.task.model
+        average = copy.deepcopy(source).requires_grad_(False).eval()
+        for tensor in average.parameters():
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                tensor.data = tensor.data.float()
+        self.model = average
+        self._pairs = [
+            (list(average.parameters()), list(source.parameters())),
+            (list(average.buffers()), list(source.buffers())),
+        ]
+
+    def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
+        """Move the average towards the new weights."""
+        if step <= self.start_step or step % self.update_every:
+            if step <= self.start_step:
+                self._follow(1.0)
+            return
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        self._follow(1 - decay)
+        self.updates += 1
+
+    @torch.no_grad()
+    def _follow(self, share: float) -> None:
+        (average, weights), (buffers, sources) = self._pairs
+        weights = [w.detach().to(a.dtype) for w, a in zip(weights, average, strict=True)]
+        torch._foreach_lerp_(average, weights, share)
+        for buffer, source in zip(buffers, sources, strict=True):
+            buffer.copy_(source)
+
+    def inference_model(self) -> nn.Module | None:
+        """The model that evaluation, prediction and export should use."""
+        return self.model if self.evaluate else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average itself, under the model's own names."""
+        return {"updates": self.updates, "model": {} if self.model is None else self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the average back."""
+        self.updates = state["updates"]
+        if self.model is not None:
+            self.model.load_state_dict(state["model"])

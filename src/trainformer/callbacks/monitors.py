@@ -1,0 +1,100 @@
+"""Watch learning rates and gradients."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainformer.callbacks.base import TrainerLike
+from trainformer.core.errors import BadArgument, expected
+
+logger = logging.getLogger("trainformer")
+
+
+@dataclass
+class LRMonitor:
+    """Add the learning rate of every parameter group to each log record (``train/lr``, ``train/lr_1``, ...)."""
+
+    def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Add to the record that is about to be written."""
+        for index, group in enumerate(trainer.active_optimizer.param_groups):
+            metrics["train/lr" if index == 0 else f"train/lr_{index}"] = float(group["lr"])
+
+
+@dataclass
+class GradientMonitor:
+    """Log the distribution of gradient norms, and warn of explosions.
+
+    Looks at gradients while they are there: after clipping, before the update. Norms are those before clipping.
+    Every `log_every` steps it logs the norm's percentile over the steps since (``train/grad_norm_p99``), and the
+    largest norm of a single parameter, and waits for the device; in between it only keeps references.
+    """
+
+    log_every: int = 100
+    clip_percentile: float = 99.0
+    explosion_threshold: float = 100.0
+
+    _norms: list[Tensor] = field(init=False, default_factory=list, repr=False)
+    _record: dict[str, float] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.log_every < 1:
+            raise BadArgument(expected("GradientMonitor's log_every to be at least 1", self.log_every))
+        if not 0 <= self.clip_percentile <= 100:
+            raise BadArgument(expected("GradientMonitor's clip_percentile to be from 0 to 100", self.clip_percentile))
+
+    def on_before_update(self, trainer: TrainerLike, step: int) -> None:
+        """Keep the norm; look at everything when it is time."""
+        self._norms.append(trainer.grad_norm)
+        if (step + 1) % self.log_every:
+            return
+        norms = torch.stack(self._norms).float()
+        self._norms = []
+        names, parts = self._parameter_norms(trainer)
+        percentile = torch.quantile(norms, self.clip_percentile / 100)
+        # Clipping multiplied all by one factor: the ratio of the total norms undoes it.
+        undo = norms[-1] / torch.linalg.vector_norm(parts).clamp_min(1e-30)
+        last, peak, high, largest, which = torch.stack(
+            [norms[-1], norms.max(), percentile, parts.max() * undo, parts.argmax().float()]
+        ).tolist()
+        self._record = {
+            "train/grad_norm": last,
+            f"train/grad_norm_p{self.clip_percentile:g}": high,
+            "train/grad_norm_largest_parameter": largest,
+        }
+        if not peak <= self.explosion_threshold:
+            logger.warning(
+                "GradientMonitor: gradient norm reached %.3g (threshold %g) in the %d steps up to step %d; "
+                "the largest gradient of the last one is that of %s",
+                peak, self.explosion_threshold, len(norms), step + 1, names[int(which)],
+            )  # fmt: skip
+
+    def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
+        """Log what was seen, at the step it belongs to."""
+        if self._record:
+            trainer.log_metrics(self._record)
+            self._record = {}
+
+    @staticmethod
+    def _parameter_norms(trainer: TrainerLike) -> tuple[list[str], Tensor]:
+        model = trainer.task.model
+        names = {id(p): name for name, p in model.named_parameters()}
+        found = [
+            (names.get(id(p), "a parameter of the loss"), p.grad.detach().float().norm())
+            for group in trainer.active_optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        return [name for name, _ in found], torch.stack([norm for _, norm in found])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Norms since the last record."""
+        return {"norms": [float(norm) for norm in self._norms]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on collecting."""
+        self._norms = [torch.tensor(norm) for norm in state["norms"]]

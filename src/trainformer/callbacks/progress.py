@@ -1,0 +1,106 @@
+"""A progress bar, on a terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+
+from trainformer.callbacks.base import TrainerLike
+
+# Redrawing costs some 20 us per call; ten times a second is smooth and costs nothing.
+_SECONDS_BETWEEN_UPDATES = 0.1
+
+
+class ProgressBar:
+    """Bar, steps, time left, and the loss, rate and speed of the last log record.
+
+    Draws nothing when the output is not a terminal: a log file gets lines from the console logger instead.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._bar: Progress | None = None
+        self._training: TaskID | None = None
+        self._evaluating: TaskID | None = None
+        self._drawn = 0.0
+
+    def on_train_begin(self, trainer: TrainerLike) -> None:
+        """Show the bar."""
+        if not self.console.is_terminal:
+            return
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[values]}"),
+            console=self.console,
+        )
+        total = trainer.max_steps_planned
+        self._training = self._bar.add_task("training", total=total, completed=trainer.state.step, values="")
+        self._bar.start()
+
+    def on_epoch_begin(self, trainer: TrainerLike, epoch: int) -> None:
+        """Name the epoch."""
+        if self._bar is not None and self._training is not None:
+            self._bar.update(self._training, description=f"epoch {epoch + 1}")
+
+    def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
+        """Move on; the loss is not looked at."""
+        if self._bar is None or self._training is None:
+            return
+        now = time.perf_counter()
+        if now - self._drawn >= _SECONDS_BETWEEN_UPDATES:
+            self._drawn = now
+            self._bar.update(self._training, completed=step)
+
+    def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Show the record's values."""
+        if self._bar is not None and self._training is not None:
+            self._bar.update(self._training, completed=trainer.state.step, values=_summary(metrics))
+
+    def on_eval_batch(self, trainer: TrainerLike, done: int, total: int | None) -> None:
+        """A second bar while evaluating."""
+        if self._bar is None:
+            return
+        if self._evaluating is None:
+            self._evaluating = self._bar.add_task("evaluating", total=total, values="")
+        self._bar.update(self._evaluating, completed=done)
+
+    def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Take the second bar away."""
+        if self._bar is not None and self._evaluating is not None:
+            self._bar.remove_task(self._evaluating)
+        self._evaluating = None
+
+    def on_train_end(self, trainer: TrainerLike) -> None:
+        """Leave the bar in its last state."""
+        if self._bar is not None and self._training is not None:
+            self._bar.update(self._training, completed=trainer.state.step)
+        self._close()
+
+    def on_error(self, trainer: TrainerLike, error: BaseException) -> None:
+        """Give the terminal back."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._training = self._evaluating = None
+
+
+def _summary(metrics: dict[str, float]) -> str:
+    parts = []
+    if "train/loss" in metrics:
+        parts.append(f"loss {metrics['train/loss']:.4f}")
+    if "train/lr" in metrics:
+        parts.append(f"lr {metrics['train/lr']:.1e}")
+    for key, unit in (("train/tokens_per_second", "tok/s"), ("train/samples_per_second", "samples/s")):
+        if key in metrics:
+            parts.append(f"{metrics[key]:,.0f} {unit}")
+            break
+    return "  ".join(parts)

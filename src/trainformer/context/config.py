@@ -1,0 +1,258 @@
+"""The configuration of a run, in which every value remembers who set it.
+
+Owns provenance: user, default, data, derivation, environment. What is logged, saved and shown to people comes from
+here; the run itself reads the arguments it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from trainformer.context.jsonable import jsonable
+from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
+
+
+class UnknownKey(TrainformerError, KeyError):
+    """A key that nobody has set; the message names keys close to it."""
+
+    def __init__(self, key: str, known: Iterable[str]) -> None:
+        super().__init__(f"{key!r} is not set. {did_you_mean(key, known)}".rstrip())
+
+    def __str__(self) -> str:  # KeyError would show the message as a quoted string
+        return str(self.args[0])
+
+
+class ConfigSource(Enum):
+    """Who set a value."""
+
+    USER = auto()  # passed by the user
+    DEFAULT = auto()  # left at its default
+    DATA = auto()  # read off the data set
+    DERIVED = auto()  # computed from other values
+    ENV = auto()  # the machine: versions, devices
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigValue:
+    """A value and where it comes from."""
+
+    value: Any
+    source: ConfigSource
+    depends_on: tuple[str, ...] = ()
+    filterable: bool = False  # worth grouping and filtering runs by
+    checkpoint: bool = True  # saved with the run; the environment is not, for it belongs to the machine
+
+
+_PHRASES = {
+    ConfigSource.USER: "set by the user",
+    ConfigSource.DEFAULT: "default",
+    ConfigSource.DATA: "read from the data",
+    ConfigSource.DERIVED: "derived",
+    ConfigSource.ENV: "from the environment",
+}
+
+
+class PipelineConfig:
+    """Every value of a run's configuration, with its source.
+
+    `get` and ``[]`` return values as they were set. Everything that leaves the process (`to_json`, `to_wandb_config`,
+    `to_checkpoint`, ...) holds JSON types only.
+
+    >>> config = PipelineConfig()
+    >>> config.set_user("epochs", 3)
+    >>> config.set_from_data("steps_per_epoch", 10)
+    >>> config.set_derived("total_steps", 30, depends_on=("steps_per_epoch", "epochs"))
+    >>> config.explain("total_steps")
+    'total_steps = 30 (derived from steps_per_epoch = 10, epochs = 3)'
+    >>> config.user_overrides()
+    {'epochs': 3}
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, ConfigValue] = {}
+
+    # -- setting ---------------------------------------------------------------------------------------------
+
+    def set_user(self, key: str, value: Any, filterable: bool = False) -> None:
+        """A value the user chose."""
+        self._values[key] = ConfigValue(value, ConfigSource.USER, filterable=filterable)
+
+    def set_default(self, key: str, value: Any, filterable: bool = False) -> None:
+        """A value to fall back on: whatever is set already stays."""
+        self._values.setdefault(key, ConfigValue(value, ConfigSource.DEFAULT, filterable=filterable))
+
+    def set_from_data(self, key: str, value: Any, filterable: bool = False) -> None:
+        """A value that the data set determines."""
+        self._values[key] = ConfigValue(value, ConfigSource.DATA, filterable=filterable)
+
+    def set_derived(self, key: str, value: Any, depends_on: Sequence[str], filterable: bool = False) -> None:
+        """A value computed from others. Those may still be unknown, but must not in turn depend on this one."""
+        if isinstance(depends_on, str):
+            raise BadArgument(
+                expected("depends_on to be a tuple of keys", depends_on, f"Pass depends_on=({depends_on!r},).")
+            )
+        cycle = self._path_to(key, depends_on)
+        if cycle:
+            raise BadArgument(
+                f"Expected derived values to depend on each other in one direction, received a cycle: "
+                f"{' -> '.join([key, *cycle])}. Compute one of them from other values."
+            )
+        self._values[key] = ConfigValue(value, ConfigSource.DERIVED, tuple(depends_on), filterable)
+
+    def set_env(self, key: str, value: Any) -> None:
+        """A property of the machine. Logged, but not part of a checkpoint."""
+        self._values[key] = ConfigValue(value, ConfigSource.ENV, checkpoint=False)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it was set, or `default`."""
+        return self._values[key].value if key in self._values else default
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entry(key).value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def source(self, key: str) -> ConfigSource:
+        """Who set the value."""
+        return self._entry(key).source
+
+    def explain(self, key: str) -> str:
+        """One line for people: the value, who set it, and what it was computed from."""
+        entry = self._entry(key)
+        origin = _PHRASES[entry.source]
+        if entry.depends_on:
+            origin += " from " + ", ".join(
+                f"{name} = {_short(self._values[name].value)}" if name in self._values else f"{name} (not set)"
+                for name in entry.depends_on
+            )
+        return f"{key} = {_short(entry.value)} ({origin})"
+
+    # -- writing out -----------------------------------------------------------------------------------------
+
+    def to_wandb_config(self) -> dict[str, Any]:
+        """All values, flat: what a logger shows as the run's configuration."""
+        return {key: jsonable(entry.value) for key, entry in self._values.items()}
+
+    def get_filter_dimensions(self) -> dict[str, Any]:
+        """The values worth grouping and filtering runs by."""
+        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.filterable}
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """The values that belong to the run and not to the machine it happens to be on."""
+        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.checkpoint}
+
+    def user_overrides(self) -> dict[str, Any]:
+        """What the user really chose: enough to start the same run again."""
+        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.source is ConfigSource.USER}
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """All values with their provenance, for `config.json`.
+
+        >>> config = PipelineConfig()
+        >>> config.set_user("lr", 0.1)
+        >>> config.to_json()
+        {'lr': {'value': 0.1, 'source': 'user', 'depends_on': []}}
+        """
+        return {key: _entry_to_json(entry) for key, entry in self._values.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> PipelineConfig:
+        """The configuration behind `to_json`. Values stay the JSON types they were written as."""
+        config = cls()
+        for key, record in data.items():
+            config._values[key] = _entry_from_json(key, record)
+        return config
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _entry(self, key: str) -> ConfigValue:
+        if key not in self._values:
+            raise UnknownKey(key, self._values)
+        return self._values[key]
+
+    def _path_to(self, target: str, start: Iterable[str]) -> list[str]:
+        """The dependencies that lead from `start` to `target`, or an empty list."""
+        paths = [[name] for name in start]
+        seen: set[str] = set()
+        while paths:
+            path = paths.pop()
+            if path[-1] == target:
+                return path
+            if path[-1] not in seen:
+                seen.add(path[-1])
+                entry = self._values.get(path[-1])
+                paths += [[*path, name] for name in entry.depends_on] if entry else []
+        return []
+
+
+def record_arguments(
+    config: PipelineConfig,
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    passed: Collection[str] = (),
+    filterable: Collection[str] = (),
+) -> None:
+    """Record arguments as the user's where they were passed or differ from their default, else as defaults.
+
+    An argument that has no default can only come from the user.
+
+    >>> config = PipelineConfig()
+    >>> record_arguments(config, {"lr": 0.1, "epochs": 3}, {"lr": 0.1, "epochs": 10})
+    >>> config.explain("lr"), config.explain("epochs")
+    ('lr = 0.1 (default)', 'epochs = 3 (set by the user)')
+    """
+    for key, value in values.items():
+        if key in passed or key not in defaults or not _same(value, defaults[key]):
+            config.set_user(key, value, filterable=key in filterable)
+        else:
+            config.set_default(key, value, filterable=key in filterable)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    try:
+        return bool(value == other)
+    except (ValueError, RuntimeError, TypeError):  # arrays and tensors compare element by element
+        return False
+
+
+def _short(value: Any, width: int = 80) -> str:
+    text = repr(jsonable(value))
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _entry_to_json(entry: ConfigValue) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "value": jsonable(entry.value),
+        "source": entry.source.name.lower(),
+        "depends_on": list(entry.depends_on),
+    }
+    # `checkpoint` follows from the source, and most values are not filterable: the file stays short.
+    return record | {"filterable": True} if entry.filterable else record
+
+
+def _entry_from_json(key: str, record: Mapping[str, Any]) -> ConfigValue:
+    known = {source.name.lower(): source for source in ConfigSource}
+    if not isinstance(record, Mapping) or "value" not in record or record.get("source") not in known:
+        raise BadArgument(
+            expected(
+                f"{key!r} to be a record with 'value' and a 'source' out of {', '.join(known)}",
+                record,
+                "Pass what PipelineConfig.to_json() returned.",
+            )
+        )
+    source = known[record["source"]]
+    return ConfigValue(
+        value=record["value"],
+        source=source,
+        depends_on=tuple(record.get("depends_on", ())),
+        filterable=bool(record.get("filterable", False)),
+        checkpoint=source is not ConfigSource.ENV,
+    )

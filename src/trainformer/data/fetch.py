@@ -1,0 +1,84 @@
+"""Reading the samples of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from trainformer.data.order import preserved_generators, sample_key, seed_generators
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetcher:
+    """Turns indices into a batch.
+
+    Data that can be read as a whole (tensors, HF `datasets`) are read with one call. Everything else is read sample
+    by sample, each with generators seeded by (seed, epoch, sample): random augmentation depends neither on
+    workers, nor on the batch size, nor on where a run was resumed.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+        self.dataset, self._map = unwrap_subsets(dataset)
+        self.collate = collate
+        self.seed = seed
+        self._tensors = tensors_of(self.dataset) if collate is None else None
+        self._reads_whole_batches = self._tensors is None and reads_batches(self.dataset)
+
+    def __call__(self, epoch: int, indices: np.ndarray, in_worker: bool = False) -> Any:
+        """The batch of these samples, as it looks in this epoch."""
+        chosen = indices if self._map is None else self._map[indices]
+        if self._tensors is not None:
+            index = torch.from_numpy(np.ascontiguousarray(chosen))
+            return tuple(t.index_select(0, index) for t in self._tensors)
+        collate = self.collate or default_collate
+        if self._reads_whole_batches:
+            return collate(self.dataset.__getitems__(chosen.tolist()))
+        # A worker process has its generators to itself; the main process shares them with the model's dropout.
+        with nullcontext() if in_worker else preserved_generators():
+            samples = [self._read(epoch, int(i)) for i in chosen]
+            return collate(samples)
+
+    def _read(self, epoch: int, index: int) -> Any:
+        seed_generators(sample_key(self.seed, epoch, index))
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
+            raise
+
+
+def unwrap_subsets(dataset: Any) -> tuple[Any, np.ndarray | None]:
+    """The data set below any `Subset`s, and which of its samples they chose (None: all)."""
+    chosen: np.ndarray | None = None
+    while type(dataset) is Subset:
+        indices = np.asarray(dataset.indices, dtype=np.int64)
+        chosen = indices if chosen is None else indices[chosen]
+        dataset = dataset.dataset
+    return dataset, chosen
+
+
+def tensors_of(dataset: Any) -> Sequence[torch.Tensor] | None:
+    """The tensors of a data set that is nothing but tensors."""
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
+        return dataset.tensors
+    return None
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Whether whole batches can be read at once without losing the seeds of the single samples."""
+    if not hasattr(dataset, "__getitems__"):
+        return False
+    # A transform set on an HF data set may be random; it would see one seed for the whole batch.
+    return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "_format_type", None) != "custom"
+
+
+def is_in_memory(dataset: Any) -> bool:
+    """Whether reading is too cheap for worker processes to pay."""
+    base, _ = unwrap_subsets(dataset)
+    return tensors_of(base) is not None or isinstance(base, (list, tuple)) or bool(getattr(base, "in_memory", False))

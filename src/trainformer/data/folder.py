@@ -1,0 +1,222 @@
+"""Folders of image files.
+
+Owns the layout on disk (`root/class/**/image`), reading a file, and the errors for everything that can be wrong with
+either. Files are decoded when a sample is read, and stay PIL images: resizing them is cheaper before they become tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch.utils.data import Dataset
+
+from trainformer.core.errors import DataError, did_you_mean, expected
+from trainformer.core.optional import require
+from trainformer.data.pixels import with_channels
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+logger = logging.getLogger("trainformer")
+
+LAYOUT = "The expected layout is one folder per class: root/cat/1.png, root/cat/2.png, root/dog/1.png."
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+# Formats PIL only recognises, or decodes with a program or library that is not part of it.
+_NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+
+
+class ImageFiles(Dataset):
+    """All images below a folder, in the order of their names, without labels: ``(image, None)``."""
+
+    def __init__(self, root: str | Path, channels: int | None = 3) -> None:
+        self.root = _existing_folder(root)
+        self.channels = channels
+        self.files = list(_images_below(self.root))
+        if not self.files:
+            raise DataError(_no_images(self.root))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, None]:
+        return read_image(self.files[index], self.channels), None
+
+
+class ImageFolder(Dataset):
+    """Images in one folder per class, which may have folders of its own: ``(image, label)``.
+
+    Classes are sorted by name and numbered from 0. Every image has `channels` channels, 3 unless told otherwise: files
+    in colour and in gray are often mixed, and what the first one happens to be should not decide.
+    """
+
+    def __init__(self, root: str | Path, channels: int | None = 3) -> None:
+        self.root = _existing_folder(root)
+        self.channels = channels
+        self.classes = _class_folders(self.root)
+        _refuse_splits(self.root, self.classes)
+        self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
+        self.samples = [
+            (path, label) for name, label in self.class_to_idx.items() for path in _images_below(self.root / name)
+        ]
+        self.targets = [label for _, label in self.samples]
+        self._check_found()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        path, label = self.samples[index]
+        return read_image(path, self.channels), label
+
+    def _check_found(self) -> None:
+        loose = sum(1 for _ in _images_in(self.root))
+        if not self.samples:
+            what = f"{loose} images without class folders" if loose else "no image at all"
+            raise DataError(f"Expected images in class folders in '{self.root}', received {what}. {LAYOUT}")
+        full = set(self.targets)
+        empty = [name for name, label in self.class_to_idx.items() if label not in full]
+        if empty:
+            raise DataError(
+                f"Expected an image in every class folder of '{self.root}', received none in: {', '.join(empty)}. "
+                "Add images, or remove the folder if it is no class."
+            )
+        if loose:
+            logger.warning("%d images lie directly in '%s' and belong to no class: they are left out", loose, self.root)
+
+
+class CorruptImage(NamedTuple):
+    """A file that cannot be read as an image, and why."""
+
+    path: str
+    reason: str
+
+
+def find_corrupt_images(root: str | Path) -> list[CorruptImage]:
+    """Every file below a folder that looks like an image by its name and cannot be decoded. Reads them all."""
+    found = []
+    for path in _images_below(_existing_folder(root)):
+        try:
+            _decode(path)
+        except Exception as error:
+            found.append(CorruptImage(path, _reason(error)))
+    return found
+
+
+def read_image(path: str | Path, channels: int | None = 3) -> Image.Image:
+    """Decode one file, turned the way a viewer shows it."""
+    try:
+        image = _decode(path)
+    # Decoders raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
+    except Exception as error:
+        raise DataError(
+            f"Expected a readable image, received '{path}', which cannot be decoded ({_reason(error)}). Replace or "
+            "remove the file; trainformer.data.find_corrupt_images(root) lists all such files of a folder."
+        ) from error
+    converted = with_channels(image, channels)
+    return converted  # type: ignore[return-value]
+
+
+def holds_class_folders(root: str | Path) -> bool:
+    """Whether a folder has images in folders, and not only directly inside."""
+    root = _existing_folder(root)
+    return any(next(_images_below(root / name), None) is not None for name in _folders_in(root))
+
+
+def _decode(path: str | Path) -> Image.Image:
+    pil = require("PIL.Image", "vision", "to read images")
+    with pil.open(path) as image:
+        image.load()
+        return require("PIL.ImageOps", "vision", "to read images").exif_transpose(image)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+# -- what is on disk ---------------------------------------------------------------------------------------
+
+
+@cache
+def _extensions() -> frozenset[str]:
+    pil = require("PIL.Image", "vision", "to read images")
+    pil.init()
+    return frozenset(
+        extension
+        for extension, kind in pil.registered_extensions().items()
+        if kind in pil.OPEN and kind not in _NOT_DECODED
+    )
+
+
+def _is_image(name: str) -> bool:
+    # macOS leaves "._1.png" beside "1.png" on foreign disks: not an image.
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in _extensions()
+
+
+def _images_below(folder: Path) -> Iterator[str]:
+    """Paths of all images below a folder, sorted; hidden folders (.ipynb_checkpoints and the like) are skipped."""
+    yield from _images_in(folder)
+    for name in _folders_in(folder):
+        yield from _images_below(folder / name)
+
+
+def _images_in(folder: Path) -> Iterator[str]:
+    names = sorted(entry.name for entry in os.scandir(folder) if _is_image(entry.name) and entry.is_file())
+    return (str(folder / name) for name in names)
+
+
+def _folders_in(folder: Path) -> list[str]:
+    skipped = (".", "__MACOSX")
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(skipped))
+
+
+def _class_folders(root: Path) -> list[str]:
+    names = _folders_in(root)
+    if not names:
+        raise DataError(
+            f"Expected class folders in '{root}', received none"
+            f"{' (images lie directly in it)' if next(_images_in(root), None) else ''}. {LAYOUT}"
+        )
+    return names
+
+
+def _refuse_splits(root: Path, names: Iterable[str]) -> None:
+    """`root/train/cat/1.png` read as it stands would have the classes "train" and "val"."""
+    found = {name.lower(): name for name in names}
+    if len(found) > 1 and set(found) <= _SPLITS:
+        first, second = sorted(found, key=lambda name: not name.startswith("train"))[:2]
+        raise DataError(
+            f"Expected class folders in '{root}', received the splits {', '.join(sorted(found.values()))}. Pass one of "
+            f"them: data='{root / found[first]}', val_data='{root / found[second]}'."
+        )
+
+
+def _no_images(root: Path) -> str:
+    others = sorted(entry.name for entry in os.scandir(root))[:5]
+    what = f"only other things, such as: {', '.join(others)}" if others else "an empty folder"
+    return f"Expected images in '{root}', received {what}. Files are recognised by their extension (.png, .jpg, ...)."
+
+
+def _existing_folder(root: str | Path) -> Path:
+    path = Path(root).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise DataError(expected("a folder of images", f"the file {path}", f"Pass the folder: '{path.parent}'."))
+    raise DataError(f"Expected a folder of images, received '{path}', which does not exist. {_nearby(path)}".strip())
+
+
+def _nearby(path: Path) -> str:
+    """What there is where a missing path was expected."""
+    parent = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
+    if parent is None:
+        return ""
+    missing = path.absolute().relative_to(parent).parts[0]
+    names = _folders_in(parent)
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    contents = f"'{parent}' has the folders: {shown}." if names else f"'{parent}' has no folders."
+    return f"{did_you_mean(missing, names)} {contents}".strip()

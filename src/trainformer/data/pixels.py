@@ -1,0 +1,203 @@
+"""Images of any kind as tensors: PIL images, arrays and tensors in, (C, H, W) out.
+
+Owns the conversions alone: which channels, which depth, which order of dimensions. Pixels stay whole numbers from
+0 to 255 (uint8) as long as they are pixels; a float image is one that somebody has scaled and normalised already,
+and its values are never touched. That is what makes normalising twice impossible further on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from trainformer.core.errors import DataError, expected
+from trainformer.core.optional import require
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+_DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # 16 bits per pixel, which PIL's own conversions may clip at 255
+_GRAY_MODES = ("1", "L", "LA", "La", *_DEEP_MODES)
+_MODE_OF_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
+_PLAUSIBLE_CHANNELS = (1, 3, 4)
+_RED, _GREEN, _BLUE = 19595, 38470, 7471  # ITU-R 601 luma in 1/65536, the very numbers PIL uses
+
+
+class ImageTensors(TensorDataset):
+    """Images in memory, (N, C, H, W), with their labels and class names where there are any.
+
+    Being nothing but tensors, whole batches are read with one index operation.
+    """
+
+    classes: list[str]
+    targets: Tensor
+
+    def __init__(self, images: Tensor, labels: Tensor | None = None, classes: Sequence[str] | None = None) -> None:
+        super().__init__(*((images,) if labels is None else (images, labels)))
+        # Absent rather than None, so that hasattr() tells the truth, as with torchvision's data sets.
+        if labels is not None:
+            self.targets = labels
+        if classes is not None:
+            self.classes = list(classes)
+
+    @property
+    def images(self) -> Tensor:
+        """All images."""
+        return self.tensors[0]
+
+    def with_images(self, images: Tensor) -> ImageTensors:
+        """The same labels and names with other images."""
+        return ImageTensors(images, getattr(self, "targets", None), getattr(self, "classes", None))
+
+
+def is_pil(image: Any) -> bool:
+    """Whether something is a PIL image, without importing PIL."""
+    return any(kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image" for kind in type(image).__mro__)
+
+
+def with_channels(image: Any, channels: int | None = None) -> Image.Image | Tensor:
+    """The image with so many channels: PIL stays PIL (8 bits deep), all else becomes a (C, H, W) tensor.
+
+    ``None`` keeps what the image has, less an alpha channel that PIL knows to be one.
+    """
+    if is_pil(image):
+        return _convert_pil(image, channels)
+    return tensor_channels(image_tensor(image), channels)
+
+
+def image_tensor(image: Any) -> Tensor:
+    """An image as a (C, H, W) tensor: uint8 if it has pixels, float32 if its values are real numbers.
+
+    >>> image_tensor(np.zeros((5, 7, 3), dtype=np.uint8)).shape
+    torch.Size([3, 5, 7])
+    """
+    if is_pil(image):
+        image = _convert_pil(image, None) if image.mode not in ("L", "RGB", "RGBA") else image
+        array = np.array(image)  # a copy: PIL's buffer is read-only, and torch wants to own what it writes to
+        return _channels_first(torch.from_numpy(array), last_preferred=True)
+    if isinstance(image, np.ndarray):
+        # NumPy has more kinds of strides and dtypes than torch takes.
+        tensor = torch.from_numpy(np.ascontiguousarray(image))
+        return _channels_first(_eight_bits(tensor), last_preferred=True)
+    if isinstance(image, torch.Tensor):
+        return _channels_first(_eight_bits(image), last_preferred=False)
+    raise DataError(
+        expected(
+            "an image to be a PIL image, a tensor or a NumPy array",
+            type(image).__name__,
+            "Let the data set return (image, label), a dict with 'image' and 'label', or the image alone.",
+        )
+    )
+
+
+def channels_in(shape: Sequence[int]) -> int:
+    """Number of channels of an image of this shape, whichever way its dimensions are ordered.
+
+    >>> channels_in((3, 32, 32)), channels_in((32, 32, 3)), channels_in((28, 28))
+    (3, 3, 1)
+    """
+    if len(shape) == 2:
+        return 1
+    return shape[2] if _is_channels_last(shape, last_preferred=False) else shape[0]
+
+
+def tensor_channels(image: Tensor, channels: int | None) -> Tensor:
+    """A tensor (..., C, H, W) with another number of channels.
+
+    Gray is repeated, colour becomes its luma (bit for bit as PIL does it), alpha is dropped.
+    """
+    have = image.shape[-3]
+    if channels is None or channels == have:
+        return image
+    if have == 1:
+        return image.expand(*image.shape[:-3], channels, *image.shape[-2:]).contiguous()
+    if have in (2, 4) and channels in (have - 1, 1, 3):
+        return tensor_channels(image[..., : have - 1, :, :], channels)
+    if have == 3 and channels == 1:
+        return _luma(image)
+    raise DataError(
+        expected(
+            f"images with {channels} channels",
+            f"images with {have}",
+            f"Pass in_chans={have}, or convert the images.",
+        )
+    )
+
+
+def _luma(image: Tensor) -> Tensor:
+    red, green, blue = (image[..., i : i + 1, :, :] for i in range(3))
+    if image.is_floating_point():
+        return (red * _RED + green * _GREEN + blue * _BLUE) / 65536
+    total = red.int() * _RED + green.int() * _GREEN + blue.int() * _BLUE
+    return ((total + 32768) >> 16).to(torch.uint8)
+
+
+def _eight_bits(tensor: Tensor) -> Tensor:
+    """uint8 for pixels of any depth, float32 for real numbers."""
+    if tensor.dtype == torch.uint8:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.float()
+    if tensor.dtype == torch.bool:
+        return tensor.to(torch.uint8) * 255
+    if tensor.dtype == torch.uint16:
+        return _from_sixteen_bits(tensor)
+    raise DataError(
+        expected(
+            "pixels as uint8 (0 to 255), uint16 or bool, or a float image that is normalised already",
+            str(tensor.dtype),
+            "If the values are 0 to 255, convert them with .to(torch.uint8) (NumPy: .astype('uint8')).",
+        )
+    )
+
+
+def _from_sixteen_bits(tensor: Tensor) -> Tensor:
+    return ((tensor.int().clamp(0, 65535) + 128) // 257).to(torch.uint8)  # 65535 / 257 is 255 exactly
+
+
+def _channels_first(image: Tensor, last_preferred: bool) -> Tensor:
+    if image.ndim == 2:
+        return image.unsqueeze(0)
+    if image.ndim != 3:
+        raise DataError(
+            expected("an image of shape (C, H, W), (H, W, C) or (H, W)", f"one of shape {tuple(image.shape)}")
+        )
+    if _is_channels_last(image.shape, last_preferred):
+        return image.permute(2, 0, 1).contiguous()
+    return image
+
+
+def _is_channels_last(shape: Sequence[int], last_preferred: bool) -> bool:
+    """Arrays have their channels last by custom and tensors first; the other order is taken if only that fits."""
+    first, last = shape[0] in _PLAUSIBLE_CHANNELS, shape[-1] in _PLAUSIBLE_CHANNELS
+    return last and (last_preferred or not first)
+
+
+def _convert_pil(image: Image.Image, channels: int | None) -> Image.Image:
+    if image.mode == "F":
+        raise DataError(
+            expected("an image with whole-number pixels", "one of 32-bit floats (PIL mode 'F')", "Save it with 8 bits.")
+        )
+    if image.mode in _DEEP_MODES:
+        pil = require("PIL.Image", "vision", "to read images")
+        deep = torch.from_numpy(np.asarray(image).astype(np.int32))
+        image = pil.fromarray(_from_sixteen_bits(deep).numpy())
+    if channels is None:
+        channels = 1 if image.mode in _GRAY_MODES else 3
+    if channels not in _MODE_OF_CHANNELS:
+        raise DataError(
+            expected(
+                "in_chans to be 1, 3 or 4 for images from files",
+                channels,
+                "Images with other channels can be given as tensors.",
+            )
+        )
+    if image.mode in ("P", "PA") and "transparency" in image.info:
+        image = image.convert("RGBA")  # PIL warns otherwise: the palette's transparency has nowhere to go
+    mode = _MODE_OF_CHANNELS[channels]
+    return image if image.mode == mode else image.convert(mode)

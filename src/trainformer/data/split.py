@@ -1,0 +1,113 @@
+"""A training and a validation set out of one.
+
+Owns which samples go where: a pure function of the labels, the share and the seed. Nothing is loaded or copied.
+"""
+
+from __future__ import annotations
+
+import logging
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.targets import is_stream, labels_of, length
+
+if TYPE_CHECKING:
+    from torch.utils.data import Subset
+
+logger = logging.getLogger(__name__)
+
+# Sets this stream of random numbers apart from those of the epochs, which begin with the same seed.
+_STREAM = 0x5B117
+
+
+def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Subset, Subset]:
+    """Split into (train, val), both in the order of `dataset`. The same seed gives the same split.
+
+    A float is the share of the validation set, an integer its number of samples. Where labels are known without
+    loading samples, every class is split in proportion, and never so that none of it is left to train on.
+
+    >>> train, val = split_dataset([(x, x % 2) for x in range(10)], 0.2, seed=0)
+    >>> len(train), sorted(label for _, label in val)
+    (8, [0, 1])
+    """
+    from torch.utils.data import Subset
+
+    size = length(dataset)
+    if size is None or is_stream(dataset):
+        raise DataError(
+            expected(
+                "a data set with a length and samples that can be read by index",
+                type(dataset).__name__,
+                "Pass the validation set as val_data.",
+            )
+        )
+    val_size = _val_size(size, val_split)
+    rng = np.random.default_rng([seed, _STREAM])
+    labels = labels_of(dataset)
+    in_val = np.zeros(size, dtype=bool)
+    in_val[_stratified(labels, val_size, rng) if labels is not None else rng.permutation(size)[:val_size]] = True
+    return (
+        Subset(dataset, np.flatnonzero(~in_val).tolist()),
+        Subset(dataset, np.flatnonzero(in_val).tolist()),
+    )
+
+
+def _val_size(size: int, val_split: float | int) -> int:
+    """The number of validation samples, refused where one of the two sets would be empty."""
+    if isinstance(val_split, bool) or not isinstance(val_split, Real):
+        raise BadArgument(expected("val_split to be a share such as 0.1 or a number of samples", val_split))
+    if isinstance(val_split, Integral):
+        wanted, do = int(val_split), f"Pass a number from 1 to {size - 1}, or a share such as 0.1."
+    elif 0 < val_split < 1:
+        wanted, do = round(size * float(val_split)), "Pass a number of samples, such as val_split=1."
+    else:
+        raise BadArgument(expected("val_split to be between 0 and 1", val_split, "Pass 0.1 for a tenth."))
+    if size < 2:
+        raise DataError(expected("at least 2 samples to split", size, "Pass more data, or no val_split."))
+    if not 0 < wanted < size:
+        raise BadArgument(
+            f"Expected val_split to leave samples for both training and validation, received {val_split!r}, which is "
+            f"{wanted} of {size} samples for validation. {do}"
+        )
+    return wanted
+
+
+def _stratified(labels: np.ndarray, val_size: int, rng: np.random.Generator) -> np.ndarray:
+    """Indices of `val_size` samples with the classes in proportion, one sample of each class left out at least."""
+    _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    room = counts - 1
+    order = rng.permutation(len(labels))
+    if val_size > room.sum():
+        logger.warning(
+            "%d validation samples cannot be drawn from %d samples of %d classes and leave one of each class to train "
+            "on: the split ignores the classes.",
+            val_size,
+            len(labels),
+            len(counts),
+        )
+        return order[:val_size]
+    taken = _apportion(counts, room, val_size, rng)
+    # Shuffled samples, sorted by class: the first of each class, as many as it is due, are taken.
+    order = order[np.argsort(classes[order], kind="stable")]
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return order[rank < np.repeat(taken, counts)]
+
+
+def _apportion(counts: np.ndarray, room: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """Divide `total` over the classes by largest remainder, in whole numbers so that no rounding can go wrong.
+
+    Classes of one sample take no part. Equal remainders are decided by lot, or else, of many classes with few
+    samples each, always the first would be validated.
+    """
+    shares = np.where(room > 0, counts, 0).astype(np.int64)
+    taken = total * shares // shares.sum()
+    due = total * shares - taken * shares.sum()
+    while left := total - int(taken.sum()):
+        able = rng.permutation(np.flatnonzero(taken < room))
+        chosen = able[np.argsort(-due[able], kind="stable")][:left]
+        taken[chosen] += 1
+        due[chosen] -= shares.sum()
+    return taken

@@ -1,0 +1,288 @@
+"""The loop. There is no other one.
+
+It owns the order of things: when a step is taken, when to log, evaluate, save and stop. How these are done is the
+business of the backend and of the services. The order of events is stated in `engine.events.Event`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from trainformer.core.errors import DataError
+from trainformer.core.types import Placed, StepResult
+from trainformer.engine.cadence import Cadence
+from trainformer.engine.control import Control
+from trainformer.engine.events import Event, EventBus
+from trainformer.engine.metrics import RunningMetrics, weighted_means
+from trainformer.engine.protocols import Backend, Services, Source
+from trainformer.engine.scalar import LazyScalar
+from trainformer.engine.state import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How far to train, and how often to log, evaluate and save. `None` means no limit, or never."""
+
+    max_steps: int | None
+    epochs: int | None
+    accumulation: int = 1
+    log_every: Cadence | None = None
+    eval_every: Cadence | None = None
+    save_every: Cadence | None = None
+    eval_on_save: bool = False
+    eval_at_end: bool = True
+    save_at_end: bool = True
+    monitor: str = "val/loss"
+    monitor_mode: str = "min"
+
+
+class Loop:
+    """Trains from wherever `state` is to the end of the plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: RunState,
+        *,
+        backend: Backend,
+        source: Source,
+        bus: EventBus,
+        control: Control,
+        services: Services,
+    ) -> None:
+        self.plan = plan
+        self.state = state
+        self.backend = backend
+        self.source = source
+        self.bus = bus
+        self.control = control
+        self.services = services
+        self._metrics = RunningMetrics(backend)
+        self._epoch_metrics: dict[str, float] = {}
+        self._now = time.perf_counter()
+        self._logged = self._now, state.step, state.samples, state.tokens
+        self._evaluated = self._saved = self._now
+        self._paused = 0.0
+        # A cadence in minutes needs the clock after every step; one in steps or epochs does not.
+        cadences = plan.log_every, plan.eval_every, plan.save_every
+        self._watches_clock = any(c is not None and c.unit == "seconds" for c in cadences)
+        self._lr = 0.0
+
+    # -- the story -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to the end of the plan, or until somebody asks to stop."""
+        self.bus.emit(Event.TRAIN_BEGIN)
+        while not self._finished():
+            self._run_epoch()
+        self._wind_up()
+        self.bus.emit(Event.TRAIN_END)
+
+    def _run_epoch(self) -> None:
+        state = self.state
+        self._epoch_metrics = {}
+        self.bus.emit(Event.EPOCH_BEGIN, state.epoch)
+        self.backend.begin_training()
+        exhausted = True
+        for window in self._windows():
+            self._run_step(window)
+            if self._finished_mid_epoch():
+                exhausted = self.source.batches_per_epoch == state.batch
+                break
+        if state.batch == 0:
+            raise DataError(f"Epoch {state.epoch} has no batches: expected at least one sample, received none.")
+        if exhausted:
+            self._end_epoch()
+
+    def _run_step(self, window: Iterable[Placed]) -> None:
+        bus, state, backend = self.bus, self.state, self.backend
+        step = state.step
+        if bus.listeners(Event.STEP_BEGIN):
+            bus.emit(Event.STEP_BEGIN, step)
+
+        self._accumulate(window)
+        if bus.listeners(Event.BEFORE_UPDATE):
+            bus.emit(Event.BEFORE_UPDATE, step)
+        result = backend.update(step)
+        if bus.listeners(Event.AFTER_UPDATE):
+            bus.emit(Event.AFTER_UPDATE, step)
+        backend.end_step()
+
+        state.step = step = step + 1
+        state.position += result.samples
+        state.samples += result.samples
+        state.tokens += result.tokens
+        self._lr = result.lr
+        self._metrics.extend(result.entries)
+        if bus.listeners(Event.STEP_END):
+            bus.emit(Event.STEP_END, step, self._lazy_loss(result))
+        self._after_step(step)
+
+    def _after_step(self, step: int) -> None:
+        """Log, evaluate and save where that is due now, or was asked for."""
+        plan, control = self.plan, self.control
+        if self._watches_clock:
+            self._now = time.perf_counter()
+        first = step == 1 and plan.log_every is not None
+        if first or control.should_log or self._due(plan.log_every, step, self._logged[0]):
+            self._log()
+        save = control.should_save or self._due(plan.save_every, step, self._saved)
+        if control.should_evaluate or self._due(plan.eval_every, step, self._evaluated) or (save and plan.eval_on_save):
+            self._evaluate()
+        if save:
+            self._save()
+
+    def _end_epoch(self) -> None:
+        state, plan = self.state, self.plan
+        state.end_epoch()
+        # The last record of a run comes before its last evaluation, not after.
+        if self._finished() or (plan.log_every is not None and plan.log_every.due_at_epoch(state.epoch)):
+            self._log_rest()
+        save = plan.save_every is not None and plan.save_every.due_at_epoch(state.epoch)
+        if (plan.eval_every is not None and plan.eval_every.due_at_epoch(state.epoch)) or (save and plan.eval_on_save):
+            self._evaluate()
+        if save:
+            self._save()
+        self.bus.emit(Event.EPOCH_END, state.epoch - 1, self._epoch_metrics)
+
+    def _wind_up(self) -> None:
+        """What is outstanding after the last step: the last log record, evaluation and checkpoint."""
+        self.backend.verify(self.state.step)
+        self._log_rest()
+        if self.plan.eval_at_end and not self.control.should_stop and self.state.step > 0:
+            self._evaluate()
+        if self.plan.save_at_end and self.state.step > 0:
+            self._save()
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def _windows(self) -> Iterator[Iterable[Placed]]:
+        """Groups of `accumulation` micro-batches; the last of an epoch may be smaller.
+
+        A window never reaches into the next epoch, and its gradients are divided by the weight it really has.
+        Micro-batches are drawn while the step runs, so that a long window need not fit into memory.
+        """
+        state = self.state
+        batches = self.backend.feed(self.source.batches(state.epoch, state.batch, state.position), train=True)
+        accumulation = self.plan.accumulation
+        for first in batches:
+            yield (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
+
+    def _accumulate(self, window: Iterable[Placed]) -> None:
+        backend = self.backend
+        if backend.retries:
+            window = list(window)
+        for _ in range(backend.retries + 1):
+            used = 0
+            for batch in window:
+                backend.accumulate(batch)
+                used += 1
+                if self.bus.listeners(Event.SUBSTEP_END):
+                    self.bus.emit(Event.SUBSTEP_END, self.state.step)
+            if backend.finish():
+                break
+        self.state.batch += used
+
+    def _lazy_loss(self, result: StepResult) -> LazyScalar:
+        entries = [e for e in result.entries if e.name == "loss"]
+        return LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
+
+    # -- what happens at the points ------------------------------------------------------------------------
+
+    def _log_rest(self) -> None:
+        """Log the steps since the last record, if there are any."""
+        if self.state.step > self._logged[1]:
+            self._log()
+
+    def _log(self) -> None:
+        state = self.state
+        self.control.should_log = False
+        counts = self.backend.verify(state.step)
+        metrics = {f"train/{name}": value for name, value in (self._metrics.drain() | counts).items()}
+        metrics["train/lr"] = self._lr
+        metrics["train/epoch"] = self._progress()
+        metrics |= self._speed()
+        self.bus.emit(Event.LOG, metrics)
+        state.log_history.append({"step": state.step, **metrics})
+        self.services.log(metrics, state.step)
+
+    def _evaluate(self) -> None:
+        state = self.state
+        self.control.should_evaluate = False
+        if state.evaluated_at == state.step:
+            return
+        self.backend.verify(state.step)
+        began = time.perf_counter()
+        self.bus.emit(Event.EVAL_BEGIN)
+        metrics = self.services.evaluate()
+        self.backend.begin_training()
+        state.evaluated_at = state.step
+        self._evaluated = time.perf_counter()
+        self._paused += self._evaluated - began
+        if not metrics:
+            return
+        self._epoch_metrics = metrics
+        state.note_best(metrics, self.plan.monitor, self.plan.monitor_mode)
+        state.log_history.append({"step": state.step, **metrics})
+        self.services.log(metrics, state.step)
+        self.bus.emit(Event.EVAL_END, metrics)
+        if self.services.worth_keeping(metrics):
+            self._save()
+
+    def _save(self) -> None:
+        state = self.state
+        self.control.should_save = False
+        if state.saved_at == state.step:
+            return
+        self.backend.verify(state.step)
+        began = time.perf_counter()
+        path = self.services.save()
+        self._saved = time.perf_counter()
+        self._paused += self._saved - began
+        if path is not None:
+            self.bus.emit(Event.SAVE, path)
+
+    # -- small questions -----------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        plan, state = self.plan, self.state
+        if self.control.should_stop:
+            return True
+        if plan.max_steps is not None:
+            return state.step >= plan.max_steps
+        return plan.epochs is not None and state.epoch >= plan.epochs
+
+    def _finished_mid_epoch(self) -> bool:
+        plan = self.plan
+        return self.control.should_stop or (plan.max_steps is not None and self.state.step >= plan.max_steps)
+
+    def _due(self, cadence: Cadence | None, step: int, last: float) -> bool:
+        if cadence is None:
+            return False
+        if cadence.unit == "seconds":
+            return cadence.due_after(self._now - last)
+        return cadence.due_at_step(step)
+
+    def _progress(self) -> float:
+        """Epochs done, as a fraction where the length of an epoch is known."""
+        length = self.source.batches_per_epoch
+        return self.state.epoch + (self.state.batch / length if length else 0.0)
+
+    def _speed(self) -> dict[str, float]:
+        """Samples and tokens per second of training since the last log point, evaluations and saves left out."""
+        state = self.state
+        now = time.perf_counter()
+        then, _, samples, tokens = self._logged
+        elapsed = now - then - self._paused
+        self._logged = now, state.step, state.samples, state.tokens
+        self._paused = 0.0
+        state.seconds += now - then
+        if elapsed <= 0 or state.samples == samples:
+            return {}
+        speed = {"train/samples_per_second": (state.samples - samples) / elapsed}
+        if state.tokens > tokens:
+            speed["train/tokens_per_second"] = (state.tokens - tokens) / elapsed
+        return speed

@@ -1,0 +1,94 @@
+"""What the engine asks of the parts it does not own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from trainformer.core.types import EvalResult, Placed, Sized, StepResult
+
+
+class Source(Protocol):
+    """Where batches come from. The order of an epoch is a function of the epoch's number."""
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Number of batches, or None for a stream of unknown length."""
+        ...
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+        """The rest of an epoch after `batch` batches with `position` samples."""
+        ...
+
+
+class Backend(Protocol):
+    """What a framework does. One optimizer step is: `accumulate` per micro-batch, `finish`, `update`."""
+
+    @property
+    def retries(self) -> int:
+        """How often a step with non-finite gradients may be repeated (0: never)."""
+        ...
+
+    def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
+        """Put batches where the model is, one ahead where that can overlap with computing."""
+        ...
+
+    def begin_training(self) -> None:
+        """Switch the model to training; called before each epoch and after each evaluation."""
+        ...
+
+    def accumulate(self, batch: Placed) -> None:
+        """Forward and backward of one micro-batch, its gradients added up."""
+        ...
+
+    def finish(self) -> bool:
+        """Divide by the window's weight and clip. False: the gradients were dropped, repeat the window."""
+        ...
+
+    def update(self, step: int) -> StepResult:
+        """Change the weights. `step` is the number of steps done before."""
+        ...
+
+    def end_step(self) -> None:
+        """Drop the gradients."""
+        ...
+
+    def verify(self, step: int) -> dict[str, float]:
+        """Raise if a step since the last call was not finite; counts to log otherwise. Waits for the device."""
+        ...
+
+    def eval_step(self, batch: Placed) -> EvalResult:
+        """Metrics of one batch, without gradients."""
+        ...
+
+    def read(self, scalars: Sequence[Any]) -> list[float]:
+        """Values of device scalars (and plain numbers) in one transfer."""
+        ...
+
+    def fold(self, scalars: Sequence[Any]) -> Any:
+        """Their sum, still on the device."""
+        ...
+
+    def join_rows(self, pieces: list[Any]) -> Any:
+        """Rows of several batches as one, on the host."""
+        ...
+
+
+class Services(Protocol):
+    """What the loop decides on but does not do itself."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Hand metrics to the loggers."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate on the validation data; metrics with the prefix ``val/``."""
+        ...
+
+    def worth_keeping(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation was good enough to keep a checkpoint of it."""
+        ...
+
+    def save(self) -> str | None:
+        """Write a checkpoint; where it is, or None if nothing was written."""
+        ...

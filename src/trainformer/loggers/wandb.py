@@ -1,0 +1,170 @@
+"""Weights & Biases. Owns how a run is found again after a restart, and that nobody is ever asked for a login.
+
+wandb keeps one row per step and never goes back: a row is complete when a later step arrives. A resumed run
+therefore leaves out the steps that are already there. Online, the server says which; an offline run has nobody to
+ask, so the last complete step is kept in a small file beside the run's data.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from trainformer.core.errors import BadArgument, expected
+from trainformer.core.optional import require
+from trainformer.loggers.base import BaseLogger, LoggerError
+from trainformer.loggers.values import as_numbers, jsonable
+
+MODES = ("online", "offline", "disabled", "shared")
+#: 255 is what wandb itself reports for Ctrl-C. Everything not named here is a failure.
+_EXIT_CODES = {"finished": 0, "stopped": 0, "interrupted": 255}
+
+
+class WandbLogger(BaseLogger):
+    """Logs to Weights & Biases.
+
+    `mode` is ``"online"``, ``"offline"``, ``"disabled"`` or ``"shared"``; without it, the environment variable
+    ``WANDB_MODE`` and wandb's own settings decide. If a run is already active (an own `wandb.init`, a wandb sweep),
+    it is used, and left open at the end.
+    """
+
+    remote: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        project: str = "trainformer",
+        name: str | None = None,
+        entity: str | None = None,
+        tags: list[str] | None = None,
+        dir: str | os.PathLike[str] | None = None,
+        mode: str | None = None,
+    ) -> None:
+        if mode is not None and mode not in MODES:
+            raise BadArgument(expected(f"mode to be one of {', '.join(MODES)}, or None", mode))
+        self.project = project
+        self.name = name
+        self.entity = entity
+        self.tags = tags
+        self.dir = dir
+        self.mode = mode
+        self._run: Any = None
+        self._run_id: str | None = None
+        self._resume_id: str | None = None
+        self._borrowed = False
+        self._complete = -1  # the last step that is safely there
+        self._latest = -1  # the step that still collects values
+        self._step_file: Path | None = None
+
+    def init(self, config: dict[str, Any]) -> None:
+        wandb = require("wandb", "wandb", "to log to Weights & Biases")
+        resume_id, self._resume_id = self._resume_id, None
+        self._borrowed = wandb.run is not None
+        if self._borrowed:
+            self._run = wandb.run
+            self._run.config.update(jsonable(config), allow_val_change=True)
+        else:
+            self._run = self._start(wandb, jsonable(config), resume_id)
+        self._run_id = self._run.id
+        self._complete = self._latest = self._last_step(resumed=resume_id == self._run_id)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._log(as_numbers(metrics), step)
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        self._log({f"text/{key}": text}, step)
+
+    def finish(self, status: str = "finished") -> None:
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+        if not self._borrowed:
+            run.finish(exit_code=_EXIT_CODES.get(status, 1))
+        self._note_complete(self._latest)
+
+    def state_dict(self) -> dict[str, Any]:
+        run_id = self._run_id or self._resume_id
+        return {"run_id": run_id} if run_id else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resume_id = state.get("run_id")
+
+    def _start(self, wandb: ModuleType, config: dict[str, Any], resume_id: str | None) -> Any:
+        settings = wandb.setup().settings
+        # wandb reads the environment once per process; what was set later counts here all the same.
+        mode = self.mode or os.environ.get("WANDB_MODE") or settings.mode
+        if mode in ("online", "shared", "run") and not _has_credentials(settings):
+            raise LoggerError(
+                f"Expected a Weights & Biases API key for {settings.base_url}, received none. Run `wandb login` once "
+                "on this machine, or log to local files with WANDB_MODE=offline or WandbLogger(mode='offline')."
+            )
+        if self.dir is not None:
+            Path(self.dir).mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {}
+        if mode == "offline" and "x_transaction_log_flush_interval" in getattr(wandb.Settings, "model_fields", ()):
+            # Otherwise a killed offline run loses its last 15 seconds.
+            options["settings"] = wandb.Settings(x_transaction_log_flush_interval=1.0)
+        return wandb.init(
+            project=self.project,
+            name=self.name,
+            entity=self.entity,
+            tags=self.tags,
+            dir=None if self.dir is None else str(self.dir),
+            mode=mode,
+            config=config,
+            id=resume_id,
+            resume="allow" if resume_id else None,
+            **options,
+        )
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        run = self._started(self._run)
+        if step <= self._complete:
+            return  # logged before the run was resumed
+        if step > self._latest:
+            self._note_complete(self._latest)
+            self._latest = step
+        run.log(values, step=step)
+
+    def _last_step(self, resumed: bool) -> int:
+        """The last step an earlier process logged to this run, or -1."""
+        self._step_file = None
+        if self._run.offline and not self._borrowed:
+            # run.dir is wandb/offline-run-<time>-<id>/files; each process of a run has another <time>.
+            self._step_file = Path(self._run.dir).parents[1] / f"last-step-{self._run.id}.txt"
+            if resumed and self._step_file.exists():
+                return int(self._step_file.read_text())
+        return self._run.starting_step - 1 if resumed else -1
+
+    def _note_complete(self, step: int) -> None:
+        if self._step_file is not None and step >= 0:
+            # Renamed into place: a process killed here must not leave half a number.
+            temporary = self._step_file.with_suffix(".tmp")
+            temporary.write_text(str(step))
+            os.replace(temporary, self._step_file)
+
+
+def _has_credentials(settings: Any) -> bool:
+    """Whether wandb will find a key where it looks for one, so that it need not ask at a prompt."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    if settings.api_key or getattr(settings, "identity_token_file", None):
+        return True
+    hosts = {urlsplit(settings.base_url).netloc}
+    if any(host.endswith((".wandb.ai", ".coreweave.com")) for host in hosts):
+        hosts.add("api.wandb.ai")  # newer versions use another address with the same keys
+    return any(_in_netrc(host) for host in hosts)
+
+
+def _in_netrc(host: str) -> bool:
+    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for name in names:
+        try:
+            if netrc.netrc(os.path.expanduser(name)).authenticators(host) is not None:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

@@ -1,0 +1,128 @@
+"""From what a user passes as data to sources of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.info import DatasetInfo, extract_info
+from trainformer.data.loader import DatasetSource, LoaderSource, stream_source
+from trainformer.data.split import split_dataset
+from trainformer.tasks.base import provides
+
+Source = DatasetSource | LoaderSource
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How batches are made."""
+
+    batch_size: int
+    seed: int
+    num_workers: int | None
+    pin_memory: bool
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training and validation data as loaded, before the task has prepared them, and what they say of themselves."""
+
+    train: Any
+    val: Any
+    info: DatasetInfo
+
+
+def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | int | None, seed: int) -> TrainingData:
+    """Load what was passed, split off the validation set, and extract the metadata."""
+    if val_data is not None and val_split is not None:
+        raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
+    train, val = load(task, data), load(task, val_data) if val_data is not None else None
+    info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
+    if val_split is not None:
+        if is_loader(train) or isinstance(train, IterableDataset):
+            raise BadArgument(
+                expected(
+                    "val_split with a data set that has a length",
+                    type(train).__name__,
+                    "Pass a second loader or data set as val_data.",
+                )
+            )
+        train, val = split_dataset(train, val_split, seed)
+        info = extract_info(train)
+    return TrainingData(train, val, info)
+
+
+def load(task: Any, data: Any) -> Any:
+    """A data set or loader from a path or name, arrays, a data set or a loader."""
+    if isinstance(data, (str, Path)):
+        return _load_path(task, str(data))
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        data = (data,)
+    if isinstance(data, tuple) and data and all(isinstance(d, (torch.Tensor, np.ndarray)) for d in data):
+        tensors = [torch.as_tensor(d) for d in data]
+        if len({len(t) for t in tensors}) != 1:
+            raise DataError(expected("arrays of one length", [len(t) for t in tensors]))
+        return TensorDataset(*tensors)
+    if isinstance(data, IterableDataset) or is_loader(data) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return data
+    raise BadArgument(
+        expected(
+            "data to be a path, a tuple of tensors, a Dataset, or a DataLoader (or another iterable of batches)",
+            type(data).__name__,
+        )
+    )
+
+
+def _load_path(task: Any, path: str) -> Any:
+    if not provides(task, "load_data"):
+        raise BadArgument(
+            f"{type(task).__name__} cannot load data by path (received {path!r}). Pass a Dataset or DataLoader, "
+            "or define load_data(self, path) on the task."
+        )
+    return task.load_data(path)
+
+
+def is_loader(data: Any) -> bool:
+    """Whether something yields batches: a DataLoader, or an iterable that is not a data set."""
+    if isinstance(data, DataLoader):
+        return True
+    indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, Iterable) and not indexable and not isinstance(data, IterableDataset)
+
+
+def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Source:
+    """Batches of loaded data, prepared by the task for training or evaluation."""
+    if is_loader(data):
+        return LoaderSource(data, options.seed)
+    if provides(task, "prepare_dataset"):
+        data = task.prepare_dataset(data, train=train)
+    collate = task.collate_fn if provides(task, "collate_fn") else None
+    if isinstance(data, IterableDataset):
+        workers = options.num_workers or 0
+        return stream_source(data, options.batch_size, seed=options.seed, collate=collate, num_workers=workers)
+    return DatasetSource(
+        data,
+        options.batch_size,
+        shuffle=train,
+        seed=options.seed,
+        collate=collate,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory,
+    )
+
+
+def size_of(data: Any) -> int | None:
+    """Number of samples, where that is known."""
+    if isinstance(data, DataLoader):
+        data = data.dataset
+    try:
+        return len(data)
+    except TypeError:
+        return None

@@ -1,0 +1,110 @@
+"""Every setting of a run, with its default, and what makes a setting wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from trainformer.backends.torch.memory import SdpaChoice, sdpa_backends
+from trainformer.backends.torch.nonfinite import parse_policy
+from trainformer.core.errors import BadArgument, expected
+from trainformer.engine.cadence import Cadence
+
+
+@dataclass(kw_only=True)
+class RunSettings:
+    """Settings of a run. Every way into the library fills in one of these.
+
+    Cadences are integers in their usual unit, or strings that name it: ``"500steps"``, ``"2epochs"``, ``"10min"``.
+    """
+
+    # How long, and with what
+    epochs: int = 100
+    max_steps: int | None = None  # overrides epochs
+    batch_size: int = 32
+    eval_batch_size: int | None = None  # None: as batch_size
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.1
+    gradient_clip: float | None = 1.0
+    accumulation_steps: int = 1
+    optimizer: Any = "adamw"  # name, class, factory or instance
+    scheduler: Any = "onecycle"  # name, factory or instance; None: constant
+    nonfinite: str = "raise"  # raise, skip, retry, retry:N
+    seed: int = 42
+
+    # Where and how it is computed
+    device: Any = None  # None: the best there is
+    precision: str = "auto"  # auto, no, bf16, fp16
+    compile: bool | str = False  # or a mode of torch.compile
+    channels_last: bool = False
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    sdpa_backend: SdpaChoice = None  # math, flash, efficient, cudnn, or several
+    matmul_precision: str | None = None  # highest, high, medium
+    num_workers: int | None = None  # None: what suits the data
+    strategy: str = "auto"
+
+    # What is recorded
+    log: Any = "console"  # console, wandb, tensorboard, mlflow, none, a logger, or several
+    log_every: int | str | None = 100
+    project: str = "trainformer"
+    name: str | None = None
+    run_dir: str | Path | None = None  # None: runs/<name>
+
+    # What is kept
+    save_dir: str = "checkpoints"  # inside the run folder, unless absolute
+    save_every: int | str | None = None
+    save_best: int = 3
+    save_last: int = 1
+    monitor_metric: str = "val/loss"
+    monitor_mode: str = "min"
+    resume: str | Path | None = "auto"  # auto, a path, or None to begin anew
+
+    # Evaluation
+    eval_every: int | str | None = 1
+
+    def validate(self) -> None:
+        """Refuse settings that cannot work, before anything is built."""
+        for name in ("epochs", "batch_size", "accumulation_steps"):
+            self._whole(name, least=1)
+        for name in ("max_steps", "eval_batch_size"):
+            if getattr(self, name) is not None:
+                self._whole(name, least=1)
+        for name in ("save_best", "save_last", "seed"):
+            self._whole(name, least=0)
+        if self.num_workers is not None:
+            self._whole("num_workers", least=0)
+        self._number("lr", lambda v: v > 0, "a positive number")
+        self._number("weight_decay", lambda v: v >= 0, "a number of at least 0")
+        self._number("warmup_ratio", lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        if self.gradient_clip is not None:
+            self._number("gradient_clip", lambda v: v >= 0, "a number of at least 0, or None")
+        if self.monitor_mode not in ("min", "max"):
+            raise BadArgument(expected("monitor_mode to be 'min' or 'max'", self.monitor_mode))
+        if self.strategy not in ("auto", "single"):
+            raise BadArgument(expected("strategy to be 'auto' or 'single'", self.strategy))
+        for name, unit in (("log_every", "steps"), ("save_every", "steps"), ("eval_every", "epochs")):
+            Cadence.parse(getattr(self, name), unit, name)  # type: ignore[arg-type]
+        parse_policy(self.nonfinite)
+        sdpa_backends(self.sdpa_backend)
+
+    def _whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise BadArgument(expected(f"{name} to be a whole number of at least {least}", value))
+
+    def _number(self, name: str, fits: Any, words: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not fits(value):
+            raise BadArgument(expected(f"{name} to be {words}", value))
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The default of every setting."""
+        return {f.name: f.default for f in fields(RunSettings)}
+
+    def values(self) -> dict[str, Any]:
+        """Every setting as it is now."""
+        return {f.name: getattr(self, f.name) for f in fields(RunSettings)}

@@ -1,0 +1,77 @@
+"""The state of a run as one tree of tensors and plain values, in memory and as a file."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainformer.core.errors import DataError
+from trainformer.session.folder import write_atomically
+
+FORMAT = 1
+
+
+def cloned(tree: Any, to_host: bool = False) -> Any:
+    """A copy that later steps do not change."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True) if to_host else tree.detach().clone()
+    if isinstance(tree, Mapping):
+        return {key: cloned(value, to_host) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(cloned(value, to_host) for value in tree)
+    return tree
+
+
+def write_snapshot(path: Path, state: dict[str, Any]) -> None:
+    """Write a state to a single file, all or nothing."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, **state}, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def read_snapshot(path: Path) -> dict[str, Any]:
+    """Read a state. Nothing in the file is executed: what is not tensors and plain values is refused."""
+    if not path.exists():
+        raise DataError(f"There is no checkpoint at {path}.")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DataError(
+            f"{path} holds objects other than tensors and plain values, and loading them could execute code; "
+            f"it was not loaded. ({str(error).splitlines()[0]})"
+        ) from error
+    except Exception as error:
+        raise DataError(f"{path} cannot be read as a checkpoint: it is damaged or not one. ({error})") from error
+    if not isinstance(state, dict) or "format" not in state:
+        raise DataError(f"{path} is not a trainformer checkpoint. To use weights alone, load them into task.model.")
+    if state["format"] > FORMAT:
+        raise DataError(f"{path} was written by a newer trainformer (format {state['format']}); please upgrade.")
+    return state
+
+
+def check_fits(own: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> None:
+    """Compare names and shapes before anything is changed, and say everything that differs."""
+    missing = sorted(own.keys() - saved.keys())
+    unknown = sorted(saved.keys() - own.keys())
+    shapes = [
+        f"{key}: {tuple(saved[key].shape)} in the checkpoint, {tuple(own[key].shape)} here"
+        for key in own.keys() & saved.keys()
+        if isinstance(own[key], Tensor) and isinstance(saved[key], Tensor) and own[key].shape != saved[key].shape
+    ]
+    problems = [
+        f"{label}: {', '.join(items[:8])}{' ...' if len(items) > 8 else ''}"
+        for label, items in (
+            ("missing in the checkpoint", missing),
+            ("unknown here", unknown),
+            ("of another shape", sorted(shapes)),
+        )
+        if items
+    ]
+    if problems:
+        raise DataError(f"The checkpoint's {what} does not fit. " + "; ".join(problems) + ". Nothing was loaded.")

@@ -1,0 +1,188 @@
+"""Helpers for scripts and notebooks: seeds, devices, parameter counts, memory.
+
+Owns nothing that a run needs: the engine and the backends do their own seeding and placing of batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import os
+import random
+import sys
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainformer.core.errors import BadArgument, expected
+
+logger = logging.getLogger(__name__)
+
+
+def seed_everything(seed: int = 42, deterministic: bool = True) -> None:
+    """Seed Python, NumPy and torch (CPU and every GPU), and the hashing of processes started from here.
+
+    With `deterministic`, cuDNN chooses reproducible algorithms and does not search for the fastest ones; without it,
+    its settings stay as they are.
+
+    >>> seed_everything(1)
+    >>> first = torch.rand(1)
+    >>> seed_everything(1)
+    >>> bool(torch.rand(1) == first)
+    True
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise BadArgument(
+            expected("seed to be an integer from 0 to 2**32 - 1", seed, "NumPy takes no other seeds. Pass seed=42.")
+        )
+    seed = int(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # all devices; GPUs that are not in use yet are seeded when they come into use
+    os.environ["PYTHONHASHSEED"] = str(seed)  # read at start-up only, so it counts for child processes
+    if deterministic:
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    logger.info("Set random seed to %d", seed)
+
+
+def count_parameters(model: torch.nn.Module, trainable_only: bool = True) -> str:
+    """The number of parameters, shared ones counted once, in a readable form.
+
+    >>> count_parameters(torch.nn.Linear(100, 15))
+    '1.51K'
+    """
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if total >= size:
+            return f"{total / size:.2f}{unit}"
+    return str(total)
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class MemoryRecord:
+    """What `profile_memory` measured. The numbers are there once the block has ended.
+
+    On a GPU they count what tensors occupy, and the peak is that of the block. On the CPU they count the resident
+    memory of the process, and the peak is that of its whole life, because the system keeps no other.
+    """
+
+    label: str
+    device: str
+    delta_bytes: int = 0
+    peak_bytes: int = 0
+
+
+_open_records: list[MemoryRecord] = []
+
+
+@contextmanager
+def profile_memory(label: str = "Operation") -> Iterator[MemoryRecord]:
+    """Measure the memory that a block of code takes, and log it when the block ends, also by an exception.
+
+    >>> with profile_memory("build") as memory:
+    ...     model = torch.nn.Linear(10, 10)
+    >>> memory.peak_bytes > 0 or memory.device == "cuda"
+    True
+    """
+    record = MemoryRecord(label, "cuda" if torch.cuda.is_available() else "cpu")
+    if record.device == "cuda":
+        # The allocator has one peak counter: blocks around this one take its value before it is set back.
+        for outer in _open_records:
+            outer.peak_bytes = max(outer.peak_bytes, _peak_bytes(record.device))
+        torch.cuda.reset_peak_memory_stats()
+    _open_records.append(record)
+    before = _used_bytes(record.device)
+    try:
+        yield record
+    finally:
+        # No synchronize: the allocator counts on the host, and after a failed kernel it would hide the first error.
+        _open_records.remove(record)
+        record.delta_bytes = _used_bytes(record.device) - before
+        record.peak_bytes = max(record.peak_bytes, _peak_bytes(record.device))
+        logger.info("%s: delta=%.2fGB, peak=%.2fGB", label, record.delta_bytes / 1e9, record.peak_bytes / 1e9)
+
+
+def _used_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no /proc: the growth of the peak is the best there is
+        return _peak_resident_bytes()
+
+
+def _peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return max(_peak_resident_bytes(), _used_bytes(device))
+
+
+def _peak_resident_bytes() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# -- devices -----------------------------------------------------------------------------------------------
+
+
+def get_device() -> torch.device:
+    """The best device of this machine: CUDA, else Apple's MPS, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def move_to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
+    """The same batch with every tensor on `device`.
+
+    Mappings, lists, tuples, named tuples, dataclass instances and objects with a `to` method of their own keep their
+    type, at any depth; whatever else is in there stays as it is. The batch passed in is not changed.
+
+    >>> move_to_device({"x": torch.zeros(2), "names": ["a", "b"]}, "meta")
+    {'x': tensor(..., device='meta', size=(2,)), 'names': ['a', 'b']}
+    """
+
+    def move(item: Any) -> Any:
+        return move_to_device(item, device, non_blocking)
+
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+    if isinstance(batch, dict | UserDict):
+        # Filling a copy keeps what a subclass carries besides its items: a default factory, a tokenizer's encodings.
+        filled = copy.copy(batch)
+        for key, value in batch.items():
+            filled[key] = move(value)
+        return filled
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+        # Packed sequences, graphs, tensor dicts. On a copy, for some of them change themselves.
+        return copy.copy(batch).to(device, **({"non_blocking": True} if non_blocking else {}))
+    if isinstance(batch, Mapping):
+        return type(batch)({key: move(value) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple takes its fields one by one
+        return batch._make(map(move, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)([move(item) for item in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            # Past __init__ and __setattr__: a frozen instance, or a field that __init__ does not take, moves too.
+            object.__setattr__(moved, field.name, move(getattr(batch, field.name)))
+        return moved
+    return batch
