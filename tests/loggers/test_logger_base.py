@@ -92,7 +92,9 @@ def test_log_before_init_is_a_clear_error(logger: BaseLogger) -> None:
         logger.log({"train/loss": 1.0}, step=1)
     with pytest.raises(LoggerError, match=rf"{name}\.init"):
         logger.log_text("sample", "text", step=1)
+    logger.flush()
     logger.finish()  # without init: nothing to do, and no error
+    assert logger.state_dict() == {}
 
 
 def test_noop_logger_takes_every_call() -> None:

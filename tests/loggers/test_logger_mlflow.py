@@ -134,6 +134,8 @@ def test_resuming_goes_on_in_the_same_run_and_repeats_no_step(store: str, client
     second.log({"val/loss": 5.0}, step=5)  # the first process died before it came to this
     second.finish()
     assert second.state_dict() == state
+    second.load_state_dict({"run_id": "another"})
+    assert second.state_dict() == {"run_id": "another"}
     assert history(client, state["run_id"], "train/loss") == [(step, float(step)) for step in range(1, 8)]
     assert history(client, state["run_id"], "val/loss") == [(3, 3.0), (5, 5.0)]
     run = client.get_run(state["run_id"])
@@ -180,7 +182,8 @@ def test_a_failure_while_logging_does_not_end_training(store: str, client: Any) 
     client.delete_run(mlflow_logger.state_dict()["run_id"])  # from now on the store refuses everything
     logger.log({"train/loss": 1.0}, step=1)
     with pytest.warns(RuntimeWarning, match=r"MLflowLogger\.flush failed: MlflowException"):
-        state = logger.state_dict()
+        logger.flush()
+    state = logger.state_dict()
     with pytest.warns(RuntimeWarning, match="MLflowLogger: 2 calls failed during the run"):
         logger.finish()
     assert state == {"MLflowLogger": mlflow_logger.state_dict()}

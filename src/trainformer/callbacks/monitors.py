@@ -30,8 +30,9 @@ class GradientMonitor:
     """Log the distribution of gradient norms, and warn of explosions.
 
     Looks at gradients while they are there: after clipping, before the update. Norms are those before clipping.
-    Every `log_every` steps it logs the norm's percentile over the steps since (``train/grad_norm_p99``), and the
-    largest norm of a single parameter, and waits for the device; in between it only keeps references.
+    Every `log_every` steps it logs the largest norm and a percentile of the norms since the last time
+    (``train/grad_norm_max``, ``train/grad_norm_p99``), and the largest norm of a single parameter, and waits for the
+    device; in between it only keeps references. The mean norm is in every record anyway.
     """
 
     log_every: int = 100
@@ -58,11 +59,11 @@ class GradientMonitor:
         percentile = torch.quantile(norms, self.clip_percentile / 100)
         # Clipping multiplied all by one factor: the ratio of the total norms undoes it.
         undo = norms[-1] / torch.linalg.vector_norm(parts).clamp_min(1e-30)
-        last, peak, high, largest, which = torch.stack(
-            [norms[-1], norms.max(), percentile, parts.max() * undo, parts.argmax().float()]
+        peak, high, largest, which = torch.stack(
+            [norms.max(), percentile, parts.max() * undo, parts.argmax().float()]
         ).tolist()
         self._record = {
-            "train/grad_norm": last,
+            "train/grad_norm_max": peak,
             f"train/grad_norm_p{self.clip_percentile:g}": high,
             "train/grad_norm_largest_parameter": largest,
         }
@@ -73,8 +74,13 @@ class GradientMonitor:
                 peak, self.explosion_threshold, len(norms), step + 1, names[int(which)],
             )  # fmt: skip
 
-    def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
-        """Log what was seen, at the step it belongs to."""
+    def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Add to the record of the same step, where there is one."""
+        metrics |= self._record
+        self._record = {}
+
+    def on_step_begin(self, trainer: TrainerLike, step: int) -> None:
+        """Else write a record of its own before the next step begins."""
         if self._record:
             trainer.log_metrics(self._record)
             self._record = {}

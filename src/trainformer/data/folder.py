@@ -1,7 +1,7 @@
 """Folders of image files.
 
 Owns the layout on disk (`root/class/**/image`), reading a file, and the errors for everything that can be wrong with
-either. Files are decoded when a sample is read, and stay PIL images: resizing them is cheaper before they become tensors.
+either. Files are decoded when a sample is read, and stay PIL images: cropping a photo is cheaper before it is a tensor.
 """
 
 from __future__ import annotations
@@ -170,8 +170,16 @@ def _images_in(folder: Path) -> Iterator[str]:
 
 
 def _folders_in(folder: Path) -> list[str]:
-    skipped = (".", "__MACOSX")
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(skipped))
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_dir() and not entry.name.startswith((".", "__MACOSX")) and not _leads_back(entry)
+    )
+
+
+def _leads_back(entry: os.DirEntry[str]) -> bool:
+    """Whether a link points to a folder it lies in: following it would never end."""
+    return entry.is_symlink() and Path(entry.path).parent.resolve().is_relative_to(Path(entry.path).resolve())
 
 
 def _class_folders(root: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """Image data sets: whatever holds images in, tensors of one kind out.
 
 Owns the wrapper that makes any source of images and labels yield ``(tensor, label)``, and loading by path or name. The
-transforms it is given run once per sample, on the CPU, and draw from torch's global generator, which the loader seeds for
-every single sample. Normalising is not done here but on the device, by the task.
+transforms it is given run once per sample, on the CPU, and draw from torch's global generator, which the loader seeds
+for every single sample. Normalising is not done here but on the device, by the task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainformer.data.folder import (
     holds_class_folders,
     read_image,
 )
-from trainformer.data.pixels import ImageTensors, image_tensor, tensor_channels, with_channels
+from trainformer.data.pixels import ImageTensors, channels_in, image_tensor, tensor_channels, with_channels
 from trainformer.data.samples import load_sample, sample_names
 from trainformer.data.targets import targets_of
 
@@ -60,9 +60,7 @@ class ImageDataset(Dataset):
     ((3, 8, 8), 3)
     """
 
-    def __init__(
-        self, source: Any, transform: Callable[[Any], Any] | None = None, channels: int | None = None
-    ) -> None:
+    def __init__(self, source: Any, transform: Callable[[Any], Any] | None = None, channels: int | None = None) -> None:
         self.source = source
         self.transform = transform
         self.channels = channels
@@ -155,7 +153,7 @@ def images_in_memory(dataset: Any, channels: int | None = None) -> ImageTensors 
     images, *labels = tensors if chosen is None else [tensor[torch.from_numpy(chosen)] for tensor in tensors]
     if images.ndim == 3:
         images = images.unsqueeze(1)
-    elif image_tensor(images[0]).shape != images.shape[1:]:
+    elif channels_in(images.shape[1:]) != images.shape[1]:
         images = images.permute(0, 3, 1, 2).contiguous()  # channels last, as arrays have them
     names = targets_of(base).names
     return ImageTensors(tensor_channels(images, channels), labels[0] if labels else None, names)

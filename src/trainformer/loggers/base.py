@@ -71,7 +71,10 @@ class BaseLogger(ABC):
         """Say before `init` that the run goes on from `step`: what was logged after it must not appear twice."""
 
     def flush(self) -> None:
-        """Bring what was logged so far to where it outlives this process. Called before a checkpoint is saved."""
+        """Bring what was logged so far to where it outlives this process. May be called at any time.
+
+        It is called before a checkpoint is saved, since what was logged before one is not logged again after a crash.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on in the same place after a restart, such as a run id. Must be JSON-able."""

@@ -71,7 +71,8 @@ class JsonlLogger(BaseLogger):
             _replace(self.path, content)
 
     def flush(self) -> None:
-        os.fsync(self._started(self._file).fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def finish(self, status: str = "finished") -> None:
         if self._file is not None:

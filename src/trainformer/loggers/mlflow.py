@@ -67,8 +67,8 @@ class MLflowLogger(BaseLogger):
                 history = self._client.get_metric_history(resume_id, name)
                 self._logged[name] = max(metric.step for metric in history)
         self._run_id = run.info.run_id
-        self._log_params(config, known=run.data.params)
         self._sender = Sender(self._send, batch_size=METRICS_PER_REQUEST)
+        self._log_params(config, known=run.data.params)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         sender = self._started(self._sender)
@@ -87,7 +87,8 @@ class MLflowLogger(BaseLogger):
         self._client.log_text(self._run_id, text, f"text/{self._name(key)}/step-{step:08d}.txt")
 
     def flush(self) -> None:
-        self._started(self._sender).flush(timeout=10)
+        if self._sender is not None:
+            self._sender.flush(timeout=10)
 
     def finish(self, status: str = "finished") -> None:
         if self._sender is None:
@@ -101,7 +102,7 @@ class MLflowLogger(BaseLogger):
             self._client.set_terminated(self._run_id, _STATUS.get(status, "FAILED"))
 
     def state_dict(self) -> dict[str, Any]:
-        run_id = self._run_id or self._resume_id
+        run_id = self._resume_id or self._run_id
         return {"run_id": run_id} if run_id else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -51,7 +51,8 @@ class MultiLogger(BaseLogger):
         self._each("log_text", lambda logger: logger.log_text(key, text, step))
 
     def flush(self) -> None:
-        self._each("flush", lambda logger: logger.flush())
+        if self._running:
+            self._each("flush", lambda logger: logger.flush())
 
     def finish(self, status: str = "finished") -> None:
         """Finish every logger, also after one failed; then raise the first error of a local one."""
@@ -68,9 +69,6 @@ class MultiLogger(BaseLogger):
             logger.continue_from(step)
 
     def state_dict(self) -> dict[str, Any]:
-        # The state goes into a checkpoint, and what was logged before a checkpoint is not logged again after a crash.
-        if self._running:
-            self.flush()
         states = {key: logger.state_dict() for key, logger in self._by_key.items()}
         return {key: state for key, state in states.items() if state}
 

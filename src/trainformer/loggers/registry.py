@@ -43,10 +43,10 @@ def make_loggers(
         "mlflow": lambda: MLflowLogger(experiment_name=project, run_name=name),
     }
     loggers: list[BaseLogger] = []
-    for item in dict.fromkeys(_as_list(spec)):
+    for item in _as_list(spec):
         if isinstance(item, BaseLogger):
             loggers.append(item)
-        elif item in makers:
+        elif isinstance(item, str) and item in makers:
             loggers.append(makers[item]())
         elif item != "none":
             known = [*makers, "none"]

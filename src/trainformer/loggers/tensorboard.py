@@ -47,7 +47,8 @@ class TensorBoardLogger(BaseLogger):
         self._continue_from = step
 
     def flush(self) -> None:
-        self._started(self._writer).flush()
+        if self._writer is not None:
+            self._writer.flush()
 
     def finish(self, status: str = "finished") -> None:
         if self._writer is not None:

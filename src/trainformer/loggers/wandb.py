@@ -86,7 +86,7 @@ class WandbLogger(BaseLogger):
         self._note_complete(self._latest)
 
     def state_dict(self) -> dict[str, Any]:
-        run_id = self._run_id or self._resume_id
+        run_id = self._resume_id or self._run_id
         return {"run_id": run_id} if run_id else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

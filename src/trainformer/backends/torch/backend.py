@@ -338,6 +338,9 @@ class _Window:
     def _add_sum(self, total: Tensor, weight: Any) -> Tensor:
         _check_differentiable(total)
         weight = _detached(weight)
+        if isinstance(weight, Tensor):
+            # Counts are integers, and torch divides integers in float32 even where the loss is float64.
+            weight = weight.to(torch.promote_types(total.dtype, torch.float32))
         self.entries.append(Entry("loss", total.detach(), weight, False))
         self._weights.append(weight)
         if self._reference is None:

@@ -1,0 +1,24 @@
+"""What all tests share: no network, one thread, slow tests last, and small tasks with an independent reference."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_clean_place(tmp_path, monkeypatch):
+    """Tests that do not name a folder write to a fresh one, and begin from the same random numbers."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
