@@ -88,7 +88,7 @@ class Trainer(RunSettings):
         return self
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
-        """See in seconds whether this run will work. Leaves model, optimizer, random numbers and data position alone."""
+        """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
         return check_session(self._session, raise_on_failure)
 
     def evaluate(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from toys import MeanTask, classes, mlp, same, weights
 
+from toys import MeanTask, classes, mlp, same, weights
 from trainformer import Trainer
 from trainformer.core.errors import BadArgument, NonFiniteError
 
@@ -107,7 +107,9 @@ def test_retry_gives_up_after_its_number_of_attempts():
 
 def test_retry_draws_new_random_numbers():
     class Dice(MeanTask):
-        draws = []
+        def __init__(self, model):
+            super().__init__(model)
+            self.draws = []
 
         def train_step(self, batch):
             draw = torch.rand(()).item()

@@ -6,15 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import MeanTask, classes
 
+from toys import MeanTask, classes
 from trainformer import Trainer
 from trainformer.backends.torch.schedules import SCHEDULES, Schedule, make_schedule
 from trainformer.core.errors import BadArgument
 
 
 def optimizer(lr=0.5, groups=1):
-    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr * (i + 1)} for i in range(groups)])
+    return torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr * (i + 1)} for i in range(groups)]
+    )
 
 
 @pytest.mark.parametrize(("total", "pct"), [(100, 0.1), (37, 0.3), (10, 0.25), (1000, 0.05), (64, 0.5)])
@@ -72,7 +74,8 @@ def test_the_schedule_runs_out_exactly_at_the_end_also_when_accumulating(batch, 
     trainer = Trainer(MeanTask(), classes(61), batch_size=batch, accumulation_steps=accumulation, epochs=3, lr=0.1,
                       log="none", save_best=0, callbacks=[Look()])  # fmt: skip
     trainer.fit()
-    assert len(rates) == trainer.state.step == trainer.max_steps_planned == 3 * -(-(-(-61 // batch)) // accumulation)
+    batches = math.ceil(61 / batch)
+    assert len(rates) == trainer.state.step == trainer.max_steps_planned == 3 * math.ceil(batches / accumulation)
     assert max(rates) <= 0.1
     assert max(rates) > 0.09
     assert rates[-1] == pytest.approx(0.1 / 25e4, rel=1e-3)
@@ -90,7 +93,9 @@ def test_a_scheduler_of_torch_as_factory_or_instance():
                 seen.append(trainer.active_optimizer.param_groups[0]["lr"])
 
         task = options.pop("task", None) or MeanTask()
-        Trainer(task, classes(32), batch_size=8, epochs=2, lr=0.1, log="none", save_best=0, callbacks=[Look()], **options).fit()
+        Trainer(
+            task, classes(32), batch_size=8, epochs=2, lr=0.1, log="none", save_best=0, callbacks=[Look()], **options
+        ).fit()
         return seen
 
     def factory(o):

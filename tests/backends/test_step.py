@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 
+from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 from trainformer import Loss, Trainer
 from trainformer.core.errors import BadArgument
 

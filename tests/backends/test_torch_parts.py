@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from toys import MeanTask, classes, largest_difference, mlp, same, weights
 from torch.nn.attention import SDPBackend
 
+from toys import MeanTask, classes, largest_difference, mlp, same, weights
 from trainformer import Trainer
 from trainformer.backends.torch.memory import process_settings, sdpa_backends
 from trainformer.backends.torch.optimizers import decay_groups, named_parameters
@@ -40,7 +40,13 @@ def pictures(n=8, size=160):
 
 
 @pytest.mark.parametrize(
-    ("name", "used", "dtype"), [("no", "fp32", torch.float32), ("auto", "fp32", torch.float32), ("bf16", "bf16", torch.bfloat16), ("fp16", "fp16", torch.float16)]
+    ("name", "used", "dtype"),
+    [
+        ("no", "fp32", torch.float32),
+        ("auto", "fp32", torch.float32),
+        ("bf16", "bf16", torch.bfloat16),
+        ("fp16", "fp16", torch.float16),
+    ],
 )
 def test_precision_is_that_of_the_forward_pass(name, used, dtype):
     precision = make_precision(name, CPU)
@@ -90,7 +96,9 @@ def test_optimizers_by_name_and_class_train(spec):
 
 
 def test_optimizer_as_factory_and_instance():
-    trainer = fit(MeanTask(mlp(dtype=torch.float32)), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.3), scheduler=None)
+    trainer = fit(
+        MeanTask(mlp(dtype=torch.float32)), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.3), scheduler=None
+    )
     assert trainer.active_optimizer.param_groups[0]["lr"] == 0.3
     task = MeanTask(mlp(dtype=torch.float32))
     mine = torch.optim.SGD(task.model[2].parameters(), lr=0.1)
@@ -132,7 +140,16 @@ def test_gradient_checkpointing_of_a_transformers_model():
     class Text(MeanTask):
         def __init__(self):
             torch.manual_seed(0)
-            config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+            config = GPT2Config(
+                vocab_size=64,
+                n_positions=16,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                attn_pdrop=0.0,
+                embd_pdrop=0.0,
+                resid_pdrop=0.0,
+            )
             self.model = GPT2LMHeadModel(config)
 
         def train_step(self, batch):
@@ -260,7 +277,7 @@ def test_tokens_are_counted_from_shapes():
 def test_map_tensors_keeps_structure():
     from collections import namedtuple
 
-    Pair = namedtuple("Pair", "a b")  # noqa: PYI024
+    Pair = namedtuple("Pair", "a b")
     out = map_tensors(lambda t: t + 1, {"x": [torch.zeros(1), "text"], "p": Pair(torch.zeros(1), 3)})
     assert out["x"][1] == "text"
     assert isinstance(out["p"], Pair)

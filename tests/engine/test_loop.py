@@ -1,10 +1,10 @@
 """The loop: order and number of events, cadence, stopping, and no look at the device between log points."""
 
 import pytest
-from engine.fakes import CountingScalar, FakeBackend, FakeServices, FakeSource
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.fakes import CountingScalar, FakeBackend, FakeServices, FakeSource
 from trainformer.core import DataError
 from trainformer.engine import Cadence, Control, Event, EventBus, Loop, Plan, RunState
 
@@ -38,12 +38,20 @@ class Run:
 
 
 def plan(**changes):
-    defaults = {"max_steps": None, "epochs": 1, "log_every": Cadence(100, "steps"), "eval_at_end": False, "save_at_end": False}
+    defaults = {
+        "max_steps": None,
+        "epochs": 1,
+        "log_every": Cadence(100, "steps"),
+        "eval_at_end": False,
+        "save_at_end": False,
+    }
     return Plan(**{**defaults, **changes})
 
 
 def test_events_of_one_epoch_come_in_the_documented_order():
-    run = Run(plan(accumulation=2, eval_every=Cadence(1, "epochs"), save_every=Cadence(2, "steps")), source=FakeSource(4)).go()
+    run = Run(
+        plan(accumulation=2, eval_every=Cadence(1, "epochs"), save_every=Cadence(2, "steps")), source=FakeSource(4)
+    ).go()
     step = ["step_begin", "substep_end", "substep_end", "before_update", "after_update", "step_end"]
     assert run.names() == [
         "train_begin", "epoch_begin",
@@ -87,7 +95,9 @@ def test_numbers_of_events(batches, accumulation, epochs, log, evaluate, save):
 @given(batches=st.integers(1, 12), accumulation=st.integers(1, 5), epochs=st.integers(1, 3))
 def test_windows_hold_every_batch_once_and_never_reach_into_the_next_epoch(batches, accumulation, epochs):
     run = Run(plan(epochs=epochs, accumulation=accumulation), source=FakeSource(batches)).go()
-    assert [b for window in run.backend.windows for b in window] == [(e, i) for e in range(epochs) for i in range(batches)]
+    assert [b for window in run.backend.windows for b in window] == [
+        (e, i) for e in range(epochs) for i in range(batches)
+    ]
     assert all(len({epoch for epoch, _ in window}) == 1 for window in run.backend.windows)
     assert all(len(window) <= accumulation for window in run.backend.windows)
 
@@ -142,7 +152,9 @@ def test_a_finished_run_does_nothing_when_run_again():
 
 def test_stop_request_is_honoured_at_the_step_and_names_who_asked():
     run = Run(plan(epochs=5, eval_at_end=True, save_at_end=True))
-    run.bus.add("impatient", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("enough", run.bus.speaker)})
+    run.bus.add(
+        "impatient", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("enough", run.bus.speaker)}
+    )
     run.bus.add("later", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("me too", run.bus.speaker)})
     run.go()
     assert run.state.step == 3

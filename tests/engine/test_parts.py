@@ -4,10 +4,10 @@ import math
 import numbers
 
 import pytest
-from engine.fakes import CountingScalar, FakeBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.fakes import CountingScalar, FakeBackend
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import Entry
 from trainformer.engine import Cadence, LazyScalar, RunningMetrics, RunState
@@ -99,7 +99,9 @@ def test_state_survives_a_round_trip_and_is_a_copy():
     saved = state.state_dict()
     state.log_history.append({"step": 2})
     state.best_metrics["val/loss"] = 9.0
-    assert RunState().load_state_dict(saved) == RunState(step=3, best_metrics={"val/loss": 0.0}, log_history=[{"step": 1}])
+    assert RunState().load_state_dict(saved) == RunState(
+        step=3, best_metrics={"val/loss": 0.0}, log_history=[{"step": 1}]
+    )
 
 
 @pytest.mark.parametrize(

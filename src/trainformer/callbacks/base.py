@@ -187,4 +187,6 @@ def handlers_of(callback: Any, trainer: Any) -> dict[Event, Callable[..., None]]
 
 
 def _is_huggingface(callback: Any) -> bool:
-    return any(c.__name__ == "TrainerCallback" and c.__module__.startswith("transformers") for c in type(callback).__mro__)
+    return any(
+        c.__name__ == "TrainerCallback" and c.__module__.startswith("transformers") for c in type(callback).__mro__
+    )

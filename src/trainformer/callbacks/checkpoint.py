@@ -40,7 +40,9 @@ class ModelCheckpoint:
         """Save if this evaluation beats the worst that is kept."""
         value = metrics.get(self.monitor)
         if value is None:
-            logger.warning("ModelCheckpoint: %r is not among the metrics %s; nothing saved", self.monitor, sorted(metrics))
+            logger.warning(
+                "ModelCheckpoint: %r is not among the metrics %s; nothing saved", self.monitor, sorted(metrics)
+            )
             return
         full = len(self._best_scores) >= self.save_top_k
         if full and not is_better(value, self._best_scores[-1][0], self.mode):

@@ -14,14 +14,14 @@ def lazy_exports(
     """`__getattr__`, `__dir__` and `__all__` of a package whose names live in the given modules."""
     home = {name: module for module, names in exports.items() for name in names}
 
-    def __getattr__(name: str) -> Any:
+    def get(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    def __dir__() -> list[str]:
+    def listing() -> list[str]:
         return sorted(set(home) | set(vars(sys.modules[package])))
 
-    return __getattr__, __dir__, sorted(home)
+    return get, listing, sorted(home)

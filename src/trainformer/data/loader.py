@@ -127,7 +127,9 @@ class LoaderSource:
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
         """What is left of an epoch after `batch` batches."""
-        for part in (self.loader, *(getattr(self.loader, a, None) for a in ("sampler", "batch_sampler", "dataset"))):
+        names = "sampler", "batch_sampler", "dataset"
+        parts: list[Any] = [self.loader, *(getattr(self.loader, name, None) for name in names)]
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         if batch:

@@ -55,7 +55,7 @@ class Cadence:
                     return cls(int(float(number)), unit)
         raise BadArgument(
             expected(
-                f"{name} to be a positive number of {default_unit} or a string such as '500steps', '2epochs' or '10min'",
+                f"{name} to be a positive number of {default_unit}, or a string like '500steps', '2epochs', '10min'",
                 value,
                 "Use None to switch it off.",
             )

@@ -12,24 +12,24 @@ Handler = Callable[..., None]
 class Event(enum.Enum):
     """What happens in a run, in this order (arguments in brackets)::
 
-        TRAIN_BEGIN
-        for each epoch:
-            EPOCH_BEGIN (epoch)                also when a run takes up an epoch in the middle
-            for each optimizer step:
-                STEP_BEGIN (step)              steps done before this one
-                for each micro-batch:
-                    SUBSTEP_END (step)         gradients of one micro-batch were added
-                BEFORE_UPDATE (step)           gradients are complete and clipped, weights are still the old ones
-                AFTER_UPDATE (step)            weights are new, gradients are still there
-                STEP_END (step, loss)          steps done including this one; the loss syncs only when read
-                LOG (metrics)                  at log points, before the record is written: listeners may add to it
-                EVAL_BEGIN, EVAL_END (metrics) when an evaluation is due
-                SAVE (path)                    when a checkpoint was written
-            EVAL_BEGIN, EVAL_END, SAVE         those that are due once per epoch
-            EPOCH_END (epoch, metrics)         only for an epoch that was completed
-        LOG, EVAL_BEGIN, EVAL_END, SAVE        what is still outstanding after the last step
-        TRAIN_END
-        ERROR (exception)                      instead of TRAIN_END, when the run fails
+    TRAIN_BEGIN
+    for each epoch:
+        EPOCH_BEGIN (epoch)                also when a run takes up an epoch in the middle
+        for each optimizer step:
+            STEP_BEGIN (step)              steps done before this one
+            for each micro-batch:
+                SUBSTEP_END (step)         gradients of one micro-batch were added
+            BEFORE_UPDATE (step)           gradients are complete and clipped, weights are still the old ones
+            AFTER_UPDATE (step)            weights are new, gradients are still there
+            STEP_END (step, loss)          steps done including this one; the loss syncs only when read
+            LOG (metrics)                  at log points, before the record is written: listeners may add to it
+            EVAL_BEGIN, EVAL_END (metrics) when an evaluation is due
+            SAVE (path)                    when a checkpoint was written
+        EVAL_BEGIN, EVAL_END, SAVE         those that are due once per epoch
+        EPOCH_END (epoch, metrics)         only for an epoch that was completed
+    LOG, EVAL_BEGIN, EVAL_END, SAVE        what is still outstanding after the last step
+    TRAIN_END
+    ERROR (exception)                      instead of TRAIN_END, when the run fails
     """
 
     TRAIN_BEGIN = "train_begin"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -60,10 +61,14 @@ def _delegate(name: str, function: Callable[..., Any]) -> None:
     setattr(LazyScalar, name, method)
 
 
+def _swapped(function: Callable[..., Any], a: Any, b: Any) -> Any:
+    return function(b, a)
+
+
 for _name in ("lt", "le", "eq", "ne", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     _delegate(f"__{_name}__", getattr(operator, _name))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    _delegate(f"__r{_name}__", lambda a, b, _op=getattr(operator, _name): _op(b, a))
+    _delegate(f"__r{_name}__", partial(_swapped, getattr(operator, _name)))
 for _name in ("neg", "pos", "abs"):
     _delegate(f"__{_name}__", getattr(operator, _name))
 _delegate("__round__", round)

@@ -70,7 +70,11 @@ def load(task: Any, data: Any) -> Any:
         if len({len(t) for t in tensors}) != 1:
             raise DataError(expected("arrays of one length", [len(t) for t in tensors]))
         return TensorDataset(*tensors)
-    if isinstance(data, IterableDataset) or is_loader(data) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    if (
+        isinstance(data, IterableDataset)
+        or is_loader(data)
+        or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    ):
         return data
     raise BadArgument(
         expected(

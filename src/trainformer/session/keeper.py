@@ -34,7 +34,7 @@ class CheckpointKeeper:
         return len(kept) < self.best or is_better(value, kept[-1][0], self.mode)
 
     def save(self, step: int, state: dict[str, Any], metrics: dict[str, float]) -> Path:
-        """Write a checkpoint, then tidy up. `metrics` are those of an evaluation at this very step, if there was one."""
+        """Write a checkpoint, then tidy up. `metrics` are those of an evaluation at this very step, if any."""
         path = self.folder / f"step_{step:08d}.pt"
         write_snapshot(path, state)
         scores = self._scores()

@@ -66,7 +66,9 @@ class CheckReport:
 
     def add(self, question: str, problems: list[str], fine: str, status: Status = "failed") -> None:
         """Record an answer: the problems, or that it is fine."""
-        self.findings.append(Finding(question, status, " ".join(problems)) if problems else Finding(question, "ok", fine))
+        self.findings.append(
+            Finding(question, status, " ".join(problems)) if problems else Finding(question, "ok", fine)
+        )
 
     def table(self) -> Table:
         """The report as a table."""
@@ -121,7 +123,9 @@ def _arguments(session: Session, report: CheckReport) -> None:
         notes.append("precision='fp16' is slow on a CPU; 'no' or 'bf16' suits it.")
     monitors = [getattr(cb, "monitor", None) for cb in session.callbacks]
     if session.val_source is None and any(monitors):
-        notes.append("a callback monitors a validation metric, but there is no val_data or val_split: it will never act.")
+        notes.append(
+            "a callback monitors a validation metric, but there is no val_data or val_split: it will never act."
+        )
     for name, unit in (("log_every", "steps"), ("save_every", "steps"), ("eval_every", "epochs")):
         cadence = Cadence.parse(getattr(s, name), unit, name)  # type: ignore[arg-type]
         if cadence is not None and cadence.unit == "steps" and total is not None and cadence.every > total:
@@ -236,7 +240,9 @@ def _evaluation(session: Session, report: CheckReport) -> None:
             wanted[callback.monitor] = type(callback).__name__
     for name, who in wanted.items():
         if name not in metrics:
-            problems.append(f"{who} looks for {name!r}, which is not among {sorted(metrics)}. {did_you_mean(name, metrics)}")
+            problems.append(
+                f"{who} looks for {name!r}, which is not among {sorted(metrics)}. {did_you_mean(name, metrics)}"
+            )
     report.add("evaluation", problems, "metrics: " + ", ".join(sorted(metrics)))
 
 
@@ -266,7 +272,7 @@ def _state_bytes(session: Session) -> int:
     """Parameters and buffers, gradients, optimizer state."""
     backend = session.backend
     tensors = [*session.task.model.state_dict().values()]
-    tensors += [p for p in backend.parameters]
+    tensors += backend.parameters  # as many gradients
     tensors += [v for state in backend.optimizer.state.values() for v in state.values()]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
@@ -292,5 +298,3 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-

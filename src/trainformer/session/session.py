@@ -235,7 +235,9 @@ class Session:
                 self.bus.emit(Event.ERROR, error)
                 raise
             if self.control.should_stop:
-                logger.info("stopped at step %d by %s: %s", self.state.step, self.control.stopped_by, self.control.stop_reason)
+                logger.info(
+                    "stopped at step %d by %s: %s", self.state.step, self.control.stopped_by, self.control.stop_reason
+                )
 
     def _open(self) -> RunFolder:
         """The run's folder; on the first call it is made, and the run resumed if there is something to resume."""
@@ -383,8 +385,8 @@ class Session:
         result = self.backend.infer(step, batch)
         if not result.rows:
             raise BadArgument(
-                f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so there "
-                "is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
+                f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so "
+                "there is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
             )
         return result
 

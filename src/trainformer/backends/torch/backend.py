@@ -27,8 +27,8 @@ from trainformer.backends.torch.placement import Feeder, resolve_device
 from trainformer.backends.torch.precision import make_precision
 from trainformer.backends.torch.schedules import Schedule, make_schedule
 from trainformer.core.errors import BadArgument, expected
-from trainformer.engine.metrics import weighted_means
 from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
+from trainformer.engine.metrics import weighted_means
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,9 @@ class TorchBackend:
             scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
-            raise BadArgument("Expected the loss to give gradients, received none: it depends on no optimized parameter.")
+            raise BadArgument(
+                "Expected the loss to give gradients, received none: it depends on no optimized parameter."
+            )
         norm = gradients.total_norm(grads)
         factor = self._window.factor()
         if factor is not None:
@@ -244,7 +246,9 @@ class TorchBackend:
             entries.append(Entry(name, value, size, is_mean=True))
         elif isinstance(value, Tensor) and len(value) == size:
             if value.ndim == 1 and not self._reduces_rows and (value.is_floating_point() or value.dtype == torch.bool):
-                entries.append(Entry(name, value.double().sum() if value.device.type != "mps" else value.sum(), size, False))
+                entries.append(
+                    Entry(name, value.double().sum() if value.device.type != "mps" else value.sum(), size, False)
+                )
             rows[name] = value.detach().cpu()
         else:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -323,9 +327,7 @@ class _Window:
                 pair = value if isinstance(value, tuple) else (value, batch.size)
                 self.entries.append(Entry(name, _detached(pair[0]), _detached(pair[1]), not isinstance(value, tuple)))
             return self._add_sum(output.sum, output.weight)
-        raise BadArgument(
-            expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__)
-        )
+        raise BadArgument(expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__))
 
     def _add_mean(self, mean: Tensor, size: int) -> Tensor:
         _check_differentiable(mean)

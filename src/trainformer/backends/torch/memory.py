@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainformer.core.errors import BadArgument, expected
@@ -21,7 +20,7 @@ _SDPA = {
 SdpaChoice = str | SDPBackend | Sequence[str | SDPBackend] | None
 
 
-def enable_gradient_checkpointing(model: nn.Module) -> None:
+def enable_gradient_checkpointing(model: Any) -> None:
     """Recompute activations in the backward pass: models of transformers and of timm know how."""
     if hasattr(model, "gradient_checkpointing_enable"):
         # The reentrant variant gives no gradients when the inputs need none (frozen embeddings, adapters).

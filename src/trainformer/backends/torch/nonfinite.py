@@ -56,9 +56,7 @@ class NonFiniteGuard:
             logger.warning("non-finite loss or gradient: repeating the step (%d of %d)", self._attempts, self.retries)
             return True
         attempts, self._attempts = self._attempts, 0
-        raise NonFiniteError(
-            f"Loss or gradients were not finite in {attempts} attempts at the same step. {_ADVICE}"
-        )
+        raise NonFiniteError(f"Loss or gradients were not finite in {attempts} attempts at the same step. {_ADVICE}")
 
     def reset(self) -> None:
         """Forget what was seen."""

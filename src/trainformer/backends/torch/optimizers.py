@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 # Names people type. Options are those the optimizer is usually run with where torch's default is not.
-_TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+_TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
@@ -40,7 +40,8 @@ def named_parameters(task: Any) -> dict[str, nn.Parameter]:
         if module is not model:
             for name, p in module.named_parameters(prefix=attribute):
                 if id(p) in wanted and id(p) not in known:
-                    chosen[name], _ = p, known.add(id(p))
+                    chosen[name] = p
+                    known.add(id(p))
     rest = [p for key, p in wanted.items() if key not in known]
     return chosen | {f"parameter_{i}": p for i, p in enumerate(rest)}
 
@@ -48,7 +49,7 @@ def named_parameters(task: Any) -> dict[str, nn.Parameter]:
 def modules_of(task: Any) -> dict[str, nn.Module]:
     """The modules a task holds, `model` first."""
     if isinstance(task, nn.Module):
-        return {"model": task.model, "task": task}
+        return {"model": cast(nn.Module, task.model), "task": task}
     found: dict[str, nn.Module] = {"model": task.model}
     found |= {k: v for k, v in vars(task).items() if isinstance(v, nn.Module) and v is not task.model}
     return found
@@ -84,7 +85,8 @@ def make_optimizer(
     if isinstance(spec, str):
         return _by_name(spec, groups, lr, weight_decay)
     if isinstance(spec, type) and issubclass(spec, torch.optim.Optimizer):
-        return spec(groups, lr=lr)  # type: ignore[call-arg]
+        make: Any = spec
+        return make(groups, lr=lr)
     if callable(spec):
         made = spec(groups)
         if isinstance(made, torch.optim.Optimizer):
@@ -97,20 +99,20 @@ def _by_name(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: f
     key = name.lower()
     if key in _TORCH:
         cls, options = _TORCH[key]
-        return cls(groups, lr=lr, **options, **_fastest(cls, groups))  # type: ignore[call-arg]
+        return cls(groups, lr=lr, **options, **_fastest(cls, groups))
     try:
         import timm.optim
     except ModuleNotFoundError:
         known, hint = list(_TORCH), "More names become available with: pip install 'trainformer[vision]'"
     else:
-        known, hint = [*_TORCH, *timm.optim.list_optimizers()], ""
+        known, hint = [*_TORCH, *map(str, timm.optim.list_optimizers())], ""
         if key in known:
             return timm.optim.create_optimizer_v2(groups, opt=key, lr=lr, weight_decay=weight_decay)
     close = did_you_mean(key, known)
     raise BadArgument(expected("optimizer to be a known name", name, f"{close} {hint}".strip()))
 
 
-def _fastest(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> dict[str, bool]:
+def _fastest(cls: Any, groups: list[dict[str, Any]]) -> dict[str, bool]:
     """`fused=True` where the optimizer and every parameter allow it.
 
     One kernel instead of a dozen per tensor (a third of the time on a small MLP on the CPU), and it can be told on

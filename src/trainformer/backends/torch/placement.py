@@ -87,7 +87,7 @@ def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
 
 
 def apply_to_inputs(transform: nn.Module, data: Any) -> Any:
-    """Apply a transform to the inputs of a batch: the tensor itself, the first of a sequence, or the image of a dict."""
+    """Apply a transform to a batch's inputs: the tensor itself, the first of a sequence, or the image of a dict."""
     if isinstance(data, Tensor):
         return transform(data)
     if isinstance(data, Mapping):

@@ -11,7 +11,8 @@ import torch
 
 def capture_random() -> dict[str, Any]:
     """State of Python's, NumPy's and torch's generators, of plain types only (readable with `weights_only`)."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
     return {
         "python": random.getstate(),
         "numpy": (str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),

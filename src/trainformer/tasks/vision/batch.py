@@ -84,7 +84,8 @@ def mix(images: Tensor, mixup: float, cutmix: float) -> Mixed:
     share = torch.distributions.Beta(alpha, alpha, validate_args=False).sample((len(images),))
     if not cut:
         partner, share = _send(partner, images.device), _send(share, images.device)
-        return Mixed(torch.lerp(images[partner], images, share.to(images.dtype).reshape(-1, 1, 1, 1)), partner, share)
+        per_image = share.to(images.dtype).reshape(-1, *[1] * (images.ndim - 1))
+        return Mixed(torch.lerp(images[partner], images, per_image), partner, share)
     height, width = images.shape[-2:]
     box = _cut_boxes(share, height, width)
     # The border may cut a box off: what counts is the area that was really replaced.

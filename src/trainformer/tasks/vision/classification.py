@@ -116,7 +116,7 @@ class ImageClassification(TaskBase):
     def configure(self, info: DatasetInfo) -> None:
         """Size the head and the first layer from the data. A model that has been trained is never built again."""
         classes = self._classes_for(info)
-        channels = self.in_chans or (channels_in(info.input_shape) if info.input_shape else None)
+        channels = self.in_chans or self._channels_for(info)
         if isinstance(self.backbone, nn.Module):
             self._channels = self._channels or channels
         elif isinstance(self.model, Unbuilt) or (channels not in (None, self._channels) and self._is_untouched()):
@@ -152,6 +152,14 @@ class ImageClassification(TaskBase):
                 expected("at least two classes to tell apart", f"{found} in the data", f"For a folder: {LAYOUT}")
             )
         return found
+
+    def _channels_for(self, info: DatasetInfo) -> int | None:
+        shape = info.input_shape
+        if shape is None or len(shape) in (2, 3):
+            return None if shape is None else channels_in(shape)
+        if isinstance(self.backbone, nn.Module):  # which may take anything
+            return None
+        raise DataError(expected("images of shape (C, H, W) or (H, W)", f"inputs of shape {shape}"))
 
     def _build(self, classes: int, channels: int) -> None:
         assert isinstance(self.backbone, str)
@@ -200,8 +208,7 @@ class ImageClassification(TaskBase):
         if train and label is None:
             raise DataError(f"Expected images with labels to train on, received images alone. For a folder: {LAYOUT}")
         if _is_float(image):
-            ready = isinstance(image, Tensor) and image.dtype == torch.float32 and not isinstance(sample, Mapping)
-            return dataset if ready else ImageDataset(dataset)
+            return dataset if isinstance(sample, tuple | list) and self._is_ready(image) else ImageDataset(dataset)
         augment = self.augment if train else None
         geometry = self._geometry(image)
         tensors = images_in_memory(dataset, self._channels)
@@ -211,6 +218,11 @@ class ImageClassification(TaskBase):
                 return tensors
         transform = sample_transform(augment, geometry, from_files=is_pil(image))
         return ImageDataset(dataset if tensors is None else tensors, transform, self._channels)
+
+    def _is_ready(self, image: Any) -> bool:
+        """Whether a float image can go to the model as it is. What a module of the user's takes is for them to know."""
+        fits = image.ndim == 3 or isinstance(self.backbone, nn.Module)
+        return fits and isinstance(image, Tensor) and image.dtype == torch.float32
 
     def get_train_transforms(self) -> nn.Module:
         """Normalising on the device, and random erasing if asked for."""
