@@ -56,7 +56,7 @@ def test_events_of_one_epoch_come_in_the_documented_order():
     assert run.names() == [
         "train_begin", "epoch_begin",
         *step, "log",
-        *step, "save", "log", "eval_begin", "eval_end",
+        *step, "log", "eval_begin", "eval_end", "save",
         "epoch_end", "train_end",
     ]  # fmt: skip
 

@@ -25,8 +25,7 @@ class Event(enum.Enum):
             LOG (metrics)                  at log points, before the record is written: listeners may add to it
             EVAL_BEGIN, EVAL_END (metrics) when an evaluation is due
             SAVE (path)                    when a checkpoint was written
-        EVAL_BEGIN, EVAL_END, SAVE         those that are due once per epoch
-        EPOCH_END (epoch, metrics)         only for an epoch that was completed
+        EPOCH_END (epoch, metrics)         only for a completed epoch, after all that its last step made due
     LOG, EVAL_BEGIN, EVAL_END, SAVE        what is still outstanding after the last step
     TRAIN_END
     ERROR (exception)                      instead of TRAIN_END, when the run fails

@@ -86,16 +86,18 @@ class Loop:
         self._epoch_metrics = {}
         self.bus.emit(Event.EPOCH_BEGIN, state.epoch)
         self.backend.begin_training()
-        exhausted = True
         for window in self._windows():
             self._run_step(window)
-            if self._finished_mid_epoch():
-                exhausted = self.source.batches_per_epoch == state.batch
+            if state.batch == self.source.batches_per_epoch:
+                # What is due after this step waits for the end of the epoch, so that no checkpoint ever stands
+                # between an epoch's last step and its evaluation.
                 break
+            self._at_boundary()
+            if self._finished():
+                return
         if state.batch == 0:
             raise DataError(f"Epoch {state.epoch} has no batches: expected at least one sample, received none.")
-        if exhausted:
-            self._end_epoch()
+        self._end_epoch()
 
     def _run_step(self, window: Iterable[Placed]) -> None:
         bus, state, backend = self.bus, self.state, self.backend
@@ -103,7 +105,16 @@ class Loop:
         if bus.listeners(Event.STEP_BEGIN):
             bus.emit(Event.STEP_BEGIN, step)
 
-        self._accumulate(window)
+        complete = False
+        while not complete:  # a window with non-finite gradients may be repeated; the backend says how often
+            batches = 0
+            for batch in window:
+                backend.accumulate(batch)
+                batches += 1
+                if bus.listeners(Event.SUBSTEP_END):
+                    bus.emit(Event.SUBSTEP_END, step)
+            complete = backend.finish()
+
         if bus.listeners(Event.BEFORE_UPDATE):
             bus.emit(Event.BEFORE_UPDATE, step)
         result = backend.update(step)
@@ -112,6 +123,7 @@ class Loop:
         backend.end_step()
 
         state.step = step = step + 1
+        state.batch += batches
         state.position += result.samples
         state.samples += result.samples
         state.tokens += result.tokens
@@ -119,34 +131,28 @@ class Loop:
         self._metrics.extend(result.entries)
         if bus.listeners(Event.STEP_END):
             bus.emit(Event.STEP_END, step, self._lazy_loss(result))
-        self._after_step(step)
 
-    def _after_step(self, step: int) -> None:
-        """Log, evaluate and save where that is due now, or was asked for."""
-        plan, control = self.plan, self.control
+    def _at_boundary(self, epoch: int | None = None) -> None:
+        """Log, evaluate and save where that is due now, or was asked for. `epoch`: so many have just been completed."""
+        plan, control, step = self.plan, self.control, self.state.step
         if self._watches_clock:
             self._now = time.perf_counter()
         first = step == 1 and plan.log_every is not None
-        if first or control.should_log or self._due(plan.log_every, step, self._logged[0]):
-            self._log()
-        save = control.should_save or self._due(plan.save_every, step, self._saved)
-        if control.should_evaluate or self._due(plan.eval_every, step, self._evaluated) or (save and plan.eval_on_save):
+        # The last record of a run comes before its last evaluation, not after.
+        last = epoch is not None and self._finished()
+        if first or last or control.should_log or self._due(plan.log_every, self._logged[0], epoch):
+            self._log_rest()
+        save = control.should_save or self._due(plan.save_every, self._saved, epoch)
+        evaluate = control.should_evaluate or self._due(plan.eval_every, self._evaluated, epoch)
+        if evaluate or (save and plan.eval_on_save):
             self._evaluate()
         if save:
             self._save()
 
     def _end_epoch(self) -> None:
-        state, plan = self.state, self.plan
-        state.end_epoch()
-        # The last record of a run comes before its last evaluation, not after.
-        if self._finished() or (plan.log_every is not None and plan.log_every.due_at_epoch(state.epoch)):
-            self._log_rest()
-        save = plan.save_every is not None and plan.save_every.due_at_epoch(state.epoch)
-        if (plan.eval_every is not None and plan.eval_every.due_at_epoch(state.epoch)) or (save and plan.eval_on_save):
-            self._evaluate()
-        if save:
-            self._save()
-        self.bus.emit(Event.EPOCH_END, state.epoch - 1, self._epoch_metrics)
+        self.state.end_epoch()
+        self._at_boundary(self.state.epoch)
+        self.bus.emit(Event.EPOCH_END, self.state.epoch - 1, self._epoch_metrics)
 
     def _wind_up(self) -> None:
         """What is outstanding after the last step: the last log record, evaluation and checkpoint."""
@@ -163,28 +169,15 @@ class Loop:
         """Groups of `accumulation` micro-batches; the last of an epoch may be smaller.
 
         A window never reaches into the next epoch, and its gradients are divided by the weight it really has.
-        Micro-batches are drawn while the step runs, so that a long window need not fit into memory.
+        Micro-batches are drawn while the step runs, so that a long window need not fit into memory, unless it may
+        have to be repeated.
         """
         state = self.state
         batches = self.backend.feed(self.source.batches(state.epoch, state.batch, state.position), train=True)
         accumulation = self.plan.accumulation
         for first in batches:
-            yield (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
-
-    def _accumulate(self, window: Iterable[Placed]) -> None:
-        backend = self.backend
-        if backend.retries:
-            window = list(window)
-        for _ in range(backend.retries + 1):
-            used = 0
-            for batch in window:
-                backend.accumulate(batch)
-                used += 1
-                if self.bus.listeners(Event.SUBSTEP_END):
-                    self.bus.emit(Event.SUBSTEP_END, self.state.step)
-            if backend.finish():
-                break
-        self.state.batch += used
+            window = (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
+            yield list(window) if self.backend.retries else window
 
     def _lazy_loss(self, result: StepResult) -> LazyScalar:
         entries = [e for e in result.entries if e.name == "loss"]
@@ -194,12 +187,12 @@ class Loop:
 
     def _log_rest(self) -> None:
         """Log the steps since the last record, if there are any."""
+        self.control.should_log = False
         if self.state.step > self._logged[1]:
             self._log()
 
     def _log(self) -> None:
         state = self.state
-        self.control.should_log = False
         counts = self.backend.verify(state.step)
         metrics = {f"train/{name}": value for name, value in (self._metrics.drain() | counts).items()}
         metrics["train/lr"] = self._lr
@@ -255,16 +248,14 @@ class Loop:
             return state.step >= plan.max_steps
         return plan.epochs is not None and state.epoch >= plan.epochs
 
-    def _finished_mid_epoch(self) -> bool:
-        plan = self.plan
-        return self.control.should_stop or (plan.max_steps is not None and self.state.step >= plan.max_steps)
-
-    def _due(self, cadence: Cadence | None, step: int, last: float) -> bool:
+    def _due(self, cadence: Cadence | None, last: float, epoch: int | None) -> bool:
         if cadence is None:
             return False
         if cadence.unit == "seconds":
             return cadence.due_after(self._now - last)
-        return cadence.due_at_step(step)
+        if cadence.unit == "epochs":
+            return epoch is not None and cadence.due_at_epoch(epoch)
+        return cadence.due_at_step(self.state.step)
 
     def _progress(self) -> float:
         """Epochs done, as a fraction where the length of an epoch is known."""

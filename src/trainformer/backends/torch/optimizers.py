@@ -84,11 +84,11 @@ def make_optimizer(
     groups = decay_groups(named, weight_decay, model_skips() if callable(model_skips) else ())
     if isinstance(spec, str):
         return _by_name(spec, groups, lr, weight_decay)
+    make: Any = spec
     if isinstance(spec, type) and issubclass(spec, torch.optim.Optimizer):
-        make: Any = spec
         return make(groups, lr=lr)
     if callable(spec):
-        made = spec(groups)
+        made = make(groups)
         if isinstance(made, torch.optim.Optimizer):
             return made
         raise BadArgument(expected("the optimizer factory to return a torch Optimizer", made))

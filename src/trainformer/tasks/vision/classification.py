@@ -208,7 +208,7 @@ class ImageClassification(TaskBase):
         if train and label is None:
             raise DataError(f"Expected images with labels to train on, received images alone. For a folder: {LAYOUT}")
         if _is_float(image):
-            return dataset if isinstance(sample, tuple | list) and self._is_ready(image) else ImageDataset(dataset)
+            return dataset if self._is_ready(image) and not isinstance(sample, Mapping) else ImageDataset(dataset)
         augment = self.augment if train else None
         geometry = self._geometry(image)
         tensors = images_in_memory(dataset, self._channels)

@@ -1,0 +1,201 @@
+"""Loading: every sample once, in an order that depends on (seed, epoch) alone, from any position."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from trainformer.core.errors import BadArgument, DataError
+from trainformer.data.loader import DatasetSource, LoaderSource, batch_length, stream_source, suitable_workers
+
+
+class Noisy(Dataset):
+    """Samples that draw from all three generators, as augmentations do."""
+
+    def __init__(self, n=20):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return {"i": i, "noise": torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()], dtype=torch.float64)}
+
+
+def table(source, epoch=0, **where):
+    """Noise by sample, over what is left of an epoch."""
+    return {
+        int(i): noise
+        for data, _ in source.batches(epoch, **where)
+        for i, noise in zip(data["i"], data["noise"], strict=True)
+    }
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def seen(source, epoch=0, **where):
+    return [int(i) for (data,), _ in source.batches(epoch, **where) for i in data]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 50), batch=st.integers(1, 12), position=st.integers(0, 50), seed=st.integers(0, 2**32 - 1),
+    epoch=st.integers(0, 5), other=st.integers(1, 12),
+)  # fmt: skip
+def test_an_epoch_visits_every_sample_once_and_can_be_taken_up_anywhere(n, batch, position, seed, epoch, other):
+    data = TensorDataset(torch.arange(n))
+    whole = seen(DatasetSource(data, batch, shuffle=True, seed=seed), epoch)
+    assert sorted(whole) == list(range(n))
+    position = min(position, n)
+    rest = seen(DatasetSource(data, other, shuffle=True, seed=seed), epoch, position=position)
+    assert rest == whole[position:]
+
+
+def test_epochs_and_seeds_differ_and_evaluation_is_in_order():
+    data = TensorDataset(torch.arange(100))
+    source = DatasetSource(data, 10, shuffle=True, seed=1)
+    assert seen(source, 0) != seen(source, 1)
+    assert seen(source, 0) != seen(DatasetSource(data, 10, shuffle=True, seed=2), 0)
+    assert seen(DatasetSource(data, 10), 3) == list(range(100))
+
+
+def test_augmentation_depends_neither_on_workers_nor_batch_size_nor_position():
+    reference = table(DatasetSource(Noisy(), 4, shuffle=True, seed=7, num_workers=0), epoch=2)
+    with_workers = DatasetSource(Noisy(), 3, shuffle=True, seed=7, num_workers=2)
+    assert equal(reference, table(with_workers, epoch=2))
+    late = table(with_workers, epoch=2, position=11)
+    assert len(late) == 9
+    assert all(torch.equal(reference[i], noise) for i, noise in late.items())
+    # persistent workers see the new epoch
+    again = table(with_workers, epoch=3)
+    assert not any(torch.equal(again[i], reference[i]) for i in again)
+
+
+def test_every_sample_has_its_own_random_numbers():
+    noises = torch.stack(list(table(DatasetSource(Noisy(), 20, seed=0, num_workers=0)).values()))
+    assert len(torch.unique(noises, dim=0)) == 20
+    assert (noises.std(0) > 0.1).all()
+
+
+def test_loading_leaves_the_generators_alone():
+    before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    table(DatasetSource(Noisy(), 4, shuffle=True, num_workers=0))
+    list(LoaderSource(DataLoader(TensorDataset(torch.arange(9)), 2, shuffle=True)).batches(0))
+    assert random.getstate() == before[0]
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_subsets_are_read_through_to_the_tensors():
+    data = TensorDataset(torch.arange(100) * 10, torch.arange(100))
+    nested = Subset(Subset(data, range(50, 100)), [0, 5, 10])
+    (batch,) = DatasetSource(nested, 8).batches(0)
+    assert batch.data[0].tolist() == [500, 550, 600]
+    assert batch.size == 3
+
+
+def test_huggingface_datasets_are_read_in_one_call_unless_transformed():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": list(range(10)), "y": [float(i) for i in range(10)]})
+    batches = list(DatasetSource(data, 4, num_workers=0).batches(0))
+    assert [b.data["x"].tolist() for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    noisy = data.with_transform(lambda rows: {"i": rows["x"], "noise": [torch.rand(1).double() for _ in rows["x"]]})
+    assert equal(
+        table(DatasetSource(noisy, 10, seed=3, num_workers=0)), table(DatasetSource(noisy, 3, seed=3, num_workers=0))
+    )
+
+
+def test_in_memory_data_need_no_workers():
+    assert suitable_workers(TensorDataset(torch.arange(3))) == 0
+    assert suitable_workers(Subset(TensorDataset(torch.arange(3)), [0])) == 0
+    assert suitable_workers([(1, 2)]) == 0
+    assert suitable_workers(Noisy()) >= 1
+
+
+def test_a_custom_collation_is_used():
+    source = DatasetSource(TensorDataset(torch.arange(4)), 2, collate=lambda samples: ("mine", len(samples)))
+    assert [b.data for b in source.batches(0)] == [("mine", 2), ("mine", 2)]
+
+
+def test_an_unreadable_sample_is_named():
+    class Broken(Noisy):
+        def __getitem__(self, i):
+            if i == 3:
+                raise OSError("disk on fire")
+            return super().__getitem__(i)
+
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        list(DatasetSource(Broken(), 4, num_workers=0).batches(0))
+    assert "sample 3 of Broken" in caught.value.__notes__[0]
+    with pytest.raises(OSError, match=r"(?s)disk on fire.*sample 3 of Broken"):
+        list(DatasetSource(Broken(), 4, num_workers=1).batches(0))
+
+
+def test_an_empty_data_set_is_refused():
+    with pytest.raises(DataError, match="at least one sample"):
+        DatasetSource(TensorDataset(torch.empty(0)), 4)
+
+
+def test_a_users_loader_is_used_as_it_is():
+    weights = torch.zeros(10)
+    weights[3] = 1.0
+    sampler = torch.utils.data.WeightedRandomSampler(weights, 12)
+    source = LoaderSource(DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=sampler))
+    assert seen(source) == [3] * 12
+    assert [size for _, size in source.batches(0)] == [5, 5, 2]
+    assert source.batches_per_epoch == 3
+
+
+def test_a_users_shuffled_loader_has_one_order_per_epoch_and_can_be_taken_up():
+    def source():
+        return LoaderSource(DataLoader(TensorDataset(torch.arange(30)), batch_size=4, shuffle=True), seed=5)
+
+    torch.manual_seed(1)
+    whole = seen(source(), 2)
+    torch.manual_seed(99)
+    assert seen(source(), 2) == whole
+    assert seen(source(), 1) != whole
+    assert seen(source(), 2, batch=3) == whole[12:]
+    assert seen(source(), 2, batch=8) == []
+
+
+def test_epochs_reach_a_distributed_sampler():
+    sampler = torch.utils.data.DistributedSampler(range(20), num_replicas=2, rank=0, seed=0)
+    source = LoaderSource(DataLoader(TensorDataset(torch.arange(20)), batch_size=5, sampler=sampler))
+    first, second = seen(source, 0), seen(source, 1)
+    assert sampler.epoch == 1
+    assert first != second
+
+
+def test_streams_and_plain_iterables():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(7))
+
+    source = stream_source(Stream(), 3, seed=0, collate=None, num_workers=0)
+    assert [(b.data.tolist(), b.size) for b in source.batches(0)] == [([0, 1, 2], 3), ([3, 4, 5], 3), ([6], 1)]
+    assert source.batches_per_epoch is None
+    ready_made = LoaderSource([torch.zeros(2, 1), torch.zeros(3, 1)])
+    assert [b.size for b in ready_made.batches(0)] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("data", "n"),
+    [
+        (torch.zeros(5, 2), 5), ((torch.zeros(4), torch.zeros(4)), 4), ({"a": torch.zeros(3)}, 3), (["a", "b"], 2),
+        ([{"x": torch.zeros(6)}], 6),
+    ],
+)  # fmt: skip
+def test_the_size_of_a_batch(data, n):
+    assert batch_length(data) == n
+
+
+def test_a_batch_without_size_is_explained():
+    with pytest.raises(BadArgument, match="first dimension"):
+        batch_length(object())
