@@ -60,7 +60,10 @@ def test_per_sample_values_without_a_reduction_are_averaged():
     class PerSample(MeanTask):
         def eval_step(self, batch):
             x, y = batch
-            return {"hit": self.model(x).argmax(-1) == y, "loss": torch.nn.functional.cross_entropy(self.model(x), y, reduction="none")}
+            return {
+                "hit": self.model(x).argmax(-1) == y,
+                "loss": torch.nn.functional.cross_entropy(self.model(x), y, reduction="none"),
+            }
 
     task, (x, y) = PerSample(), classes(30)
     metrics = make(task, val_data=(x, y), eval_batch_size=7).evaluate()

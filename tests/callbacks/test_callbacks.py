@@ -199,7 +199,9 @@ def test_lr_finder_leaves_no_trace_when_the_rate_was_set():
 
 def test_lr_finder_sets_the_rate_that_was_left_alone():
     finder = LRFinder(num_steps=60, smoothing=0.2)
-    trainer = Trainer(MeanTask(), classes(), batch_size=8, epochs=2, callbacks=[finder], log="none", run_dir="run", log_every=1)
+    trainer = Trainer(
+        MeanTask(), classes(), batch_size=8, epochs=2, callbacks=[finder], log="none", run_dir="run", log_every=1
+    )
     trainer.fit()
     assert trainer.lr == finder.suggested_lr
     assert 1e-4 < finder.suggested_lr < 3

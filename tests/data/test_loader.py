@@ -23,7 +23,10 @@ class Noisy(Dataset):
         return self.n
 
     def __getitem__(self, i):
-        return {"i": i, "noise": torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()], dtype=torch.float64)}
+        return {
+            "i": i,
+            "noise": torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()], dtype=torch.float64),
+        }
 
 
 def table(source, epoch=0, **where):

@@ -19,8 +19,9 @@ class EMA:
 
     The average is a second model of its own, in fp32: weights are never swapped, so no crash and no checkpoint can
     catch the wrong ones. It is updated after every `update_every`-th optimizer step (not micro-batch). With `warmup`
-    the decay grows as (1 + n) / (10 + n) up to `decay`, so that the first steps do not linger. Buffers (running
-    statistics) are copied. With ``evaluate=False`` the average is only kept (`ema.model`).
+    the decay grows as (1 + n) / (10 + n) up to `decay`, so that the first steps do not linger. Running statistics
+    (floating-point buffers) are averaged as well, other buffers copied. With ``evaluate=False`` the average is only
+    kept (`ema.model`).
     """
 
     decay: float = 0.9999
@@ -31,7 +32,7 @@ class EMA:
 
     model: nn.Module | None = field(init=False, default=None, repr=False)
     updates: int = field(init=False, default=0, repr=False)
-    _pairs: list[tuple[list[Tensor], list[Tensor]]] = field(init=False, default_factory=list, repr=False)
+    _pairs: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -47,10 +48,8 @@ class EMA:
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 tensor.data = tensor.data.float()
         self.model = average
-        self._pairs = [
-            (list(average.parameters()), list(source.parameters())),
-            (list(average.buffers()), list(source.buffers())),
-        ]
+        pairs = zip([*average.parameters(), *average.buffers()], [*source.parameters(), *source.buffers()], strict=True)
+        self._pairs = list(pairs)
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
         """Move the average towards the new weights."""
@@ -64,11 +63,11 @@ class EMA:
 
     @torch.no_grad()
     def _follow(self, share: float) -> None:
-        (average, weights), (buffers, sources) = self._pairs
-        weights = [w.detach().to(a.dtype) for w, a in zip(weights, average, strict=True)]
-        torch._foreach_lerp_(average, weights, share)
-        for buffer, source in zip(buffers, sources, strict=True):
-            buffer.copy_(source)
+        moving = [(a, w.detach().to(a.dtype)) for a, w in self._pairs if a.is_floating_point()]
+        torch._foreach_lerp_([a for a, _ in moving], [w for _, w in moving], share)
+        for average, source in self._pairs:
+            if not average.is_floating_point():
+                average.copy_(source)
 
     def inference_model(self) -> nn.Module | None:
         """The model that evaluation, prediction and export should use."""

@@ -128,7 +128,8 @@ def _arguments(session: Session, report: CheckReport) -> None:
         )
     for name, unit in (("log_every", "steps"), ("save_every", "steps"), ("eval_every", "epochs")):
         cadence = Cadence.parse(getattr(s, name), unit, name)  # type: ignore[arg-type]
-        if cadence is not None and cadence.unit == "steps" and total is not None and cadence.every > total:
+        too_long = cadence is not None and cadence.unit == "steps" and total is not None and cadence.every > total
+        if too_long and name in session.passed:
             notes.append(f"{name}={getattr(s, name)!r} is longer than the whole run of {total} steps.")
     if s.max_steps is not None and per_epoch and session.passed >= {"epochs"}:
         notes.append(f"max_steps={s.max_steps} overrides epochs={s.epochs}.")
@@ -154,6 +155,8 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
         report.add("forward and backward", [_words(error)], "")
         return False
     problems = [] if math.isfinite(loss) else [f"the loss of the first batch is {loss}."]
+    if session.backend.window_weight() == 0:
+        problems = ["nothing in the first batch is supervised: the weight of its loss is 0. Are all labels masked?"]
     report.add("forward and backward", problems, f"loss {loss:.4g}")
     backend = session.backend
     named = [(backend.names.get(id(p), "unnamed parameter"), p.grad) for p in backend.parameters]

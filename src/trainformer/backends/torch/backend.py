@@ -211,6 +211,10 @@ class TorchBackend:
         entries = [e for e in self._window.entries if e.name == "loss"]
         return weighted_means({"loss": entries}, self).get("loss", float("nan"))
 
+    def window_weight(self) -> float:
+        """Their weight: samples, or what the task counts. Waits for the device."""
+        return sum(self.read([e.weight for e in self._window.entries if e.name == "loss"]))
+
     def verify(self, step: int) -> dict[str, float]:
         """Raise if a step was not finite; else counts to log."""
         counts = self.guard.verify(step)

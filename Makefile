@@ -1,0 +1,60 @@
+# Everything runs in .venv, which the first target that needs it creates. Needs Python >= 3.11 and make.
+PYTHON ?= python3
+BIN := .venv/bin
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+
+export HF_HUB_OFFLINE ?= 1
+export WANDB_SILENT ?= true
+
+.PHONY: demo test lint unit bench format clean help
+
+help:
+	@echo "make demo    train a digit classifier in about a minute"
+	@echo "make test    lint, types, layers and the whole test suite"
+	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make unit    the tests alone; make unit ARGS='-k ema' for some of them"
+	@echo "make bench   the loop against a hand-written one and other libraries"
+	@echo "make format  let ruff format and fix the code"
+
+demo: .venv/.demo
+	$(BIN)/python examples/digits.py
+
+test: lint unit
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+unit: .venv/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: .venv/.bench
+	$(BIN)/python benchmarks/overhead.py
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# uv is put into the environment itself, so that nothing is installed outside of it.
+.venv/.uv:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	touch $@
+
+.venv/.demo: .venv/.uv pyproject.toml constraints.txt
+	$(UV) --editable '.[vision,samples]'
+	touch $@
+
+.venv/.dev: .venv/.uv pyproject.toml constraints.txt
+	$(UV) --editable '.[dev]'
+	touch $@ .venv/.demo
+
+.venv/.bench: .venv/.dev
+	$(UV) --editable '.[dev,bench]'
+	touch $@
