@@ -4,7 +4,7 @@ Owns what every contestant shares (data, model, optimizer, schedule) and how eac
 contestant is a function that trains for a number of steps and returns the model. It takes no time itself and knows
 nothing of rounds; imports of the frameworks are inside, so that a missing one is noticed and passed over.
 
-Unless its name says otherwise, each gets the very same parts: one `DataLoader` with its own seeded generator, a fused
+Unless its name says otherwise, each gets the very same parts: one `DataLoader` with a seeded sampler, a fused
 AdamW over one group of parameters, torch's `OneCycleLR`, clipping at 1.0, a record every 100 steps. All of them
 therefore compute the same weights, which `overhead.py` checks.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 FEATURES, HIDDEN, CLASSES = 32, 64, 10
 BATCH_SIZE = 32
@@ -53,6 +54,24 @@ class Rows(Dataset):
     def __getitems__(self, indices: list[int]) -> Batch:
         chosen = torch.tensor(indices)
         return {"x": self.x.index_select(0, chosen), "y": self.y.index_select(0, chosen)}
+
+
+class Shuffled(Sampler[int]):
+    """A new order per epoch, the same for every contestant.
+
+    torch's `RandomSampler` would do but for one thing: it draws once more when it is used up, so that those who stop
+    at the last batch and those who ask for another one see different second epochs.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.size, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return self.size
 
 
 def make_samples() -> tuple[Tensor, Tensor]:
@@ -84,16 +103,15 @@ class Job:
     samples: tuple[Tensor, Tensor]
     model: nn.Module = field(default_factory=make_model)
 
-    def loader(self, dataset: Dataset | None = None, **options: Any) -> DataLoader:
-        """The loader everybody gets. Its own generator makes the order of samples the same for all."""
+    def loader(self, dataset: Any = None, **options: Any) -> DataLoader:
+        """The loader everybody gets."""
         if dataset is None:
             dataset, options = Rows(*self.samples), {"collate_fn": _as_it_is}
         return DataLoader(
             dataset,
             batch_size=BATCH_SIZE,
-            shuffle=True,
+            sampler=Shuffled(len(dataset)),
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator().manual_seed(0),
             **options,
         )
 
@@ -165,6 +183,38 @@ def by_hand_with_tensor_dataset(job: Job) -> nn.Module:
             record(step, running.item() / LOG_EVERY, schedule.get_last_lr()[0])
             running.zero_()
     return model
+
+
+def by_hand_with_every_trick(job: Job) -> nn.Module:
+    """The floor: what one gets by also replacing torch's clipping, schedule and `zero_grad` by less general code."""
+    device, model = job.device, job.model.to(job.device).train()
+    optimizer, record = job.optimizer(), job.recorder()
+    parameters = list(model.parameters())
+    running = torch.zeros((), device=device)
+    for step, batch in enumerate(islice(endless(job.loader()), job.steps), start=1):
+        lr = optimizer.param_groups[0]["lr"] = one_cycle(step - 1, job.steps)
+        x, y = batch["x"].to(device, non_blocking=True), batch["y"].to(device, non_blocking=True)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        grads = [p.grad for p in parameters]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        torch._foreach_mul_(grads, torch.clamp(CLIP / (norm + 1e-6), max=1.0))
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        running += loss.detach()
+        if step % LOG_EVERY == 0:
+            record(step, running.item() / LOG_EVERY, lr)
+            running.zero_()
+    return model
+
+
+def one_cycle(step: int, total: int) -> float:
+    """The rate that `OneCycleLR` gives with the settings of `Job.schedule`."""
+    peak = WARMUP * total - 1
+    low, high = (LR / 25, LR) if step <= peak else (LR / 25e4, LR)
+    share = 1 - step / peak if step <= peak else (step - peak) / (total - 1 - peak)
+    return low + (high - low) * (1 + math.cos(math.pi * share)) / 2
 
 
 # -- trainformer -------------------------------------------------------------------------------------------
@@ -282,7 +332,6 @@ def huggingface(job: Job) -> nn.Module:
             disable_tqdm=True,
             remove_unused_columns=False,
             use_cpu=job.device.type == "cpu",
-            accelerator_config={"use_seedable_sampler": False},  # it would replace the loader's order by its own
         ),
         train_dataset=Rows(*job.samples),
         optimizers=(optimizer, job.schedule(optimizer)),
@@ -365,16 +414,16 @@ CONTESTANTS = (
     Contestant("accelerate", "Accelerate", accelerate, ("accelerate",)),
     Contestant("huggingface", "transformers.Trainer", huggingface, ("transformers", "accelerate")),
     Contestant("lightning", "Lightning", lightning, ("lightning|pytorch_lightning",)),
-    Contestant(
-        "hand-default-adamw", "hand-written, AdamW not fused", partial(by_hand, fused=None), main=False
-    ),
+    Contestant("hand-default-adamw", "hand-written, AdamW not fused", partial(by_hand, fused=None), main=False),
     Contestant("hand-tensor-dataset", "hand-written, TensorDataset", by_hand_with_tensor_dataset, main=False),
+    Contestant("hand-every-trick", "hand-written, every trick", by_hand_with_every_trick, main=False),
     Contestant(
-        "trainformer-alone", "trainformer, its own loader, optimizer, schedule", trainformer_alone, (), False, False
+        "trainformer-alone", "trainformer, its own loader, optimizer, schedule", trainformer_alone,
+        main=False, same_order=False,
     ),
     Contestant(
         "lightning-log", "Lightning, self.log in every step", partial(lightning, log_each_step=True),
-        ("lightning|pytorch_lightning",), False,
+        ("lightning|pytorch_lightning",), main=False,
     ),
 )  # fmt: skip
 
@@ -382,5 +431,4 @@ CONTESTANTS = (
 def silence() -> None:
     """Keep the frameworks' greetings and advice off the terminal."""
     warnings.filterwarnings("ignore")
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "transformers", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)

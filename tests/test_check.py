@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toys import MeanTask, TokenTask, classes, mlp, same, tokens, weights
 
+from toys import MeanTask, TokenTask, classes, mlp, same, tokens, weights
 from trainformer import Loss, TaskBase, Trainer
 from trainformer.callbacks import EarlyStopping
 from trainformer.core.errors import CheckFailed

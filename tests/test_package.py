@@ -7,24 +7,20 @@ import sys
 import pytest
 
 PUBLIC = {
-    "trainformer": ["DatasetInfo", "Loss", "PipelineConfig", "PipelineContext", "Task", "TaskBase", "Trainer", "seed_everything"],
-    "trainformer.tasks": ["DatasetInfo", "ImageClassification", "Loss", "Task", "TaskBase"],
-    "trainformer.callbacks": [
-        "Callback", "CallbackList", "EMA", "EarlyStopping", "GradientMonitor", "LRFinder", "LRMonitor", "ModelCheckpoint",
-        "ProgressBar", "Throughput",
-    ],
-    "trainformer.utils": ["MemoryRecord", "count_parameters", "get_device", "move_to_device", "profile_memory", "seed_everything"],
-    "trainformer.context": [
-        "ConfigSource", "ConfigValue", "Lifecycle", "PipelineConfig", "PipelineContext", "ScopedContext", "StateEntry",
-        "UnknownKey", "record_arguments",
-    ],
-}  # fmt: skip
+    "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
+    "trainformer.tasks": "DatasetInfo ImageClassification Loss Task TaskBase",
+    "trainformer.callbacks": "Callback CallbackList EMA EarlyStopping GradientMonitor LRFinder LRMonitor "
+    "ModelCheckpoint ProgressBar Throughput",
+    "trainformer.utils": "MemoryRecord count_parameters get_device move_to_device profile_memory seed_everything",
+    "trainformer.context": "ConfigSource ConfigValue Lifecycle PipelineConfig PipelineContext ScopedContext StateEntry "
+    "UnknownKey record_arguments",
+}
 
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_the_public_surface_is_frozen(module):
     package = importlib.import_module(module)
-    assert sorted(package.__all__) == sorted(PUBLIC[module])
+    assert sorted(package.__all__) == sorted(PUBLIC[module].split())
     for name in package.__all__:
         assert getattr(package, name) is not None
         assert name in dir(package)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from toys import MeanTask, TokenTask, classes, mlp, same, tokens, weights
 
+from toys import MeanTask, TokenTask, classes, mlp, same, tokens, weights
 from trainformer import DatasetInfo, TaskBase, Trainer
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.loggers import read_jsonl

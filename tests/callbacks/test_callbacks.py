@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import timm.utils
 import torch
-from toys import MeanTask, classes, mlp, same, weights
 
+from toys import MeanTask, classes, mlp, same, weights
 from trainformer import Trainer
 from trainformer.callbacks import (
     EMA,
@@ -294,17 +294,10 @@ def test_the_trained_model_is_back_even_if_evaluation_fails():
 
 
 def test_ema_survives_a_restart():
-    ema = EMA(decay=0.9)
-    first = fit(ema, max_steps=5)
-    first.save("x.pt")
-    whole = EMA(decay=0.9)
+    whole, half, rest = EMA(decay=0.9), EMA(decay=0.9), EMA(decay=0.9)
     fit(whole, max_steps=9, scheduler=None, run_dir="a")
-    half = EMA(decay=0.9)
-    t = fit(half, max_steps=5, scheduler=None, run_dir="b")
-    t.save("five.pt")
-    rest = EMA(decay=0.9)
-    Trainer(MeanTask(), classes(), batch_size=8, max_steps=9, lr=1e-2, scheduler=None, log="none", run_dir="c", save_best=0,
-            callbacks=[rest], resume="five.pt").fit()  # fmt: skip
+    fit(half, max_steps=5, scheduler=None, run_dir="b").save("five.pt")
+    fit(rest, max_steps=9, scheduler=None, run_dir="c", resume="five.pt")
     assert rest.updates == whole.updates == 9
     assert same(rest.model.state_dict(), whole.model.state_dict())
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 
+from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 from trainformer import Trainer
 from trainformer.callbacks import EMA
 from trainformer.core.errors import NonFiniteError

@@ -1,9 +1,10 @@
-"""Image classification against torch's own loss, timm, torchvision and scikit-learn, and what it does with bad input."""
+"""Image classification against torch's own loss, timm, torchvision and scikit-learn, and how it takes bad input."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -723,6 +724,16 @@ def test_config_can_be_written_down() -> None:
 # -- and it learns -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small kernels on several threads mostly wait for each other on a busy machine: 40 s instead of 1 were seen."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_training_on_digits_lowers_the_loss() -> None:
     torch.manual_seed(0)
     task = digits_task(augment="crop", label_smoothing=0.05, image_size=32)

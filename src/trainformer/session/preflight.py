@@ -163,6 +163,8 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
     without = [name for name, grad in named if grad is None]
     broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
     zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
+    if zero:
+        zero = _still_zero(session, probe, batch, zero)
     problems = []
     if without:
         problems.append(
@@ -173,9 +175,19 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
         problems.append(f"gradients of {_some(broken)} are not finite.")
     report.add("gradients", problems, f"all {len(named)} trainable tensors get one")
     if zero and not problems:
-        report.add("zero gradients", [f"the gradient of {_some(zero)} is all zero for the first batch."], "", "warning")
+        report.add("zero gradients", [f"the gradient of {_some(zero)} is all zero, before and after a step."], "", "warning")
     probe.drop()
     return not problems
+
+
+def _still_zero(session: Session, probe: Probe, batch: Placed, names: list[str]) -> list[str]:
+    """Which gradients are zero after a step too: many models begin with branches switched off by a zero weight."""
+    probe.drop()
+    probe.step(batch)
+    probe.gradients(batch)
+    backend = session.backend
+    zero = {backend.names.get(id(p)) for p in backend.parameters if p.grad is not None and not bool(p.grad.any())}
+    return [name for name in names if name in zero]
 
 
 def _exactness(session: Session, probe: Probe, batch: Placed, report: CheckReport) -> None:

@@ -327,10 +327,11 @@ class _Window:
         if isinstance(output, Tensor):
             return self._add_mean(output, batch.size)
         if isinstance(output, Loss):
+            loss = self._add_sum(output.sum, output.weight)
             for name, value in (output.metrics or {}).items():
                 pair = value if isinstance(value, tuple) else (value, batch.size)
                 self.entries.append(Entry(name, _detached(pair[0]), _detached(pair[1]), not isinstance(value, tuple)))
-            return self._add_sum(output.sum, output.weight)
+            return loss
         raise BadArgument(expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__))
 
     def _add_mean(self, mean: Tensor, size: int) -> Tensor:

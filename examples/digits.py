@@ -1,0 +1,33 @@
+"""Train an image classifier on the handwritten digits that scikit-learn carries. About a minute on a laptop's CPU.
+
+Run with ``make demo``, or ``python examples/digits.py`` where trainformer[vision,samples] is installed.
+"""
+
+from trainformer import Trainer
+from trainformer.callbacks import EMA
+from trainformer.tasks import ImageClassification
+
+
+def main() -> None:
+    trainer = Trainer(
+        ImageClassification("resnet18", pretrained=False, augment="crop", image_size=32),
+        data="digits",
+        val_split=0.2,
+        epochs=12,
+        batch_size=64,
+        lr=2e-3,
+        callbacks=[EMA(decay=0.98)],
+        monitor_metric="val/accuracy",
+        monitor_mode="max",
+        log_every=20,
+        run_dir="runs/digits",
+        resume=None,
+    )
+    trainer.check()
+    trainer.fit()
+    print(f"\nvalidation accuracy {trainer.evaluate()['val/accuracy']:.1%} (best {trainer.best_metrics['val/accuracy']:.1%})")
+    print(f"everything about this run is in {trainer.run_folder}/")
+
+
+if __name__ == "__main__":
+    main()
