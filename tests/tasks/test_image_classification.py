@@ -619,6 +619,24 @@ def test_mixing_stops_with_its_epoch() -> None:
     assert torch.allclose(resumed.train_step((images, labels)).sum, plain)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("alphas", [{}, {"mixup": 0.4}, {"cutmix": 1.0}])
+def test_no_step_waits_for_the_device(alphas: dict[str, float]) -> None:
+    task = ImageClassification(Linear(), 5, label_smoothing=0.1, class_weights=[1.0] * 5, random_erasing=0.5, **alphas)
+    task.model.cuda()
+    transform = task.get_train_transforms().cuda()
+    images, labels = pixels(8, 3, 2, 2).cuda(), torch.arange(8).cuda() % 5
+    task.train_step((transform(images), labels))  # moves the class weights over, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = task.train_step((transform(images), labels))
+        metrics = task.eval_step((images, labels))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.sum.isfinite()
+    assert metrics["loss"][0].isfinite()
+
+
 def test_logits_in_half_precision_are_taken_up_to_full() -> None:
     class Half(Linear):
         def forward(self, images: Tensor) -> Tensor:

@@ -175,7 +175,9 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
         problems.append(f"gradients of {_some(broken)} are not finite.")
     report.add("gradients", problems, f"all {len(named)} trainable tensors get one")
     if zero and not problems:
-        report.add("zero gradients", [f"the gradient of {_some(zero)} is all zero, before and after a step."], "", "warning")
+        report.add(
+            "zero gradients", [f"the gradient of {_some(zero)} is all zero, before and after a step."], "", "warning"
+        )
     probe.drop()
     return not problems
 

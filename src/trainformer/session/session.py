@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,24 @@ from torch import nn
 
 from trainformer.backends.torch import TorchBackend, TorchSettings, capture_random, restore_random
 from trainformer.callbacks.base import CallbackList, handlers_of
-from trainformer.context import PipelineContext, record_arguments
+from trainformer.context import PipelineContext
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.core.types import Placed
-from trainformer.data.order import seed_generators
 from trainformer.engine import Cadence, Control, Event, EventBus, Loop, Plan, RunState
-from trainformer.engine.evaluation import evaluate
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.session.console import messages_on
 from trainformer.session.data import LoadOptions, Source, load, load_training_data, make_source, size_of
 from trainformer.session.folder import RunFolder
+from trainformer.session.inference import Inference
 from trainformer.session.keeper import CheckpointKeeper
 from trainformer.session.probe import Probe
+from trainformer.session.provenance import record_config
 from trainformer.session.settings import RunSettings
 from trainformer.session.snapshot import check_fits, cloned, read_snapshot, write_snapshot
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
 
 logger = logging.getLogger("trainformer")
-
-_FILTERABLE = ("epochs", "batch_size", "lr", "accumulation_steps", "precision", "compile", "optimizer", "seed")
 
 
 class Session:
@@ -80,13 +76,13 @@ class Session:
         self.info = loaded.info
         if provides(task, "configure"):
             task.configure(loaded.info)
-        self._reduces_rows = provides(task, "on_eval_end")
-        self.backend = TorchBackend(task, self._torch_settings(), reduces_rows=self._reduces_rows)
+        self.backend = TorchBackend(task, self._torch_settings(), reduces_rows=provides(task, "on_eval_end"))
+        self._inference = Inference(owner, task, self.backend, callbacks, settings.seed)
         self.train_source = make_source(task, loaded.train, self._load_options(), train=True)
         self.val_source = None if loaded.val is None else self._evaluation_source(loaded.val)
         self._train_size = size_of(loaded.train)
         self.backend.schedule_for(self.total_steps())
-        self._record_config()
+        record_config(self)
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -147,34 +143,6 @@ class Session:
             "on_validation_end": (Event.EVAL_END, lambda metrics: task.on_validation_end(metrics)),
         }
         return {event: handler for name, (event, handler) in handlers.items() if provides(task, name)}
-
-    def _record_config(self) -> None:
-        config, settings = self.context.config, self.settings
-        record_arguments(config, settings.values(), settings.defaults(), self.passed, _FILTERABLE)
-        config.set_env("torch_version", torch.__version__)
-        config.set_env("cuda_available", torch.cuda.is_available())
-        config.set_env("device", str(self.backend.device))
-        if torch.cuda.is_available():
-            config.set_env("cuda_version", torch.version.cuda)
-            config.set_env("gpu_name", torch.cuda.get_device_name(0))
-            config.set_env("num_gpus", torch.cuda.device_count())
-        info = self.info
-        config.set_from_data("num_samples", info.num_samples)
-        for name in ("num_classes", "class_names", "input_shape", "max_length"):
-            if getattr(info, name) is not None:
-                config.set_from_data(name, getattr(info, name), filterable=name == "num_classes")
-        config.set_user("task_type", type(self.task).__name__, filterable=True)
-        if provides(self.task, "config_dict"):
-            for key, value in self.task.config_dict().items():
-                config.set_user(f"task/{key}", value, filterable=True)
-        steps, total = self.steps_per_epoch(), self.total_steps()
-        config.set_derived("steps_per_epoch", steps, ("num_samples", "batch_size", "accumulation_steps"))
-        config.set_derived("total_steps", total, ("steps_per_epoch", "epochs", "max_steps"))
-        warmup = None if total is None else int(total * settings.warmup_ratio)
-        config.set_derived("warmup_steps", warmup, ("total_steps", "warmup_ratio"))
-        effective = settings.batch_size * settings.accumulation_steps
-        config.set_derived("effective_batch_size", effective, ("batch_size", "accumulation_steps"), filterable=True)
-        config.set_derived("precision_used", self.backend.precision.name, ("precision", "device"))
 
     # -- how long ------------------------------------------------------------------------------------------
 
@@ -313,7 +281,7 @@ class Session:
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data."""
         assert self.val_source is not None
-        self._last_metrics = self._evaluate(self.val_source)
+        self._last_metrics = self._inference.evaluate(self.val_source)
         return self._last_metrics
 
     def worth_keeping(self, metrics: dict[str, float]) -> bool:
@@ -336,95 +304,26 @@ class Session:
     def evaluate_on(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data, or on other data."""
         if data is not None:
-            return self._evaluate(self._evaluation_source(load(self.task, data), batch_size))
+            return self._inference.evaluate(self._evaluation_source(load(self.task, data), batch_size))
         if self.val_source is None:
             raise DataError(
                 "There is no validation data to evaluate on. Pass val_data or val_split to the trainer, "
                 "or data to evaluate()."
             )
-        return self._evaluate(self.val_source)
+        return self._inference.evaluate(self.val_source)
 
     def evaluate_first_batch(self) -> dict[str, float]:
         """The metrics of one validation batch, to see which there are."""
         assert self.val_source is not None
-        return self._evaluate(self.val_source, most=1)
-
-    def _evaluate(self, source: Source, most: int | None = None) -> dict[str, float]:
-        with self._inference():
-            metrics, rows = evaluate(
-                self.backend,
-                islice(source.batches(0), most),
-                self.backend.eval_step,
-                keep_rows=self._reduces_rows,
-                on_batch=self._progress_of(source),
-            )
-            if self._reduces_rows and rows:
-                metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
-        return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
+        return self._inference.evaluate(self.val_source, most=1)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, torch.Tensor]]:
         """One dict per sample, in input order."""
-        source = self._evaluation_source(self._load_for_prediction(data), batch_size)
-        step = self.task.predict_step if hasattr(self.task, "predict_step") else self.task.eval_step
-        with self._inference():
-            _, rows = evaluate(
-                self.backend,
-                source.batches(0),
-                lambda batch: self._predict_batch(step, batch),
-                keep_rows=True,
-                on_batch=self._progress_of(source),
-            )
-        names, columns = list(rows), list(rows.values())
-        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-
-    def _load_for_prediction(self, data: Any) -> Any:
-        loader = getattr(self.task, "load_prediction_data", None)
-        return loader(str(data)) if loader is not None and isinstance(data, (str, Path)) else load(self.task, data)
-
-    def _predict_batch(self, step: Any, batch: Placed) -> Any:
-        result = self.backend.infer(step, batch)
-        if not result.rows:
-            raise BadArgument(
-                f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so "
-                "there is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
-            )
-        return result
-
-    def _progress_of(self, source: Source) -> Any:
-        """Tell callbacks that care (the progress bar) how far an evaluation is."""
-        listeners = [cb.on_eval_batch for cb in self.callbacks if hasattr(cb, "on_eval_batch")]
-        if not listeners:
-            return None
-        total, done = source.batches_per_epoch, 0
-
-        def tell(size: int) -> None:
-            nonlocal done
-            done += 1
-            for listener in listeners:
-                listener(self.owner, done, total)
-
-        return tell
-
-    @contextmanager
-    def _inference(self) -> Iterator[None]:
-        """Evaluation mode, the model to be judged (an average, if one is kept), and random numbers apart.
-
-        What an evaluation draws must not change how training goes on, however often one evaluates.
-        """
-        trained, random = self.task.model, capture_random()
-        try:
-            self.task.model = self.inference_model()
-            self.backend.evaluating()
-            seed_generators(self.settings.seed)
-            yield
-        finally:
-            self.task.model = trained
-            restore_random(random)
+        return self._inference.predict(self._evaluation_source(load(self.task, data), batch_size))
 
     def inference_model(self) -> nn.Module:
         """The model to evaluate, predict and export with."""
-        offers = [cb.inference_model() for cb in self.callbacks if hasattr(cb, "inference_model")]
-        return next((m for m in reversed(offers) if m is not None), self.task.model)
+        return self._inference.model()
 
     # -- state ---------------------------------------------------------------------------------------------
 

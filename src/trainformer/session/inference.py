@@ -1,0 +1,98 @@
+"""Evaluation and prediction with a task: which model is judged, in which mode, and what becomes of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainformer.backends.torch import TorchBackend, capture_random, restore_random
+from trainformer.callbacks.base import CallbackList
+from trainformer.core.errors import BadArgument
+from trainformer.core.types import EvalResult, Placed
+from trainformer.data.order import seed_generators
+from trainformer.engine.evaluation import evaluate
+from trainformer.session.data import Source
+from trainformer.tasks.base import provides
+
+
+class Inference:
+    """Runs a task without training it. Training goes on afterwards as if nothing had happened."""
+
+    def __init__(self, owner: Any, task: Any, backend: TorchBackend, callbacks: CallbackList, seed: int) -> None:
+        self.owner = owner
+        self.task = task
+        self.backend = backend
+        self.callbacks = callbacks
+        self.seed = seed
+        self.reduces_rows = provides(task, "on_eval_end")
+
+    def evaluate(self, source: Source, most: int | None = None) -> dict[str, float]:
+        """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
+        with self._apart():
+            metrics, rows = evaluate(
+                self.backend,
+                islice(source.batches(0), most),
+                self.backend.eval_step,
+                keep_rows=self.reduces_rows,
+                on_batch=self._progress(source),
+            )
+            if rows:
+                metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
+        return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
+
+    def predict(self, source: Source) -> list[dict[str, Tensor]]:
+        """One dict per sample, in input order."""
+        function = self.task.predict_step if hasattr(self.task, "predict_step") else self.task.eval_step
+
+        def step(batch: Placed) -> EvalResult:
+            result = self.backend.infer(function, batch)
+            if not result.rows:
+                raise BadArgument(
+                    f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so "
+                    "there is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
+                )
+            return result
+
+        with self._apart():
+            _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=self._progress(source))
+        return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+
+    def model(self) -> nn.Module:
+        """The model to be judged: an average that a callback keeps, else the one that is trained."""
+        offers = [cb.inference_model() for cb in self.callbacks if hasattr(cb, "inference_model")]
+        return next((m for m in reversed(offers) if m is not None), self.task.model)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Evaluation mode, the model to be judged, and random numbers of its own.
+
+        What an evaluation draws must not change how training goes on, however often one evaluates.
+        """
+        trained, random = self.task.model, capture_random()
+        try:
+            self.task.model = self.model()
+            self.backend.evaluating()
+            seed_generators(self.seed)
+            yield
+        finally:
+            self.task.model = trained
+            restore_random(random)
+
+    def _progress(self, source: Source) -> Callable[[int], None] | None:
+        """Tell callbacks that care (the progress bar) how far it is."""
+        listeners = [cb.on_eval_batch for cb in self.callbacks if hasattr(cb, "on_eval_batch")]
+        if not listeners:
+            return None
+        total, done = source.batches_per_epoch, 0
+
+        def tell(size: int) -> None:
+            nonlocal done
+            done += 1
+            for listener in listeners:
+                listener(self.owner, done, total)
+
+        return tell
