@@ -25,7 +25,9 @@ def main() -> None:
     )
     trainer.check()
     trainer.fit()
-    print(f"\nvalidation accuracy {trainer.evaluate()['val/accuracy']:.1%} (best {trainer.best_metrics['val/accuracy']:.1%})")
+    print(
+        f"\nvalidation accuracy {trainer.evaluate()['val/accuracy']:.1%} (best {trainer.best_metrics['val/accuracy']:.1%})"
+    )
     print(f"everything about this run is in {trainer.run_folder}/")
 
 

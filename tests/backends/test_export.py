@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from toys import MeanTask, classes, mlp
 
+from toys import MeanTask, classes, mlp
 from trainformer import Trainer
 from trainformer.backends.torch.export import export_model
 from trainformer.core.errors import BadArgument, MissingDependency, TrainformerError

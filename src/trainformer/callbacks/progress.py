@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_UPDATES = 0.1
 
 
 class ProgressBar:
-    """Bar, steps, time left, and the loss, rate and speed of the last log record.
+    """Bar, steps, time left, and the loss, rate and speed of the last log record; a second bar while evaluating.
 
     Draws nothing when the output is not a terminal: a log file gets lines from the console logger instead.
     """
@@ -39,18 +39,10 @@ class ProgressBar:
         """Show the bar."""
         if not self.console.is_terminal:
             return
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[values]}"),
-            console=self.console,
-        )
+        self._open(transient=False)
+        assert self._bar is not None
         total = trainer.max_steps_planned
         self._training = self._bar.add_task("training", total=total, completed=trainer.state.step, values="")
-        self._bar.start()
 
     def on_epoch_begin(self, trainer: TrainerLike, epoch: int) -> None:
         """Name the epoch."""
@@ -72,18 +64,23 @@ class ProgressBar:
             self._bar.update(self._training, completed=trainer.state.step, values=_summary(metrics))
 
     def on_eval_batch(self, trainer: TrainerLike, done: int, total: int | None) -> None:
-        """A second bar while evaluating."""
+        """A bar for an evaluation or prediction, inside a run or on its own."""
         if self._bar is None:
-            return
+            if not self.console.is_terminal:
+                return
+            self._open(transient=True)
+        assert self._bar is not None
         if self._evaluating is None:
             self._evaluating = self._bar.add_task("evaluating", total=total, values="")
         self._bar.update(self._evaluating, completed=done)
 
-    def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Take the second bar away."""
+    def on_eval_done(self, trainer: TrainerLike) -> None:
+        """Take that bar away, however the evaluation ended."""
         if self._bar is not None and self._evaluating is not None:
             self._bar.remove_task(self._evaluating)
-        self._evaluating = None
+            self._evaluating = None
+        if self._training is None:
+            self._close()
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Leave the bar in its last state."""
@@ -94,6 +91,19 @@ class ProgressBar:
     def on_error(self, trainer: TrainerLike, error: BaseException) -> None:
         """Give the terminal back."""
         self._close()
+
+    def _open(self, transient: bool) -> None:
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[values]}"),
+            console=self.console,
+            transient=transient,
+        )
+        self._bar.start()
 
     def _close(self) -> None:
         if self._bar is not None:

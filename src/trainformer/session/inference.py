@@ -32,14 +32,9 @@ class Inference:
 
     def evaluate(self, source: Source, most: int | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
-        with self._apart():
-            metrics, rows = evaluate(
-                self.backend,
-                islice(source.batches(0), most),
-                self.backend.eval_step,
-                keep_rows=self.reduces_rows,
-                on_batch=self._progress(source),
-            )
+        batches = islice(source.batches(0), most)
+        with self._apart(), self._progress(source) as tell:
+            metrics, rows = evaluate(self.backend, batches, self.backend.eval_step, self.reduces_rows, tell)
             if rows:
                 metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
         return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
@@ -57,8 +52,8 @@ class Inference:
                 )
             return result
 
-        with self._apart():
-            _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=self._progress(source))
+        with self._apart(), self._progress(source) as tell:
+            _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=tell)
         return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
 
     def model(self) -> nn.Module:
@@ -82,17 +77,20 @@ class Inference:
             self.task.model = trained
             restore_random(random)
 
-    def _progress(self, source: Source) -> Callable[[int], None] | None:
-        """Tell callbacks that care (the progress bar) how far it is."""
-        listeners = [cb.on_eval_batch for cb in self.callbacks if hasattr(cb, "on_eval_batch")]
-        if not listeners:
-            return None
+    @contextmanager
+    def _progress(self, source: Source) -> Iterator[Callable[[int], None] | None]:
+        """Tell callbacks that care (the progress bar) how far it is, and when it is over."""
+        listeners = [cb for cb in self.callbacks if hasattr(cb, "on_eval_batch")]
         total, done = source.batches_per_epoch, 0
 
         def tell(size: int) -> None:
             nonlocal done
             done += 1
             for listener in listeners:
-                listener(self.owner, done, total)
+                listener.on_eval_batch(self.owner, done, total)
 
-        return tell
+        try:
+            yield tell if listeners else None
+        finally:
+            for listener in listeners:
+                listener.on_eval_done(self.owner)

@@ -1,0 +1,67 @@
+"""The progress bar: on a terminal only, and never left behind."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from toys import MeanTask, classes
+from trainformer import Trainer
+from trainformer.callbacks import ProgressBar
+
+
+def run(terminal, task=None, **options):
+    file = io.StringIO()
+    bar = ProgressBar(Console(file=file, force_terminal=terminal, width=120))
+    trainer = Trainer(
+        task or MeanTask(), classes(), val_data=classes(16), batch_size=8, epochs=2, log="none", log_every=4,
+        run_dir="run", callbacks=[bar], **options,
+    )  # fmt: skip
+    return trainer, bar, file
+
+
+def test_it_shows_epoch_steps_and_values_on_a_terminal():
+    trainer, bar, file = run(True)
+    trainer.fit()
+    text = file.getvalue()
+    for part in ("epoch 2", "16/16", "loss", "lr", "samples/s", "evaluating"):
+        assert part in text
+    assert bar._bar is None
+
+
+def test_it_is_silent_elsewhere():
+    trainer, _, file = run(False)
+    trainer.fit()
+    trainer.evaluate()
+    assert file.getvalue() == ""
+
+
+def test_an_evaluation_on_its_own_has_a_bar_that_goes_away():
+    trainer, bar, file = run(True)
+    trainer.evaluate()
+    assert "evaluating" in file.getvalue()
+    assert bar._bar is None
+
+
+@pytest.mark.parametrize("where", ["train_step", "eval_step"])
+def test_the_terminal_is_given_back_after_an_error(where):
+    task = MeanTask()
+
+    def fail(batch):
+        raise RuntimeError("broken")
+
+    setattr(task, where, fail)
+    trainer, bar, file = run(True, task)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit()
+    assert bar._bar is None
+    assert file.getvalue().endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_it_reads_no_loss():
+    class Unreadable:
+        def __float__(self):
+            raise AssertionError("the bar looked at the loss")
+
+    _, bar, _ = run(True)
+    assert bar.on_step_end(None, 1, Unreadable()) is None
