@@ -418,7 +418,7 @@ CONTESTANTS = (
     Contestant("hand-tensor-dataset", "hand-written, TensorDataset", by_hand_with_tensor_dataset, main=False),
     Contestant("hand-every-trick", "hand-written, every trick", by_hand_with_every_trick, main=False),
     Contestant(
-        "trainformer-alone", "trainformer, its own loader, optimizer, schedule", trainformer_alone,
+        "trainformer-alone", "trainformer, its own parts", trainformer_alone,
         main=False, same_order=False,
     ),
     Contestant(

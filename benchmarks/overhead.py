@@ -40,6 +40,8 @@ SHORT_RUN = 100  # steps of the run whose time is taken off: enough for every ca
 SAME, ALIKE = 1e-3, 0.05  # how far a final loss may be off: where the order of samples is the same, and where not
 
 console = Console()
+if not console.is_terminal:
+    console = Console(width=120)  # of a file or a pipe rich assumes 80 columns, too few for the table
 
 
 @dataclass
@@ -181,8 +183,10 @@ def machine(device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of everything that takes part."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "trainformer", "accelerate", "transformers", "lightning", "pytorch-lightning"):
+    import trainformer
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "trainformer": trainformer.__version__}
+    for name in ("accelerate", "transformers", "lightning", "pytorch-lightning"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -197,7 +201,7 @@ def show(result: dict[str, Any]) -> None:
     """The table."""
     where = result["machine"].get("gpu", result["machine"]["cpu"])
     table = Table(title=f"Time per step on {where}, {result['threads']} thread(s), {result['rounds']} rounds")
-    table.add_column("loop")
+    table.add_column("loop", no_wrap=True)
     for heading in ("µs, median", "µs, min", "ratio", "quartiles", "ratio of minima", "final loss"):
         table.add_column(heading, justify="right")
     rows = list(result["contestants"].values())

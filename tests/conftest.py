@@ -5,9 +5,14 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("WANDB_SILENT", "true")
+# Some virtual machines report AMX and forbid its use: bf16 matrix products then end in an illegal instruction.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+
+# The models are tiny; a second thread costs more than it brings, and far more on a busy machine.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):

@@ -61,7 +61,6 @@ def test_a_classifier_learns_the_digits():
     from trainformer import Trainer
     from trainformer.tasks import ImageClassification
 
-    torch.set_num_threads(2)
     task = ImageClassification(torch.nn.Sequential(
         torch.nn.Conv2d(1, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.ReLU(),
         torch.nn.Conv2d(32, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.MaxPool2d(2),

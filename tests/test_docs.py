@@ -1,0 +1,143 @@
+"""The documentation: every example runs, every link leads somewhere, every setting is in its table.
+
+The python blocks of a page are executed in order in one module, in an empty folder that holds only the pictures of
+`_pictures`. A block that cannot run here is fenced as ```python notest.
+"""
+
+import ast
+import dataclasses
+import re
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainformer import Trainer
+from trainformer.session import RunSettings
+from trainformer.tasks import ImageClassification
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+SLOW = {"README.md", "getting-started.md"}  # pages that take more than some five seconds
+BLOCK = re.compile(r"^(?P<indent> *)```python(?P<flags>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.M | re.S)
+FENCED = re.compile(r"^ *```.*?^ *```", re.M | re.S)
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:)(?P<file>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
+ROW = re.compile(r"^\| `(\w+)` \| `([^`]*)` \|", re.M)
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page):
+    """(line, code) of every block that is to run; the line is that of its first statement."""
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        if "notest" not in match["flags"].split():
+            yield text.count("\n", 0, match.start("code")) + 1, textwrap.dedent(match["code"])
+
+
+def execute(page, module):
+    for line, code in blocks(page):
+        # Empty lines in front make the line numbers of a traceback those of the page.
+        program = compile("\n" * (line - 1) + code, str(page), "exec")
+        try:
+            exec(program, vars(module))
+        except Exception as error:
+            where = f"{name_of(page)}, block at line {line}"
+            raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+@pytest.fixture
+def _pictures():
+    """data/train, data/val and data/test with two classes each, and photos/ without any."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for folder, count in (("train", 8), ("val", 4), ("test", 4)):
+        for number, kind in enumerate(("cat", "dog")):
+            place = Path("data", folder, kind)
+            place.mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.randint(100 * number, 100 * number + 100, (40, 48, 3), generator=generator)
+                Image.fromarray(pixels.to(torch.uint8).numpy()).save(place / f"{i}.png")
+    Path("photos").mkdir()
+    for i in range(3):
+        Image.new("RGB", (48, 40), (80 * i, 0, 0)).save(f"photos/{i}.png")
+
+
+def names_given_to_the_page_on_loggers():
+    """That page speaks of a `task` and `data` of the reader's, and reads the records of a run that is over."""
+
+    class Line:
+        def __init__(self):
+            self.model = torch.nn.Linear(1, 1)
+
+        def train_step(self, batch):
+            return torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+        def eval_step(self, batch):
+            return {"loss": self.train_step(batch)}
+
+    x = torch.linspace(-1, 1, 32)[:, None]
+    Trainer(Line(), (x, x), epochs=1, log="none", run_dir="runs/birds").fit()
+    return {"Trainer": Trainer, "task": Line(), "data": (x, x)}
+
+
+@pytest.mark.usefixtures("_pictures")
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if page.name in SLOW else [])
+        for page in EXAMPLES
+        if any(blocks(page))
+    ],
+)
+def test_examples_run(page, monkeypatch):
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    if page.name == "loggers.md":
+        vars(module).update(names_given_to_the_page_on_loggers())
+    execute(page, module)
+
+
+def test_a_failing_example_names_page_and_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\n```\n\n```python notest\nx = 0\n```\n\n```python\n\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError, match="page.md, block at line 12") as caught:
+        execute(page, types.ModuleType("page"))
+    assert caught.value.__cause__.__traceback__.tb_next.tb_lineno == 13
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    for match in LINK.finditer(text):
+        target = (page.parent / match["file"]).resolve() if match["file"] else page
+        assert target.exists(), f"{name_of(page)} links to {match['file']}, which does not exist"
+        if match["anchor"]:
+            assert match["anchor"] in anchors(target), f"{name_of(page)}: no heading for {match[0]}"
+
+
+def anchors(page):
+    """Names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    ("page", "record"), [("trainer.md", RunSettings), ("image-classification.md", ImageClassification)]
+)
+def test_every_setting_is_in_the_table_with_its_default(page, record):
+    written = {name: ast.literal_eval(text) for name, text in ROW.findall((ROOT / "docs" / page).read_text())}
+    defaults = {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(record)
+        if f.init
+    }
+    assert written == defaults
