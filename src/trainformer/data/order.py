@@ -15,9 +15,9 @@ _MASK = (1 << 64) - 1
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """Indices of all samples in the order in which an epoch visits them.
 
-    >>> list(epoch_order(5, seed=1, epoch=0, shuffle=True)) == list(epoch_order(5, seed=1, epoch=0, shuffle=True))
-    True
-    >>> list(epoch_order(3, seed=1, epoch=7, shuffle=False))
+    >>> sorted(epoch_order(5, seed=1, epoch=0, shuffle=True).tolist())
+    [0, 1, 2, 3, 4]
+    >>> epoch_order(3, seed=1, epoch=7, shuffle=False).tolist()
     [0, 1, 2]
     """
     if not shuffle:
