@@ -1,4 +1,4 @@
-"""What all tests and doctests share: no network, one thread, slow tests last, and small tasks with an independent reference."""
+"""What all tests and doctests share: no network, one thread, slow tests last, a clean folder for each."""
 
 import os
 

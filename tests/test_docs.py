@@ -41,12 +41,21 @@ def blocks(page):
             yield text.count("\n", 0, match.start("code")) + 1, textwrap.dedent(match["code"])
 
 
+def program_of(page, line, code):
+    """The block as code that knows its place in the page. A `try` in an example is there to show an error: without one
+    it fails."""
+    tree = ast.increment_lineno(ast.parse(code), line - 1)
+    for node in tree.body:
+        if isinstance(node, ast.Try):
+            quiet = ast.parse("raise AssertionError('the example shows an error that does not happen')").body[0]
+            node.body.append(ast.copy_location(quiet, node.body[-1]))
+    return compile(ast.fix_missing_locations(tree), str(page), "exec")
+
+
 def execute(page, module):
     for line, code in blocks(page):
-        # Empty lines in front make the line numbers of a traceback those of the page.
-        program = compile("\n" * (line - 1) + code, str(page), "exec")
         try:
-            exec(program, vars(module))
+            exec(program_of(page, line, code), vars(module))
         except Exception as error:
             where = f"{name_of(page)}, block at line {line}"
             raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
@@ -108,10 +117,15 @@ def test_examples_run(page, monkeypatch):
 def test_a_failing_example_names_page_and_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     page = tmp_path / "page.md"
-    page.write_text("# Title\n\n```python\nx = 1\n```\n\n```python notest\nx = 0\n```\n\n```python\n\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError, match="page.md, block at line 12") as caught:
+    page.write_text(
+        "# Title\n\n```python\nx = 1\n```\n\n```python notest\nx = 0\n```\n\n```python\n\nassert x == 2\n```\n"
+    )
+    with pytest.raises(AssertionError, match=r"page\.md, block at line 12") as caught:
         execute(page, types.ModuleType("page"))
     assert caught.value.__cause__.__traceback__.tb_next.tb_lineno == 13
+    page.write_text("```python\ntry:\n    x = 1\nexcept ValueError:\n    pass\n```\n")
+    with pytest.raises(AssertionError, match="an error that does not happen"):
+        execute(page, types.ModuleType("page"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,0 +1,66 @@
+"""What a checkpoint is made of: components, and how each is shared over the processes of a run."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Format = Literal["weights", "tensors", "json"]
+
+
+class SharingPattern(enum.Enum):
+    """Who has a component, and so who writes it."""
+
+    GLOBAL = "global"
+    """One state for the whole run; rank 0 writes it."""
+    REPLICATED = "replicated"
+    """The same on every rank; rank 0 writes it, and the others can be compared with it."""
+    PER_RANK = "per_rank"
+    """Every rank has its own and writes it."""
+    PER_GROUP = "per_group"
+    """The same within a process group; the first rank of each group writes it."""
+    PER_NODE = "per_node"
+    """The same within a machine; the first rank of each machine writes it."""
+
+
+class Stateful(Protocol):
+    """Anything with a state that can be taken and given back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take it back."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateComponent:
+    """One part of a run's state.
+
+    `format` says how it is written: ``weights`` as safetensors under the model's own names, ``tensors`` as a tree of
+    tensors and plain values, ``json`` as text. A missing component that is not `required` is a warning.
+    """
+
+    key: str
+    stateful: Stateful
+    sharing_pattern: SharingPattern = SharingPattern.GLOBAL
+    required: bool = True
+    validate_replication: bool = False
+    process_group_name: str | None = None
+    format: Format = "tensors"
+
+    def stem(self, rank: int = 0, group: int = 0, node: int = 0) -> str:
+        """The name of its file, without the ending.
+
+        >>> StateComponent("rng", None, SharingPattern.PER_RANK).stem(rank=3)
+        'rng.rank3'
+        """
+        owner = {
+            SharingPattern.PER_RANK: f".rank{rank}",
+            SharingPattern.PER_GROUP: f".{self.process_group_name or 'group'}{group}",
+            SharingPattern.PER_NODE: f".node{node}",
+        }
+        return self.key + owner.get(self.sharing_pattern, "")

@@ -1,0 +1,184 @@
+"""A folder of checkpoints, each a folder that appears whole or not at all.
+
+Writing: files go to a folder with a temporary name, are synced to disk, get their manifest last, and are moved into
+place by one rename. Whoever is killed in between leaves a temporary folder, which the next run clears away. So a
+folder ``step_<n>`` with a valid manifest is a checkpoint, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainformer.engine.checkpoint.manifest import MANIFEST, FileRecord, InvalidCheckpoint, Manifest
+
+logger = logging.getLogger("trainformer")
+
+LATEST = "latest"
+_PROTECTED = "protected"
+_NAME = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"\.(?:writing|deleting)-step_\d+-(\d+)")
+_REPLACED = re.compile(r"\.replaced-(step_\d+)-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, as its manifest tells. Its files have not been read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether it must never be deleted."""
+        return (self.path / _PROTECTED).exists()
+
+    def verify(self) -> None:
+        """Read every file and compare it with its digest."""
+        self.manifest.verify(self.path)
+
+
+class CheckpointStore:
+    """Checkpoints of one run, in one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    # -- writing -------------------------------------------------------------------------------------------
+
+    def write(self, manifest: Manifest, fill: Callable[[Path], dict[str, list[str]]]) -> Checkpoint:
+        """Write a checkpoint. `fill` writes files into a folder and says which belong to which component."""
+        name = f"step_{manifest.step:08d}"
+        draft = self.root / f".writing-{name}-{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            written = fill(draft)
+            for path in draft.iterdir():
+                sync(path)
+            records = {key: [FileRecord.of(draft / file) for file in files] for key, files in written.items()}
+            complete = Manifest(**{**vars(manifest), "components": records, "time": time.time()})
+            (draft / MANIFEST).write_bytes(complete.to_bytes())
+            sync(draft / MANIFEST)
+            sync(draft)
+            self._put_in_place(draft, self.root / name)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return Checkpoint(self.root / name, complete)
+
+    def _put_in_place(self, draft: Path, target: Path) -> None:
+        # A folder cannot be renamed onto another that has content. The old one steps aside; if we are killed before
+        # the new one is there, `clean` puts it back.
+        aside = self.root / f".replaced-{target.name}-{os.getpid()}"
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+        draft.rename(target)
+        sync(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
+        self._point_to(target)
+
+    def _point_to(self, target: Path) -> None:
+        """A hint for people and scripts; nothing here relies on it."""
+        temporary = self.root / f".{LATEST}-{os.getpid()}"
+        temporary.write_text(target.name)
+        temporary.replace(self.root / LATEST)
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete checkpoints, oldest first. Damaged manifests are passed over with a warning."""
+        found = []
+        for path in self._folders():
+            try:
+                found.append(Checkpoint(path, Manifest.read(path)))
+            except InvalidCheckpoint as error:
+                logger.warning("%s It is passed over.", error)
+        return found
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint whose files are all as they were written; damaged ones are named and passed over."""
+        for path in reversed(self._folders()):
+            try:
+                checkpoint = Checkpoint(path, Manifest.read(path))
+                checkpoint.verify()
+            except InvalidCheckpoint as error:
+                logger.warning("%s The checkpoint before it is used.", error)
+            else:
+                return checkpoint
+        return None
+
+    def _folders(self) -> list[Path]:
+        if not self.root.is_dir():
+            return []
+        named = [(int(match[1]), path) for path in self.root.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(named)]
+
+    # -- deleting ------------------------------------------------------------------------------------------
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint. It ceases to be one at once, by a rename, and is then removed file by file."""
+        doomed = self.root / f".deleting-{checkpoint.path.name}-{os.getpid()}"
+        checkpoint.path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Clear away what a killed process left: drafts and half-deleted folders, not those of a living process."""
+        if not self.root.is_dir():
+            return
+        for path in self.root.iterdir():
+            if (match := _REPLACED.fullmatch(path.name)) and not is_alive(int(match[2])):
+                if not (self.root / match[1]).exists():
+                    path.rename(self.root / match[1])
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+            elif (match := _LEFTOVER.fullmatch(path.name)) and not is_alive(int(match[1])):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def protect(checkpoint: Checkpoint, on: bool = True) -> None:
+    """Keep a checkpoint from ever being deleted by retention."""
+    marker = checkpoint.path / _PROTECTED
+    if on:
+        marker.touch()
+    else:
+        marker.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this machine is running, other than this one (which has no leftovers of its own)."""
+    if process == os.getpid():
+        return False
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+    return True
+
+
+def names(checkpoints: Iterable[Checkpoint]) -> list[str]:
+    """Folder names, for messages."""
+    return [checkpoint.path.name for checkpoint in checkpoints]

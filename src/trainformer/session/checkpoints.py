@@ -1,0 +1,130 @@
+"""Checkpoints of a run: which components go in, when writing fails, and what comes back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainformer.backends.torch.codec import read_component, write_component
+from trainformer.core.errors import DataError, TrainformerError
+from trainformer.engine.checkpoint import (
+    BackgroundWriter,
+    Checkpoint,
+    CheckpointStore,
+    Manifest,
+    Retention,
+    StateComponent,
+)
+from trainformer.session.snapshot import cloned
+
+logger = logging.getLogger("trainformer")
+
+_MOST_FAILURES = 3
+
+
+class SaveFailed(TrainformerError, OSError):
+    """Saving failed several times in a row; going on would risk losing everything since the last checkpoint."""
+
+
+class Checkpointer:
+    """Writes and prunes the checkpoints of one run, in the loop's time or behind its back."""
+
+    def __init__(self, folder: Path, retention: Retention, asynchronous: bool) -> None:
+        self.store = CheckpointStore(folder)
+        self.retention = retention
+        self.asynchronous = asynchronous
+        self.failures = 0
+        self._writer = BackgroundWriter()
+
+    def save(self, components: Sequence[StateComponent], manifest: Manifest, on_device: bool) -> float:
+        """Write a checkpoint; how long the loop was blocked. What cannot be written is reported, not raised at once."""
+        began = time.perf_counter()
+        try:
+            self._writer.wait()
+            states = {c: c.stateful.state_dict() for c in components}
+            if self.asynchronous:
+                # A snapshot first: the loop is about to change these very tensors.
+                states = {c: cloned(state, to_host=on_device) for c, state in states.items()}
+                self._writer.submit(lambda: self._write(states, manifest))
+            else:
+                self._write(states, manifest)
+                self.failures = 0
+        except OSError as error:
+            self._note(error)
+        return time.perf_counter() - began
+
+    def poll(self) -> None:
+        """Report what went wrong behind the loop's back."""
+        if not self._writer.is_busy:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in flight."""
+        try:
+            self._writer.wait()
+        except OSError as error:
+            self._note(error)
+
+    def _write(self, states: dict[StateComponent, Any], manifest: Manifest) -> None:
+        def fill(folder: Path) -> dict[str, list[str]]:
+            return {c.key: write_component(folder, c.stem(), c.format, state) for c, state in states.items()}
+
+        formats = {c.key: c.format for c in states}
+        checkpoint = self.store.write(Manifest(**{**vars(manifest), "formats": formats}), fill)
+        logger.info("saved %s", checkpoint.path)
+        # Only after a complete save is anything deleted.
+        for old in self.retention.doomed(self.store.checkpoints()):
+            self.store.delete(old)
+        self.failures = 0
+
+    def _note(self, error: OSError) -> None:
+        self.failures += 1
+        kept = self.store.checkpoints()
+        newest = f"the newest checkpoint is {kept[-1].path}" if kept else "there is no checkpoint yet"
+        logger.error("a checkpoint could not be written (%s); training goes on, %s", error, newest)
+        if self.failures >= _MOST_FAILURES:
+            raise SaveFailed(
+                f"{self.failures} saves in a row failed, the last with: {error}. Free some space or choose another "
+                f"run_dir, then run the same command again: it goes on from the last checkpoint ({newest})."
+            ) from error
+
+
+def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None) -> dict[str, Any]:
+    """The states of a checkpoint's components, or of some of them."""
+    manifest = checkpoint.manifest
+    wanted = manifest.components if only is None else {k: v for k, v in manifest.components.items() if k in only}
+    return {
+        key: read_component(checkpoint.path, [f.name for f in files], manifest.formats[key])
+        for key, files in wanted.items()
+    }
+
+
+def give_back(components: Sequence[StateComponent], states: dict[str, Any], only: Collection[str] | None = None) -> None:
+    """Hand states back to their components. Everything is looked at before anything is changed."""
+    chosen = [c for c in components if only is None or c.key in only]
+    missing = [c.key for c in chosen if c.required and c.key not in states]
+    if missing:
+        raise DataError(
+            f"The checkpoint lacks required components: {', '.join(missing)}; it has {', '.join(sorted(states))}. "
+            "Nothing was loaded. Name the components to load if that is what you want."
+        )
+    for component in chosen:
+        if component.key in states and hasattr(component.stateful, "check_state"):
+            component.stateful.check_state(states[component.key])
+    for component in chosen:
+        if component.key in states:
+            component.stateful.load_state_dict(states[component.key])
+        else:
+            logger.warning("the checkpoint has no %r; it begins anew", component.key)
+
+
+def versions() -> dict[str, str]:
+    """Versions to record with a checkpoint."""
+    from trainformer import __version__
+
+    return {"trainformer": __version__, "torch": str(torch.__version__)}
