@@ -226,12 +226,13 @@ def test_resume_from_a_path():
 
 def test_a_damaged_newest_checkpoint_is_passed_over(caplog):
     make(max_steps=10, save_every=4, save_last=5).fit()
-    files = sorted(Path("run/checkpoints").glob("*.pt"))
-    assert [f.name for f in files] == ["step_00000004.pt", "step_00000008.pt", "step_00000010.pt"]
-    files[-1].write_bytes(files[-1].read_bytes()[:500])
+    folders = sorted(Path("run/checkpoints").glob("step_*"))
+    assert [f.name for f in folders] == ["step_00000004", "step_00000008", "step_00000010"]
+    weights_file = folders[-1] / "model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:500])
     trainer = make(max_steps=12, save_every=4, save_last=5)
     trainer.fit()
-    assert "step_00000010.pt cannot be read" in caplog.text
+    assert "step_00000010/model.safetensors is damaged" in caplog.text
     assert trainer.state.step == 12
 
 
@@ -278,8 +279,8 @@ def test_the_best_and_the_last_are_kept():
             self.value = next(values)
 
     trainer = make(Scripted(), val_data=classes(8), epochs=6, save_best=2).fit()
-    kept = sorted(p.name for p in (trainer.run_folder / "checkpoints").glob("*.pt"))
-    assert kept == ["step_00000016.pt", "step_00000032.pt", "step_00000048.pt"]  # epochs 2 and 4, and the last
+    kept = sorted(p.name for p in (trainer.run_folder / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000016", "step_00000032", "step_00000048"]  # epochs 2 and 4, and the last
     assert trainer.best_metrics == {"val/loss": 0.1}
     assert trainer.state.best_step == 32
 

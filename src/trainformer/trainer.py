@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +103,13 @@ class Trainer(RunSettings):
         """Write everything needed to go on exactly from here to one file; all or nothing."""
         return str(self._session.save_file(Path(path)))
 
-    def load(self, path: str | Path) -> Trainer:
-        """Go on from a file that `save` wrote. Nothing in the file is executed."""
-        self._session.load(Path(path))
+    def load(self, path: str | Path, components: Collection[str] | None = None) -> Trainer:
+        """Go on from a file that `save` wrote, from a checkpoint's folder, or from a run's folder.
+
+        `components` loads only some parts, such as ``["model"]``. Nothing that is read is executed, and if anything
+        does not fit, nothing is changed.
+        """
+        self._session.load(Path(path), components)
         return self
 
     def export(self, path: str | Path, format: str = "pytorch", input_shape: tuple[int, ...] | None = None) -> str:

@@ -40,7 +40,7 @@ class FakeSource:
 class FakeBackend:
     """Loss of step n is n; records what it was asked to do."""
 
-    retries = 0
+    may_repeat = False
 
     def __init__(self):
         self.windows = []
@@ -55,6 +55,7 @@ class FakeBackend:
 
     def accumulate(self, batch):
         self._window.append(batch)
+        return True
 
     def finish(self):
         return True
@@ -96,6 +97,9 @@ class FakeServices:
     def evaluate(self):
         self.calls.append(("evaluate",))
         return dict(self.metrics)
+
+    def poll(self):
+        pass
 
     def worth_keeping(self, metrics):
         return self.keep

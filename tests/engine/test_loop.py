@@ -56,8 +56,8 @@ def test_events_of_one_epoch_come_in_the_documented_order():
     assert run.names() == [
         "train_begin", "epoch_begin",
         *step, "log",
-        *step, "log", "eval_begin", "eval_end", "save",
-        "epoch_end", "train_end",
+        *step, "log", "eval_begin", "eval_end", "epoch_end", "save",
+        "train_end",
     ]  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def test_a_stream_without_length():
 
 def test_retry_repeats_the_same_window():
     class Flaky(FakeBackend):
-        retries = 2
+        may_repeat = True
         tries = 0
 
         def finish(self):
@@ -247,3 +247,49 @@ def test_a_callback_that_raises_stops_the_run_and_is_named():
     with pytest.raises(RuntimeError, match="oops") as caught:
         run.go()
     assert any("Broken" in note and "step_end" in note for note in caught.value.__notes__)
+
+
+def test_a_window_that_did_not_fit_is_begun_again():
+    class Tight(FakeBackend):
+        may_repeat = True
+        refusals = 1
+
+        def accumulate(self, batch):
+            if len(self._window) == 1 and self.refusals:
+                self.refusals -= 1
+                self._window = []
+                return False
+            return super().accumulate(batch)
+
+    run = Run(plan(accumulation=2), source=FakeSource(4), backend=Tight()).go()
+    assert run.backend.windows == [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
+    assert run.state.samples == 16
+
+
+def test_a_signal_saves_and_stops_at_the_next_boundary():
+    run = Run(plan(epochs=5))
+    run.bus.add("kernel", {Event.STEP_END: lambda step, loss: step == 3 and setattr(run.control, "signal", 15)})
+    run.go()
+    assert run.state.step == 3
+    assert run.services.count("save") == 1
+    assert run.control.stop_reason == "received SIGTERM"
+
+
+def test_pending_values_make_the_first_record_after_a_restart_whole():
+    def losses(run):
+        return [call[2]["train/loss"] for call in run.services.calls if call[0] == "log"]
+
+    whole = Run(plan(log_every=Cadence(4, "steps")), source=FakeSource(8)).go()
+    first = Run(plan(max_steps=6, epochs=None, log_every=Cadence(4, "steps")), source=FakeSource(8))
+    saved = {}
+    first.bus.add(
+        "saver",
+        {
+            Event.STEP_END: lambda step, loss: (
+                step == 6 and saved.update(first.state.state_dict(), pending=first.loop.pending_values())
+            )
+        },
+    )
+    first.go()
+    rest = Run(plan(log_every=Cadence(4, "steps")), source=FakeSource(8), state=RunState().load_state_dict(saved)).go()
+    assert losses(rest) == losses(whole)[-1:]

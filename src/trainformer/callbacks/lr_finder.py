@@ -55,6 +55,7 @@ class LRFinder:
         else:
             logger.info("LRFinder: lr=%.2e", self.suggested_lr)
             trainer.lr = self.suggested_lr
+            trainer.context.config.set_derived("lr", self.suggested_lr, ("suggested_lr",))
             trainer.active_schedule.rescale(self.suggested_lr)
 
     def _sweep(self, trainer: TrainerLike) -> None:

@@ -6,9 +6,10 @@ either. Files are decoded when a sample is read, and stay PIL images: cropping a
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -72,6 +73,15 @@ class ImageFolder(Dataset):
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         path, label = self.samples[index]
         return read_image(path, self.channels), label
+
+    def renumber(self, classes: Sequence[str]) -> ImageFolder:
+        """The same images with the numbers that their classes have in another list."""
+        other = copy.copy(self)
+        numbers = {name: index for index, name in enumerate(classes)}
+        other.samples = [(path, numbers[self.classes[label]]) for path, label in self.samples]
+        other.targets = [label for _, label in other.samples]
+        other.classes, other.class_to_idx = list(classes), numbers
+        return other
 
     def _check_found(self) -> None:
         loose = sum(1 for _ in _images_in(self.root))

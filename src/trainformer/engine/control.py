@@ -21,6 +21,7 @@ class Control:
     should_save: bool = False
     stopped_by: str | None = None
     stop_reason: str | None = None
+    signal: int | None = None  # set by a signal handler, which does nothing else
 
     def stop(self, reason: str, by: str) -> None:
         """End training after this step. The first to ask is the one who is named."""
@@ -30,4 +31,4 @@ class Control:
     def reset(self) -> None:
         """Forget every request. Done when a run begins, so that a second `fit()` does not end at once."""
         self.should_stop = self.should_log = self.should_evaluate = self.should_save = False
-        self.stopped_by = self.stop_reason = None
+        self.stopped_by = self.stop_reason = self.signal = None

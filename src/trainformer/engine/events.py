@@ -24,8 +24,8 @@ class Event(enum.Enum):
             STEP_END (step, loss)          steps done including this one; the loss syncs only when read
             LOG (metrics)                  at log points, before the record is written: listeners may add to it
             EVAL_BEGIN, EVAL_END (metrics) when an evaluation is due
-            SAVE (path)                    when a checkpoint was written
-        EPOCH_END (epoch, metrics)         only for a completed epoch, after all that its last step made due
+            EPOCH_END (epoch, metrics)     after the last step of an epoch that was completed
+            SAVE (path)                    when a checkpoint was written; it holds what all of the above did
     LOG, EVAL_BEGIN, EVAL_END, SAVE        what is still outstanding after the last step
     TRAIN_END
     ERROR (exception)                      instead of TRAIN_END, when the run fails

@@ -6,13 +6,15 @@ business of the backend and of the services. The order of events is stated in `e
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import Placed, StepResult
+from trainformer.core.types import Entry, Placed, StepResult
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import Event, EventBus
@@ -61,6 +63,8 @@ class Loop:
         self.control = control
         self.services = services
         self._metrics = RunningMetrics(backend)
+        self._metrics.extend(Entry(*values) for values in state.pending)
+        state.pending = []
         self._epoch_metrics: dict[str, float] = {}
         self._now = time.perf_counter()
         self._logged = self._now, state.step, state.samples, state.tokens
@@ -106,14 +110,16 @@ class Loop:
             bus.emit(Event.STEP_BEGIN, step)
 
         complete = False
-        while not complete:  # a window with non-finite gradients may be repeated; the backend says how often
+        while not complete:  # the backend may want a window again: non-finite gradients, or too little memory
             batches = 0
             for batch in window:
-                backend.accumulate(batch)
+                if not backend.accumulate(batch):
+                    break
                 batches += 1
                 if bus.listeners(Event.SUBSTEP_END):
                     bus.emit(Event.SUBSTEP_END, step)
-            complete = backend.finish()
+            else:
+                complete = backend.finish()
 
         if bus.listeners(Event.BEFORE_UPDATE):
             bus.emit(Event.BEFORE_UPDATE, step)
@@ -135,6 +141,9 @@ class Loop:
     def _at_boundary(self, epoch: int | None = None) -> None:
         """Log, evaluate and save where that is due now, or was asked for. `epoch`: so many have just been completed."""
         plan, control, step = self.plan, self.control, self.state.step
+        self.services.poll()
+        if control.signal is not None:
+            self._obey_signal(control.signal)
         if self._watches_clock:
             self._now = time.perf_counter()
         first = step == 1 and plan.log_every is not None
@@ -145,22 +154,24 @@ class Loop:
         save = control.should_save or self._due(plan.save_every, self._saved, epoch)
         evaluate = control.should_evaluate or self._due(plan.eval_every, self._evaluated, epoch)
         if evaluate or (save and plan.eval_on_save):
-            self._evaluate()
+            save |= self._evaluate()
+        if epoch is not None:
+            self.bus.emit(Event.EPOCH_END, epoch - 1, self._epoch_metrics)
         if save:
             self._save()
 
     def _end_epoch(self) -> None:
         self.state.end_epoch()
         self._at_boundary(self.state.epoch)
-        self.bus.emit(Event.EPOCH_END, self.state.epoch - 1, self._epoch_metrics)
 
     def _wind_up(self) -> None:
         """What is outstanding after the last step: the last log record, evaluation and checkpoint."""
         self.backend.verify(self.state.step)
         self._log_rest()
+        keep = False
         if self.plan.eval_at_end and not self.control.should_stop and self.state.step > 0:
-            self._evaluate()
-        if self.plan.save_at_end and self.state.step > 0:
+            keep = self._evaluate()
+        if keep or (self.plan.save_at_end and self.state.step > 0):
             self._save()
 
     # -- one step ------------------------------------------------------------------------------------------
@@ -177,7 +188,7 @@ class Loop:
         accumulation = self.plan.accumulation
         for first in batches:
             window = (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
-            yield list(window) if self.backend.retries else window
+            yield list(window) if self.backend.may_repeat else window
 
     def _lazy_loss(self, result: StepResult) -> LazyScalar:
         entries = [e for e in result.entries if e.name == "loss"]
@@ -202,11 +213,12 @@ class Loop:
         state.log_history.append({"step": state.step, **metrics})
         self.services.log(metrics, state.step)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate, unless that was done at this step. Whether the result is worth a checkpoint."""
         state = self.state
         self.control.should_evaluate = False
         if state.evaluated_at == state.step:
-            return
+            return False
         self.backend.verify(state.step)
         began = time.perf_counter()
         self.bus.emit(Event.EVAL_BEGIN)
@@ -216,14 +228,22 @@ class Loop:
         self._evaluated = time.perf_counter()
         self._paused += self._evaluated - began
         if not metrics:
-            return
+            return False
         self._epoch_metrics = metrics
         state.note_best(metrics, self.plan.monitor, self.plan.monitor_mode)
         state.log_history.append({"step": state.step, **metrics})
         self.services.log(metrics, state.step)
         self.bus.emit(Event.EVAL_END, metrics)
-        if self.services.worth_keeping(metrics):
-            self._save()
+        return self.services.worth_keeping(metrics)
+
+    def _obey_signal(self, number: int) -> None:
+        """Save and stop here, at a step boundary; the handler itself only left a note."""
+        self.control.should_save = True
+        self.control.stop(f"received {signal.Signals(number).name}", by="a signal")
+
+    def pending_values(self) -> list[list[Any]]:
+        """What the next log record will be made of, to be saved with the state."""
+        return self._metrics.values()
 
     def _save(self) -> None:
         state = self.state

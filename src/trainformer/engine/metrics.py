@@ -59,6 +59,12 @@ class RunningMetrics:
         entries, self._entries = self._entries, defaultdict(list)
         return weighted_means(entries, self._reader)
 
+    def values(self) -> list[list[Any]]:
+        """Everything added since the last `drain`, as plain numbers. Waits for the device."""
+        entries = [e for kept in self._entries.values() for e in kept]
+        numbers = iter(self._reader.read([x for e in entries for x in (e.value, e.weight)]))
+        return [[e.name, next(numbers), next(numbers), e.is_mean] for e in entries]
+
     def _folded(self, name: str, entries: list[Entry]) -> Entry:
         total = self._reader.fold([e.value * e.weight if e.is_mean else e.value for e in entries])
         weight = self._reader.fold([e.weight for e in entries])

@@ -25,8 +25,8 @@ class Backend(Protocol):
     """What a framework does. One optimizer step is: `accumulate` per micro-batch, `finish`, `update`."""
 
     @property
-    def retries(self) -> int:
-        """How often a step with non-finite gradients may be repeated (0: never)."""
+    def may_repeat(self) -> bool:
+        """Whether a window may be asked for again, so that its batches have to be kept."""
         ...
 
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
@@ -37,8 +37,8 @@ class Backend(Protocol):
         """Switch the model to training; called before each epoch and after each evaluation."""
         ...
 
-    def accumulate(self, batch: Placed) -> None:
-        """Forward and backward of one micro-batch, its gradients added up."""
+    def accumulate(self, batch: Placed) -> bool:
+        """Forward and backward of one micro-batch, its gradients added up. False: dropped, begin the window again."""
         ...
 
     def finish(self) -> bool:
@@ -83,6 +83,10 @@ class Services(Protocol):
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data; metrics with the prefix ``val/``."""
+        ...
+
+    def poll(self) -> None:
+        """Asked after every step: raise what went wrong in the background. Must cost next to nothing."""
         ...
 
     def worth_keeping(self, metrics: dict[str, float]) -> bool:

@@ -31,6 +31,9 @@ class RunState:
     best_metrics: dict[str, float] = field(default_factory=dict)
     best_step: int = -1
     log_history: list[dict[str, float]] = field(default_factory=list)
+    # Values of the steps since the last log record: without them the first record after a restart would be the mean
+    # of fewer steps than in a run that was never stopped. Filled in when the state is saved.
+    pending: list[list[Any]] = field(default_factory=list)
 
     def end_epoch(self) -> None:
         """Move to the beginning of the next epoch."""

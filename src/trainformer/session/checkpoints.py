@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,15 @@ from trainformer.engine.checkpoint import (
     Retention,
     StateComponent,
 )
-from trainformer.session.snapshot import cloned
+from trainformer.engine.checkpoint.manifest import MANIFEST
+from trainformer.session.snapshot import cloned, read_snapshot
 
 logger = logging.getLogger("trainformer")
 
 _MOST_FAILURES = 3
+
+#: Writes files that belong beside the weights (a model's config, a tokenizer) and says which.
+Assets = Callable[[Path], list[str]]
 
 
 class SaveFailed(TrainformerError, OSError):
@@ -41,7 +45,13 @@ class Checkpointer:
         self.failures = 0
         self._writer = BackgroundWriter()
 
-    def save(self, components: Sequence[StateComponent], manifest: Manifest, on_device: bool) -> float:
+    def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is among the best so far."""
+        return self.retention.is_worth_keeping(metrics, self.store.checkpoints())
+
+    def save(
+        self, components: Sequence[StateComponent], manifest: Manifest, on_device: bool, assets: Assets | None = None
+    ) -> float:
         """Write a checkpoint; how long the loop was blocked. What cannot be written is reported, not raised at once."""
         began = time.perf_counter()
         try:
@@ -50,10 +60,9 @@ class Checkpointer:
             if self.asynchronous:
                 # A snapshot first: the loop is about to change these very tensors.
                 states = {c: cloned(state, to_host=on_device) for c, state in states.items()}
-                self._writer.submit(lambda: self._write(states, manifest))
+                self._writer.submit(lambda: self._write(states, manifest, assets))
             else:
-                self._write(states, manifest)
-                self.failures = 0
+                self._write(states, manifest, assets)
         except OSError as error:
             self._note(error)
         return time.perf_counter() - began
@@ -70,9 +79,12 @@ class Checkpointer:
         except OSError as error:
             self._note(error)
 
-    def _write(self, states: dict[StateComponent, Any], manifest: Manifest) -> None:
+    def _write(self, states: dict[StateComponent, Any], manifest: Manifest, assets: Assets | None) -> None:
         def fill(folder: Path) -> dict[str, list[str]]:
-            return {c.key: write_component(folder, c.stem(), c.format, state) for c, state in states.items()}
+            files = {c.key: write_component(folder, c.stem(), c.format, state) for c, state in states.items()}
+            if assets is not None:
+                files["assets"] = assets(folder)
+            return files
 
         formats = {c.key: c.format for c in states}
         checkpoint = self.store.write(Manifest(**{**vars(manifest), "formats": formats}), fill)
@@ -97,14 +109,32 @@ class Checkpointer:
 def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None) -> dict[str, Any]:
     """The states of a checkpoint's components, or of some of them."""
     manifest = checkpoint.manifest
-    wanted = manifest.components if only is None else {k: v for k, v in manifest.components.items() if k in only}
     return {
         key: read_component(checkpoint.path, [f.name for f in files], manifest.formats[key])
-        for key, files in wanted.items()
+        for key, files in manifest.components.items()
+        if key in manifest.formats and (only is None or key in only)
     }
 
 
-def give_back(components: Sequence[StateComponent], states: dict[str, Any], only: Collection[str] | None = None) -> None:
+def read_states(path: Path) -> dict[str, Any]:
+    """States by component from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
+    if not path.is_dir():
+        return read_snapshot(path)
+    if (path / MANIFEST).exists():
+        checkpoint: Checkpoint | None = Checkpoint(path, Manifest.read(path))
+        assert checkpoint is not None
+        checkpoint.verify()
+    else:
+        folder = path / "checkpoints"
+        checkpoint = CheckpointStore(folder if folder.is_dir() else path).newest()
+    if checkpoint is None:
+        raise DataError(f"There is no complete checkpoint in {path}.")
+    return read_checkpoint(checkpoint)
+
+
+def give_back(
+    components: Sequence[StateComponent], states: dict[str, Any], only: Collection[str] | None = None
+) -> None:
     """Hand states back to their components. Everything is looked at before anything is changed."""
     chosen = [c for c in components if only is None or c.key in only]
     missing = [c.key for c in chosen if c.required and c.key not in states]

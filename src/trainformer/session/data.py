@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.align import align_classes
 from trainformer.data.info import DatasetInfo, extract_info
 from trainformer.data.loader import DatasetSource, LoaderSource, stream_source
 from trainformer.data.split import split_dataset
@@ -56,7 +57,7 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
             )
         train, val = split_dataset(train, val_split, seed)
         info = extract_info(train)
-    return TrainingData(train, val, info)
+    return TrainingData(train, align_classes(val, info.class_names), info)
 
 
 def load(task: Any, data: Any) -> Any:

@@ -7,14 +7,16 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from trainformer.context import PipelineConfig
+from trainformer.engine.checkpoint.store import is_alive
 
 logger = logging.getLogger("trainformer")
 
-_CONTENTS = ("config.json", "metrics.jsonl", "log.txt", "checkpoints", "tensorboard", "report.html")
+_CONTENTS = ("config.json", "status.json", "metrics.jsonl", "log.txt", "checkpoints", "tensorboard", "report.html")
 
 
 class RunFolder:
@@ -23,14 +25,23 @@ class RunFolder:
     def __init__(self, path: Path, save_dir: str) -> None:
         self.path = path
         self.checkpoints = path / save_dir  # an absolute save_dir replaces the path
+        self.fingerprint = ""
 
     @classmethod
-    def choose(cls, run_dir: str | Path | None, name: str | None, task: str, save_dir: str) -> RunFolder:
-        """The folder the user named, else ``runs/<name>``, else a new one named after the task and the time."""
+    def choose(
+        cls, run_dir: str | Path | None, name: str | None, task: str, save_dir: str, unfinished: str | None = None
+    ) -> RunFolder:
+        """The folder the user named, else ``runs/<name>``, else one named after the task and the time.
+
+        `unfinished` is the fingerprint of the command. If a run of the very same command was cut short, its folder is
+        taken up again: that is what makes running the same command again go on where it was.
+        """
         if run_dir is not None:
             return cls(Path(run_dir), save_dir)
         if name is not None:
             return cls(Path("runs") / re.sub(r"[^\w.=+-]+", "-", name), save_dir)
+        if unfinished is not None and (found := _unfinished_run(task, unfinished)) is not None:
+            return cls(found, save_dir)
         stem = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
         path, number = stem, 2
         while path.exists():
@@ -50,9 +61,36 @@ class RunFolder:
                 item.rename(archive / item.name)
             logger.info("an earlier run's files in %s were moved to %s", self.path, archive)
 
-    def write_config(self, config: dict[str, Any]) -> None:
-        """Record every setting with where it came from."""
-        write_atomically(self.path / "config.json", json.dumps(config, indent=2).encode())
+    @contextmanager
+    def recording(self, config: PipelineConfig) -> Iterator[None]:
+        """Keep ``config.json``: every setting and where it came from, also those that are found during the run."""
+        path = self.path / "config.json"
+        write_atomically(path, json.dumps(config.to_json(), indent=2).encode())
+        try:
+            yield
+        finally:
+            write_atomically(path, json.dumps(config.to_json(), indent=2).encode())
+
+    @contextmanager
+    def status(self, outcome: Callable[[], str]) -> Iterator[None]:
+        """Keep ``status.json``: running (and which process), then finished, stopped, interrupted or failed.
+
+        A process that is killed leaves "running" with the number of a process that no longer is.
+        """
+        self._write_status("running")
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._write_status("interrupted")
+            raise
+        except BaseException:
+            self._write_status("failed")
+            raise
+        self._write_status(outcome())
+
+    def _write_status(self, status: str) -> None:
+        content = {"status": status, "process": os.getpid(), "fingerprint": self.fingerprint, "time": time.time()}
+        write_atomically(self.path / "status.json", json.dumps(content).encode())
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
@@ -69,6 +107,21 @@ class RunFolder:
             logger.removeHandler(handler)
             logger.setLevel(level)
             handler.close()
+
+
+def _unfinished_run(task: str, fingerprint: str) -> Path | None:
+    """The newest folder of a run of the same command that did not come to its end and that nobody is working on."""
+    for path in sorted(Path("runs").glob(f"{task}-*"), reverse=True):
+        try:
+            status = json.loads((path / "status.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        if status["fingerprint"] != fingerprint or status["status"] in ("finished", "stopped"):
+            continue
+        busy = status["status"] == "running" and (status["process"] == os.getpid() or is_alive(status["process"]))
+        if not busy:
+            return path
+    return None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

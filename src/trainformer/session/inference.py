@@ -93,4 +93,5 @@ class Inference:
             yield tell if listeners else None
         finally:
             for listener in listeners:
-                listener.on_eval_done(self.owner)
+                if hasattr(listener, "on_eval_done"):
+                    listener.on_eval_done(self.owner)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainformer.context import record_arguments
+from trainformer.context import PipelineConfig, record_arguments
 from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 
 # Values by which one would group or filter many runs.
 _FILTERABLE = ("epochs", "batch_size", "lr", "accumulation_steps", "precision", "compile", "optimizer", "seed")
+
+# Settings that do not change what is computed.
+_INCIDENTAL = ("run_dir", "log", "log_every", "project", "resume", "num_workers", "suggested_lr")
 
 
 def record_config(session: Session) -> None:
@@ -27,10 +33,43 @@ def record_config(session: Session) -> None:
         if getattr(info, name) is not None:
             config.set_from_data(name, getattr(info, name), filterable=name == "num_classes")
     config.set_user("task_type", type(session.task).__name__, filterable=True)
-    if provides(session.task, "config_dict"):
-        for key, value in session.task.config_dict().items():
-            config.set_user(f"task/{key}", value, filterable=True)
+    _record_task(session)
     _record_derived(session)
+
+
+def record_changes(session: Session) -> None:
+    """Settings that were changed between two calls of `fit`, and what follows from them."""
+    config = session.context.config
+    for name, value in session.settings.values().items():
+        if config.get(name) != value:
+            config.set_user(name, value, filterable=name in _FILTERABLE)
+    _record_derived(session)
+
+
+def _record_task(session: Session) -> None:
+    """Arguments of the task are the user's where they differ from their defaults; the rest was derived."""
+    task, config = session.task, session.context.config
+    if not provides(task, "config_dict"):
+        return
+    values = task.config_dict()
+    if not dataclasses.is_dataclass(task):
+        for key, value in values.items():
+            config.set_user(f"task/{key}", value, filterable=True)
+        return
+    arguments = {f.name: f.default for f in dataclasses.fields(task) if f.init}
+    for key, value in values.items():
+        if key not in arguments:
+            config.set_derived(f"task/{key}", value, ("task_type",))
+        elif value == arguments[key]:
+            config.set_default(f"task/{key}", value, filterable=True)
+        else:
+            config.set_user(f"task/{key}", value, filterable=True)
+
+
+def fingerprint(config: PipelineConfig) -> str:
+    """What makes two commands the same command: settings, task and data, but not where things are written."""
+    values = {k: v for k, v in config.to_json().items() if v["source"] != "env" and k not in _INCIDENTAL}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _record_environment(session: Session) -> None:

@@ -7,7 +7,7 @@ business, how a step is computed the backend's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,26 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from trainformer.backends.torch import TorchBackend, TorchSettings, capture_random, restore_random
+from trainformer.backends.torch import TorchBackend, TorchSettings
 from trainformer.callbacks.base import CallbackList, handlers_of
 from trainformer.context import PipelineContext
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.align import align_classes
 from trainformer.engine import Cadence, Control, Event, EventBus, Loop, Plan, RunState
+from trainformer.engine.checkpoint import CheckpointStore, Manifest, Retention, StateComponent
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.loggers.registry import make_loggers
+from trainformer.session.checkpoints import Checkpointer, give_back, read_checkpoint, read_states, versions
+from trainformer.session.components import TRAINED, state_components
 from trainformer.session.console import messages_on
 from trainformer.session.data import LoadOptions, Source, load, load_training_data, make_source, size_of
 from trainformer.session.folder import RunFolder
 from trainformer.session.inference import Inference
-from trainformer.session.keeper import CheckpointKeeper
 from trainformer.session.probe import Probe
-from trainformer.session.provenance import record_config
+from trainformer.session.provenance import fingerprint, record_changes, record_config
 from trainformer.session.settings import RunSettings
-from trainformer.session.snapshot import check_fits, cloned, read_snapshot, write_snapshot
+from trainformer.session.signals import SignalStop, obeying_signals
+from trainformer.session.snapshot import cloned, write_snapshot
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
 
@@ -55,6 +59,7 @@ class Session:
         console: Console | None = None,
     ) -> None:
         settings.validate()
+        make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
         seed_everything(settings.seed, deterministic=False)
         self.owner = owner
         self.task = task
@@ -67,8 +72,11 @@ class Session:
         self.console = console or Console()
         self.callbacks = callbacks
         self.loggers: BaseLogger = NoOpLogger()
+        self._logger_state: dict[str, Any] = {}
         self.folder: RunFolder | None = None
-        self._keeper: CheckpointKeeper | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._loop: Loop | None = None
+        self._blocked = 0.0
         self._last_metrics: dict[str, float] = {}
 
         self._check_task()
@@ -166,7 +174,8 @@ class Session:
             accumulation=s.accumulation_steps,
             log_every=Cadence.parse(s.log_every, "steps", "log_every"),
             eval_every=Cadence.parse(s.eval_every, "epochs", "eval_every") if self.val_source is not None else None,
-            save_every=Cadence.parse(s.save_every, "steps", "save_every"),
+            save_every=Cadence.parse(s.save_every, s.save_strategy, "save_every"),
+            eval_on_save=s.eval_on_save and self.val_source is not None,
             eval_at_end=self.val_source is not None and s.eval_every is not None,
             monitor=s.monitor_metric,
             monitor_mode=s.monitor_mode,
@@ -176,12 +185,75 @@ class Session:
 
     def fit(self) -> None:
         """Train from where the state is to the end of the plan."""
-        folder = self._open()
         settings = self.settings
         settings.validate()
         self.control.reset()
+        first = self.folder is None
+        folder = self.folder = self.folder or self._choose_folder()
+        with ExitStack() as stack:
+            stack.enter_context(folder.log_file())
+            stack.enter_context(messages_on(self.console, wanted="console" in _as_list(settings.log)))
+            if first:
+                self._prepare(folder)
+            self.backend.schedule_for(self.total_steps())
+            record_changes(self)
+            stack.enter_context(folder.recording(self.context.config))
+            stack.enter_context(self.backend.run_context())
+            stack.enter_context(folder.status(self._outcome))
+            stack.enter_context(self._logging())
+            stack.enter_context(obeying_signals(self.control))
+            self._announce()
+            stack.enter_context(self._failing_loudly())
+            self._loop = self._make_loop()
+            self._loop.run()
+        self._leave()
+
+    def _choose_folder(self) -> RunFolder:
+        settings = self.settings
+        folder = RunFolder.choose(
+            settings.run_dir,
+            settings.name,
+            type(self.task).__name__,
+            settings.save_dir,
+            unfinished=fingerprint(self.context.config) if settings.resume == "auto" else None,
+        )
+        folder.open(anew=settings.resume is None and self.state.step == 0)
+        return folder
+
+    def _prepare(self, folder: RunFolder) -> None:
+        """On the first call: what the run needs beside its folder, and its old state if there is one to resume."""
+        settings = self.settings
+        retention = Retention(
+            last=settings.save_last,
+            best=settings.save_best,
+            every=settings.keep_every,
+            monitor=settings.monitor_metric,
+            mode=settings.monitor_mode,
+        )
+        self._checkpointer = Checkpointer(folder.checkpoints, retention, settings.save_async)
+        self._checkpointer.store.clean()
+        self.loggers = make_loggers(
+            settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=self.console
+        )
+        self.loggers.load_state_dict(self._logger_state)  # of a checkpoint that was loaded before the run began
         self.backend.schedule_for(self.total_steps())
-        loop = Loop(
+        folder.fingerprint = fingerprint(self.context.config)
+        if self.state.step == 0:
+            self._resume(self._checkpointer.store)
+        # Checkpoints after this step belong to a run that was given up; they would pass for the newest.
+        self._checkpointer.store.set_aside(after=self.state.step)
+
+    def _resume(self, store: CheckpointStore) -> None:
+        if self.settings.resume is None:
+            return
+        if self.settings.resume != "auto":
+            self.load(Path(self.settings.resume), self.settings.load_components)
+        elif (found := store.newest()) is not None:
+            give_back(self.components(), read_checkpoint(found), self.settings.load_components)
+            logger.info("going on from %s (step %d); pass resume=None to begin anew", found.path, self.state.step)
+
+    def _make_loop(self) -> Loop:
+        return Loop(
             self._plan(),
             self.state,
             backend=self.backend,
@@ -190,55 +262,34 @@ class Session:
             control=self.control,
             services=self,
         )
-        with ExitStack() as stack:
-            stack.enter_context(folder.log_file())
-            stack.enter_context(messages_on(self.console, wanted="console" in _as_list(settings.log)))
-            stack.enter_context(self.backend.run_context())
-            stack.enter_context(self._logging())
-            self._announce()
-            try:
-                loop.run()
-            except BaseException as error:
-                self.backend.end_step()
-                self.bus.emit(Event.ERROR, error)
-                raise
-            if self.control.should_stop:
-                logger.info(
-                    "stopped at step %d by %s: %s", self.state.step, self.control.stopped_by, self.control.stop_reason
-                )
 
-    def _open(self) -> RunFolder:
-        """The run's folder; on the first call it is made, and the run resumed if there is something to resume."""
-        settings = self.settings
-        if self.folder is not None:
-            return self.folder
-        folder = RunFolder.choose(settings.run_dir, settings.name, type(self.task).__name__, settings.save_dir)
-        self._keeper = CheckpointKeeper(
-            folder.checkpoints,
-            best=settings.save_best,
-            last=settings.save_last,
-            monitor=settings.monitor_metric,
-            mode=settings.monitor_mode,
-        )
-        folder.open(anew=settings.resume is None and self.state.step == 0)
-        self.loggers = make_loggers(
-            settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=self.console
-        )
-        if self.state.step == 0:
-            self._resume(self._keeper)
-        folder.write_config(self.context.config.to_json())
-        self.folder = folder
-        return folder
+    @contextmanager
+    def _failing_loudly(self) -> Iterator[None]:
+        """Around the loop: wait for the last save, tell callbacks of an error, say who stopped the run."""
+        assert self._checkpointer is not None
+        try:
+            yield
+            self._checkpointer.finish()
+        except BaseException as error:
+            self.backend.end_step()
+            self.bus.emit(Event.ERROR, error)
+            raise
+        finally:
+            self._loop = None
+        if self.control.should_stop:
+            reason, who = self.control.stop_reason, self.control.stopped_by
+            logger.info("stopped at step %d by %s: %s", self.state.step, who, reason)
 
-    def _resume(self, keeper: CheckpointKeeper) -> None:
-        if self.settings.resume is None:
-            return
-        if self.settings.resume != "auto":
-            self.load(Path(self.settings.resume))
-        elif (found := keeper.newest()) is not None:
-            path, state = found
-            self.restore(state)
-            logger.info("going on from %s (step %d); pass resume=None to begin anew", path, self.state.step)
+    def _leave(self) -> None:
+        """After a signal the program ends here, with everything saved and closed."""
+        number = self.control.signal
+        if number is not None and self.settings.exit_on_signal:
+            raise SignalStop(number)
+
+    def _outcome(self) -> str:
+        if self.control.signal is not None:
+            return "interrupted"
+        return "stopped" if self.control.should_stop else "finished"
 
     @contextmanager
     def _logging(self) -> Iterator[None]:
@@ -255,7 +306,7 @@ class Session:
         except BaseException:
             self.loggers.finish("failed")
             raise
-        self.loggers.finish("stopped" if self.control.should_stop else "finished")
+        self.loggers.finish(self._outcome())
 
     def _announce(self) -> None:
         state, total = self.state, self.total_steps()
@@ -275,7 +326,9 @@ class Session:
     # -- what the loop asks for ----------------------------------------------------------------------------
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Hand metrics to the loggers."""
+        """Hand metrics to the loggers; a training record also says how long saves have blocked the loop since."""
+        if self._blocked and "train/loss" in metrics:
+            metrics["train/save_seconds"], self._blocked = self._blocked, 0.0
         self.loggers.log(metrics, step)
 
     def evaluate(self) -> dict[str, float]:
@@ -284,27 +337,42 @@ class Session:
         self._last_metrics = self._inference.evaluate(self.val_source)
         return self._last_metrics
 
+    def poll(self) -> None:
+        """Report a save that failed in the background."""
+        if self.settings.save_async and self._checkpointer is not None:
+            self._checkpointer.poll()
+
     def worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is among the best."""
-        return self._keeper is not None and self._keeper.worth_keeping(metrics)
+        checkpointer = self._checkpointer
+        return checkpointer is not None and checkpointer.is_worth_keeping(metrics)
 
     def save(self) -> str | None:
         """Write a checkpoint into the run folder."""
-        if self._keeper is None:
+        if self._checkpointer is None:
             return None
         self.loggers.flush()
-        self.state.saved_at = self.state.step
-        fresh = self.state.evaluated_at == self.state.step
-        path = self._keeper.save(self.state.step, self.capture(), self._last_metrics if fresh else {})
-        logger.info("saved %s", path)
-        return str(path)
+        state = self.state
+        state.saved_at = state.step
+        manifest = Manifest(
+            step=state.step,
+            epoch=state.epoch,
+            components={},
+            metrics=self._last_metrics if state.evaluated_at == state.step else {},
+            versions=versions(),
+        )
+        on_device = self.backend.device.type != "cpu"
+        assets = getattr(self.task, "save_assets", None)
+        self._blocked += self._checkpointer.save(self.components(), manifest, on_device, assets)
+        return str(self._checkpointer.store.root / f"step_{state.step:08d}")
 
     # -- evaluation and prediction -------------------------------------------------------------------------
 
     def evaluate_on(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data, or on other data."""
         if data is not None:
-            return self._inference.evaluate(self._evaluation_source(load(self.task, data), batch_size))
+            labelled = align_classes(load(self.task, data), self.info.class_names)
+            return self._inference.evaluate(self._evaluation_source(labelled, batch_size))
         if self.val_source is None:
             raise DataError(
                 "There is no validation data to evaluate on. Pass val_data or val_split to the trainer, "
@@ -327,55 +395,49 @@ class Session:
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def capture(self) -> dict[str, Any]:
-        """Everything needed to go on exactly from here. Tensors are shared with the run: clone to keep them."""
-        return {
-            "model": self.task.model.state_dict(),
-            "task": self.task.state_dict() if provides(self.task, "state_dict") else {},
-            "backend": self.backend.state_dict(),
-            "run": self.state.state_dict(),
-            "random": capture_random(),
-            "callbacks": self.callbacks.state_dict(),
-            "loggers": self.loggers.state_dict(),
-            "context": self.context.state_dict(),
-        }
+    def components(self) -> list[StateComponent]:
+        """Everything needed to go on exactly from here, in parts."""
+        return state_components(self)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over a captured state. Whether the model fits is seen before anything is changed."""
-        self._restore_weights(state)
-        self.state.load_state_dict(state["run"])
-        self.callbacks.load_state_dict(state["callbacks"])
-        self.loggers.load_state_dict(state["loggers"])
-        self.context.load_state_dict(state["context"])
+    def take_logger_state(self, state: dict[str, Any]) -> None:
+        """Where the loggers of a loaded run were; kept for those that do not exist yet."""
+        self._logger_state = state
+        self.loggers.load_state_dict(state)
 
-    def _restore_weights(self, state: dict[str, Any]) -> None:
-        check_fits(self.task.model.state_dict(), state["model"], "model")
-        self.task.model.load_state_dict(state["model"])
-        if provides(self.task, "load_state_dict"):
-            self.task.load_state_dict(state["task"])
-        self.backend.load_state_dict(state["backend"])
-        restore_random(state["random"])
+    def run_state(self) -> dict[str, Any]:
+        """Where the run is, with what the next log record is to be made of."""
+        pending = self._loop.pending_values() if self._loop is not None else []
+        return {**self.state.state_dict(), "pending": pending}
 
     def save_file(self, path: Path) -> Path:
         """Write everything to one file of the user's choice."""
-        write_snapshot(path, self.capture())
+        write_snapshot(path, {c.key: c.stateful.state_dict() for c in self.components()})
         return path
 
-    def load(self, path: Path) -> None:
-        """Go on from a file."""
-        self.restore(read_snapshot(path))
+    def load(self, path: Path, only: Collection[str] | None = None) -> None:
+        """Go on from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
+        give_back(self.components(), read_states(path), only)
         logger.info("going on from %s (step %d)", path, self.state.step)
 
     @contextmanager
     def sandbox(self) -> Iterator[Probe]:
         """A place for trial steps: on leaving, model, optimizer, random numbers and position are as before."""
-        before = cloned(self.capture(), to_host=self.backend.device.type != "cpu")
+        before = self.trained_state()
         try:
             yield Probe(self)
         finally:
             self.backend.end_step()
             self.backend.guard.reset()
-            self._restore_weights(before)
+            self.restore_trained(before)
+
+    def trained_state(self) -> dict[str, Any]:
+        """A copy of what steps change."""
+        to_host = self.backend.device.type != "cpu"
+        return {c.key: cloned(c.stateful.state_dict(), to_host) for c in self.components() if c.key in TRAINED}
+
+    def restore_trained(self, state: dict[str, Any]) -> None:
+        """Put it back."""
+        give_back([c for c in self.components() if c.key in state], state)
 
     def stop(self, reason: str) -> None:
         """End training after this step; whoever is being called is named as the one who asked."""

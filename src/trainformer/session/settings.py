@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from trainformer.backends.torch.memory import SdpaChoice, sdpa_backends
 from trainformer.backends.torch.nonfinite import parse_policy
 from trainformer.core.errors import BadArgument, expected
-from trainformer.engine.cadence import Cadence
+from trainformer.engine.cadence import Cadence, Unit
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,8 @@ class RunSettings:
     optimizer: Any = "adamw"  # name, class, factory or instance
     scheduler: Any = "onecycle"  # name, factory or instance; None: constant
     nonfinite: str = "raise"  # raise, skip, retry, retry:N
+    oom: str = "split"  # out of memory: split the micro-batch and repeat the step, or raise
+    bad_samples: str = "raise"  # a sample that cannot be read: raise, or skip, count and name it
     seed: int = 42
 
     # Where and how it is computed
@@ -55,12 +58,18 @@ class RunSettings:
 
     # What is kept
     save_dir: str = "checkpoints"  # inside the run folder, unless absolute
-    save_every: int | str | None = None
+    save_every: int | str | None = "10min"  # None: only the best and the last
+    save_strategy: Unit = "steps"  # the unit of a bare number in save_every: steps, epochs or seconds
     save_best: int = 3
     save_last: int = 1
+    keep_every: int | None = None  # keep one checkpoint per so many steps for good
+    save_async: bool = False  # copy the state, write it in the background
+    eval_on_save: bool = False
     monitor_metric: str = "val/loss"
     monitor_mode: str = "min"
     resume: str | Path | None = "auto"  # auto, a path, or None to begin anew
+    load_components: Sequence[str] | None = None  # resume these only, e.g. ["model"]; None: everything
+    exit_on_signal: bool = True  # after SIGTERM or SIGINT: save, then leave with 128 + signal; False: return from fit
 
     # Evaluation
     eval_every: int | str | None = 1
@@ -69,7 +78,7 @@ class RunSettings:
         """Refuse settings that cannot work, before anything is built."""
         for name in ("epochs", "batch_size", "accumulation_steps"):
             self._whole(name, least=1)
-        for name in ("max_steps", "eval_batch_size"):
+        for name in ("max_steps", "eval_batch_size", "keep_every"):
             if getattr(self, name) is not None:
                 self._whole(name, least=1)
         for name in ("save_best", "save_last", "seed"):
@@ -85,8 +94,16 @@ class RunSettings:
             raise BadArgument(expected("monitor_mode to be 'min' or 'max'", self.monitor_mode))
         if self.strategy not in ("auto", "single"):
             raise BadArgument(expected("strategy to be 'auto' or 'single'", self.strategy))
-        for name, unit in (("log_every", "steps"), ("save_every", "steps"), ("eval_every", "epochs")):
+        if self.save_strategy not in ("steps", "epochs", "seconds"):
+            raise BadArgument(expected("save_strategy to be 'steps', 'epochs' or 'seconds'", self.save_strategy))
+        for name, choices in (("oom", ("split", "raise")), ("bad_samples", ("raise", "skip"))):
+            if getattr(self, name) not in choices:
+                raise BadArgument(expected(f"{name} to be {' or '.join(map(repr, choices))}", getattr(self, name)))
+        for name, unit in (("log_every", "steps"), ("save_every", self.save_strategy), ("eval_every", "epochs")):
             Cadence.parse(getattr(self, name), unit, name)  # type: ignore[arg-type]
+        if self.matmul_precision not in (None, "highest", "high", "medium"):
+            words = "matmul_precision to be 'highest', 'high', 'medium' or None"
+            raise BadArgument(expected(words, self.matmul_precision))
         parse_policy(self.nonfinite)
         sdpa_backends(self.sdpa_backend)
 

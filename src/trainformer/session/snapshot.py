@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainformer.backends.torch.codec import read_tensors
 from trainformer.core.errors import DataError
 from trainformer.session.folder import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 
 
 def cloned(tree: Any, to_host: bool = False) -> Any:
@@ -31,28 +31,20 @@ def cloned(tree: Any, to_host: bool = False) -> Any:
 def write_snapshot(path: Path, state: dict[str, Any]) -> None:
     """Write a state to a single file, all or nothing."""
     buffer = io.BytesIO()
-    torch.save({"format": FORMAT, **state}, buffer)
+    torch.save({"format": FORMAT, "components": state}, buffer)
     write_atomically(path, buffer.getvalue())
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """Read a state. Nothing in the file is executed: what is not tensors and plain values is refused."""
+    """Read states by component. Nothing in the file is executed: what is not tensors and plain values is refused."""
     if not path.exists():
         raise DataError(f"There is no checkpoint at {path}.")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise DataError(
-            f"{path} holds objects other than tensors and plain values, and loading them could execute code; "
-            f"it was not loaded. ({str(error).splitlines()[0]})"
-        ) from error
-    except Exception as error:
-        raise DataError(f"{path} cannot be read as a checkpoint: it is damaged or not one. ({error})") from error
-    if not isinstance(state, dict) or "format" not in state:
+    state = read_tensors(path)
+    if not isinstance(state, dict) or "components" not in state:
         raise DataError(f"{path} is not a trainformer checkpoint. To use weights alone, load them into task.model.")
     if state["format"] > FORMAT:
         raise DataError(f"{path} was written by a newer trainformer (format {state['format']}); please upgrade.")
-    return state
+    return state["components"]
 
 
 def check_fits(own: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> None:

@@ -13,7 +13,7 @@ hand-written loop over the mean. Nothing in a step waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from trainformer.backends.torch.optimizers import make_optimizer, modules_of, na
 from trainformer.backends.torch.placement import Feeder, resolve_device
 from trainformer.backends.torch.precision import make_precision
 from trainformer.backends.torch.schedules import Schedule, make_schedule
+from trainformer.backends.torch.splitting import MemorySplitter
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
 from trainformer.engine.metrics import weighted_means
@@ -50,6 +51,7 @@ class TorchSettings:
     activation_offload: bool = False
     sdpa_backend: memory.SdpaChoice = None
     matmul_precision: str | None = None
+    oom: str = "split"
 
 
 class TorchBackend:
@@ -61,6 +63,7 @@ class TorchBackend:
         self.device = resolve_device(settings.device)
         self.precision = make_precision(settings.precision, self.device)
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
+        self.splitter = MemorySplitter(settings.oom)
         self._place_model()
         self.optimizer = make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay)
         self.names = {id(p): name for name, p in named_parameters(task).items()}
@@ -117,9 +120,9 @@ class TorchBackend:
     # -- the step ------------------------------------------------------------------------------------------
 
     @property
-    def retries(self) -> int:
-        """How often a step with non-finite gradients may be repeated."""
-        return self.guard.retries
+    def may_repeat(self) -> bool:
+        """Whether a window may be needed again: to retry it, or to compute it in smaller pieces."""
+        return self.guard.retries > 0 or (self.device.type != "cpu" and self.splitter.policy == "split")
 
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
         """Batches on the device, with the task's transforms applied."""
@@ -137,18 +140,30 @@ class TorchBackend:
             for module in modules_of(self.task).values():
                 module.train(train)
 
-    def accumulate(self, batch: Placed) -> None:
-        """Forward and backward of one micro-batch."""
-        with self.precision.forward():
-            if self.settings.activation_offload:
-                with memory.activation_offload(self.device):
-                    output = self.task.train_step(batch.data)
-            else:
-                output = self.task.train_step(batch.data)
-        loss = self._window.add(output, batch)
-        if self.precision.scaler is not None:
-            loss = self.precision.scaler.scale(loss)
-        loss.backward()
+    def accumulate(self, batch: Placed) -> bool:
+        """Forward and backward of one micro-batch. False: it did not fit, and will come again in smaller pieces."""
+        scaler = self.precision.scaler
+        try:
+            for piece in self.splitter.cut(batch):
+                with self._forward():
+                    output = self.task.train_step(piece.data)
+                loss = self._window.add(output, piece)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        except torch.OutOfMemoryError:
+            self.end_step()
+            if not self.splitter.shrink(batch, self.task.model):
+                raise
+            return False
+        return True
+
+    def _forward(self) -> AbstractContextManager[object]:
+        """The context of a forward pass."""
+        if not self.settings.activation_offload:
+            return self.precision.forward()
+        stack = ExitStack()
+        stack.enter_context(self.precision.forward())
+        stack.enter_context(memory.activation_offload(self.device))
+        return stack
 
     def finish(self) -> bool:
         """Make the gradients those of the window's mean, clip them, and look whether they are finite."""
@@ -292,20 +307,20 @@ class TorchBackend:
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, schedule and loss scale. The model is its own component."""
+        """What is neither in the model, nor in the optimizer, nor in the schedule."""
         scaler = self.precision.scaler
         return {
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},
+            "skipped_steps": self.guard.skipped,
+            "pieces": self.splitter.pieces,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
         if self.precision.scaler is not None and state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
+        self.guard.skipped = state["skipped_steps"]
+        self.splitter.pieces = state["pieces"]
 
 
 class _Window:
@@ -329,6 +344,8 @@ class _Window:
         if isinstance(output, Loss):
             loss = self._add_sum(output.sum, output.weight)
             for name, value in (output.metrics or {}).items():
+                if name in ("loss", "grad_norm"):
+                    raise BadArgument(expected("names of metrics other than 'loss' and 'grad_norm'", name))
                 pair = value if isinstance(value, tuple) else (value, batch.size)
                 self.entries.append(Entry(name, _detached(pair[0]), _detached(pair[1]), not isinstance(value, tuple)))
             return loss

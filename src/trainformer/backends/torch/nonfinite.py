@@ -32,7 +32,7 @@ class NonFiniteGuard:
         self.flag = torch.zeros((), device=device)
         self._count = torch.zeros((), device=device)
         self._attempts = 0
-        self._reported = 0
+        self.skipped = 0
 
     def inspect(self, norm: Tensor, losses: Sequence[Tensor]) -> None:
         """Raise the flag, on the device, unless norm and losses are all finite."""
@@ -78,9 +78,9 @@ class NonFiniteGuard:
             )
         if self.policy == "retry":
             return {}
-        self._reported += bad
-        logger.warning("%d steps with a non-finite loss or gradient were skipped (%d in all)", bad, self._reported)
-        return {"skipped_steps": float(self._reported)}
+        self.skipped += bad
+        logger.warning("%d steps with a non-finite loss or gradient were skipped (%d in all)", bad, self.skipped)
+        return {"skipped_steps": float(self.skipped)}
 
 
 _ADVICE = (

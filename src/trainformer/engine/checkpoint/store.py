@@ -135,6 +135,19 @@ class CheckpointStore:
         checkpoint.path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
+    def set_aside(self, after: int) -> None:
+        """Move checkpoints of later steps out of the way: they belong to a run that was given up."""
+        abandoned = [path for path in self._folders() if int(path.name.removeprefix("step_")) > after]
+        if not abandoned:
+            return
+        number = 1
+        while (place := self.root / f"given-up-{number}").exists():
+            number += 1
+        place.mkdir()
+        for path in abandoned:
+            path.rename(place / path.name)
+        logger.warning("%d checkpoints of later steps than %d were moved to %s", len(abandoned), after, place)
+
     def clean(self) -> None:
         """Clear away what a killed process left: drafts and half-deleted folders, not those of a living process."""
         if not self.root.is_dir():

@@ -243,6 +243,13 @@ class ImageClassification(TaskBase):
                 self._size = _size_of(image) if isinstance(self.backbone, nn.Module) else _at_least(_size_of(image))
         return Geometry(self._size, config.interpolation, config.crop_pct, config.crop_mode)
 
+    @property
+    def input_shape(self) -> tuple[int, int, int] | None:
+        """Shape of one image as the model gets it, once the data are known."""
+        if self._size is None or self._channels is None:
+            return None
+        return (self._channels, *self._size)
+
     # -- steps ---------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, epoch: int) -> None:

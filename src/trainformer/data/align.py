@@ -1,0 +1,40 @@
+"""Validation data must number their classes as the training data do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import Subset
+
+from trainformer.core.errors import DataError
+
+
+def align_classes(dataset: Any, classes: Sequence[str] | None) -> Any:
+    """The data set with labels that mean what they mean in training.
+
+    A folder that lacks some classes would number the others anew, and every label would silently mean another class.
+    Folders we read ourselves are renumbered by name; other data sets that disagree are refused.
+    """
+    base = dataset
+    while isinstance(base, Subset):
+        base = base.dataset
+    own = getattr(base, "classes", None)
+    if classes is None or own is None or list(own) == list(classes):
+        return dataset
+    unknown = [str(name) for name in own if name not in classes]
+    if unknown:
+        raise DataError(
+            f"The validation data have classes that the training data do not have: {', '.join(unknown[:8])}. "
+            f"Training has: {', '.join(map(str, classes[:20]))}."
+        )
+    if hasattr(base, "renumber") and base is dataset:
+        return base.renumber(classes)
+    agreeing = all(name == classes[index] for index, name in enumerate(own))
+    if not agreeing:
+        raise DataError(
+            "Training and validation data number their classes differently "
+            f"({dict(enumerate(own))} against {dict(enumerate(classes))}): the labels would not mean the same. "
+            "Give both the same list of classes."
+        )
+    return dataset

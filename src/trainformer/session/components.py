@@ -1,0 +1,96 @@
+"""The components of a run's state, in the order in which they are written and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainformer.backends.torch import capture_random, restore_random
+from trainformer.core.errors import DataError
+from trainformer.engine.checkpoint import SharingPattern, StateComponent
+from trainformer.session.snapshot import check_fits, cloned
+from trainformer.tasks.base import provides
+
+if TYPE_CHECKING:
+    from trainformer.session.session import Session
+
+#: What trial steps change, and so what a sandbox puts back.
+TRAINED = ("model", "task", "optimizer", "schedule", "backend", "rng")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A state behind two functions, and a third that refuses one that does not fit before anything is changed."""
+
+    get: Callable[[], dict[str, Any]]
+    put: Callable[[dict[str, Any]], Any]
+    check: Callable[[dict[str, Any]], None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        return self.get()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        self.put(state_dict)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if it does not fit."""
+        if self.check is not None:
+            self.check(state)
+
+
+def state_components(session: Session) -> list[StateComponent]:
+    """Everything needed to go on exactly from here."""
+    task, backend = session.task, session.backend
+    model, optimizer, schedule = task.model, backend.optimizer, backend.schedule
+    components = [
+        StateComponent(
+            "model",
+            Held(model.state_dict, model.load_state_dict, lambda s: check_fits(model.state_dict(), s, "model")),
+            format="weights",
+        ),
+        StateComponent(
+            "optimizer",
+            # Cloned: torch keeps the tensors it is given and goes on to change them.
+            Held(
+                optimizer.state_dict,
+                lambda s: optimizer.load_state_dict(cloned(s)),
+                lambda s: _check_optimizer(optimizer, s),
+            ),
+        ),
+        StateComponent("schedule", Held(schedule.state_dict, schedule.load_state_dict), required=False),
+        StateComponent("backend", Held(backend.state_dict, backend.load_state_dict), required=False),
+        StateComponent("run", Held(session.run_state, session.state.load_state_dict), format="json"),
+        StateComponent("rng", Held(capture_random, restore_random), SharingPattern.PER_RANK, required=False),
+        StateComponent("context", Held(session.context.state_dict, session.context.load_state_dict), required=False),
+        StateComponent(
+            "loggers",
+            Held(lambda: session.loggers.state_dict(), session.take_logger_state),
+            required=False,
+            format="json",
+        ),
+    ]
+    if provides(task, "state_dict"):
+        components.append(StateComponent("task", Held(task.state_dict, task.load_state_dict), required=False))
+    if hasattr(session.train_source, "state_dict"):
+        source: Any = session.train_source
+        components.append(StateComponent("data", Held(source.state_dict, source.load_state_dict), required=False))
+    for name, callback in session.callbacks.named().items():
+        if callable(getattr(callback, "state_dict", None)):
+            key = "callback." + name.replace("#", "-")
+            components.append(StateComponent(key, Held(callback.state_dict, callback.load_state_dict), required=False))
+    return components
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if here != saved:
+        raise DataError(
+            f"The checkpoint's optimizer does not fit: it has groups of {saved} tensors, the one here of {here}. "
+            "Nothing was loaded. To change the optimizer on purpose, name the components to load without it."
+        )
