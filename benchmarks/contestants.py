@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -348,6 +349,8 @@ def lightning(job: Job, log_each_step: bool = False) -> nn.Module:
     except ImportError:
         import pytorch_lightning as pl  # the same under its older name
 
+    # Set by importing it; makes torch look for GPUs in every step of an optimizer. That is not the loop's doing.
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     record = job.recorder()
 
     class Module(pl.LightningModule):

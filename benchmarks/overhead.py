@@ -2,8 +2,9 @@
 
 Owns how time is taken and what is made of it; who is measured, and on what, is in `contestants.py`. Every contestant
 runs twice per round, for a few and for many steps, and the difference is divided by the difference in steps: set-up,
-warm-up and tear-down cancel, and nothing has to be hooked into anybody's loop. Rounds are interleaved, in rotating
-order, and ratios are taken within a round, so that what else the machine does meets all alike.
+warm-up and tear-down cancel, and nothing has to be hooked into anybody's loop. Each contestant lives in a process of
+its own, and they take turns. Rounds are interleaved, in rotating order, and ratios are taken within a round, so that
+what else the machine does meets all alike.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --only trainformer lightning --rounds 5
@@ -18,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import statistics
@@ -45,20 +47,12 @@ if not console.is_terminal:
 
 
 @dataclass
-class Clocks:
-    """Seconds on the wall, and seconds that this process had a processor for."""
+class Outcome:
+    """One run: seconds on the wall, seconds that the process had a processor for, and the loss it ended with."""
 
     wall: float
     cpu: float
-
-    @classmethod
-    def now(cls, device: torch.device) -> Clocks:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return cls(time.perf_counter(), time.process_time())
-
-    def __sub__(self, other: Clocks) -> Clocks:
-        return Clocks(self.wall - other.wall, self.cpu - other.cpu)
+    loss: float
 
 
 @dataclass
@@ -73,42 +67,86 @@ class Times:
 # -- measuring ---------------------------------------------------------------------------------------------
 
 
-def timed_run(contestant: Contestant, steps: int, device: torch.device, samples: Any) -> tuple[Clocks, nn.Module]:
+class Worker:
+    """A process in which one contestant lives, and nobody else.
+
+    Frameworks change the process that imports them. Lightning, for one, sets a variable that makes torch look for
+    GPUs in every step of an optimizer: where there is none, that slows a hand-written loop next to it by a third.
+    """
+
+    def __init__(self, contestant: Contestant, device: str, threads: int) -> None:
+        self.title = contestant.title
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        # A daemon: it ends when this process does, however that comes about.
+        self._process = context.Process(target=serve, args=(other, contestant.key, device, threads), daemon=True)
+        self._process.start()
+        other.close()
+
+    def run(self, steps: int) -> Outcome:
+        """Train for so many steps while everybody else waits."""
+        self._pipe.send(steps)
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise SystemExit(f"{self.title} failed; its error is above.") from None
+
+
+def serve(pipe: Any, key: str, device_name: str, threads: int) -> None:
+    """The life of a worker: run what is asked for."""
+    silence()
+    torch.set_num_threads(threads)
+    contestant = next(c for c in CONTESTANTS if c.key == key)
+    device, samples = torch.device(device_name), make_samples()
+    while True:
+        try:
+            steps = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(timed_run(contestant, steps, device, samples))
+
+
+def timed_run(contestant: Contestant, steps: int, device: torch.device, samples: tuple[Tensor, Tensor]) -> Outcome:
     """One run from building to the last step, in a folder that is thrown away."""
     with tempfile.TemporaryDirectory() as folder:
-        gc.collect()  # nobody is to clear away what another left behind
-        began = Clocks.now(device)
+        gc.collect()
+        wall, cpu = clocks(device)
         model = contestant.run(Job(steps, device, Path(folder), samples))
-        return Clocks.now(device) - began, model
+        wall_after, cpu_after = clocks(device)
+    return Outcome(wall_after - wall, cpu_after - cpu, final_loss(model, samples))
 
 
-def measure(chosen: Sequence[Contestant], rounds: int, steps: int, device: torch.device) -> dict[str, Times]:
+def clocks(device: torch.device) -> tuple[float, float]:
+    """Both clocks, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter(), time.process_time()
+
+
+def measure(chosen: Sequence[Contestant], args: argparse.Namespace) -> dict[str, Times]:
     """All rounds. Before them each contestant runs once untimed, and it is checked that it trains."""
-    samples = make_samples()
     times = {c.key: Times() for c in chosen}
-    with console.status("warming up") as status:
+    workers: dict[str, Worker] = {}
+    with console.status("") as status:
         for contestant in chosen:
             status.update(f"warming up: {contestant.title}")
-            _, model = timed_run(contestant, SHORT_RUN + steps, device, samples)
-            times[contestant.key].loss = final_loss(model, samples, device)
+            workers[contestant.key] = Worker(contestant, args.device, args.threads)
+            times[contestant.key].loss = workers[contestant.key].run(SHORT_RUN + args.steps).loss
             check_trains(contestant, times)
-        gc.collect()
-        gc.freeze()  # what four frameworks hold by now would make the collections of everybody slower
-        for number in range(rounds):
+        for number in range(args.rounds):
             turn = number % len(chosen)
             for contestant in (*chosen[turn:], *chosen[:turn]):
-                status.update(f"round {number + 1} of {rounds}: {contestant.title}")
-                short, _ = timed_run(contestant, SHORT_RUN, device, samples)
-                long, _ = timed_run(contestant, SHORT_RUN + steps, device, samples)
-                difference = long - short
-                times[contestant.key].wall.append(difference.wall / steps * 1e6)
-                times[contestant.key].cpu.append(difference.cpu / steps * 1e6)
+                status.update(f"round {number + 1} of {args.rounds}: {contestant.title}")
+                worker, found = workers[contestant.key], times[contestant.key]
+                short, long = worker.run(SHORT_RUN), worker.run(SHORT_RUN + args.steps)
+                found.wall.append((long.wall - short.wall) / args.steps * 1e6)
+                found.cpu.append((long.cpu - short.cpu) / args.steps * 1e6)
     return times
 
 
-def final_loss(model: nn.Module, samples: tuple[Tensor, Tensor], device: torch.device) -> float:
-    """The loss over all samples after training."""
-    x, y = (t.to(device) for t in samples)
+def final_loss(model: nn.Module, samples: tuple[Tensor, Tensor]) -> float:
+    """The loss over all samples after training, wherever the framework has left the model."""
+    x, y = (t.to(next(model.parameters()).device) for t in samples)
     with torch.no_grad():
         return F.cross_entropy(model(x), y).item()
 
@@ -299,11 +337,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    silence()
-    torch.set_num_threads(args.threads)
     wanted = [c for c in CONTESTANTS if args.only is None or c.key in (BASELINE, *args.only)]
     chosen = [c for c in wanted if available(c)]
-    times = measure(chosen, args.rounds, args.steps, torch.device(args.device))
+    times = measure(chosen, args)
     result = report(chosen, times, args)
     show(result)
     args.out.mkdir(parents=True, exist_ok=True)

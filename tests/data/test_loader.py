@@ -1,6 +1,8 @@
 """Loading: every sample once, in an order that depends on (seed, epoch) alone, from any position."""
 
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.loader import DatasetSource, LoaderSource, batch_length, stream_source, suitable_workers
+from trainformer.data.loader import (
+    DatasetSource,
+    LoaderSource,
+    batch_length,
+    loader_source,
+    stream_source,
+    suitable_workers,
+)
 
 
 class Noisy(Dataset):
@@ -33,7 +42,7 @@ def table(source, epoch=0, **where):
     """Noise by sample, over what is left of an epoch."""
     return {
         int(i): noise
-        for data, _ in source.batches(epoch, **where)
+        for data, *_ in source.batches(epoch, **where)
         for i, noise in zip(data["i"], data["noise"], strict=True)
     }
 
@@ -43,7 +52,7 @@ def equal(a, b):
 
 
 def seen(source, epoch=0, **where):
-    return [int(i) for (data,), _ in source.batches(epoch, **where) for i in data]
+    return [int(i) for (data,), *_ in source.batches(epoch, **where) for i in data]
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,7 +160,7 @@ def test_a_users_loader_is_used_as_it_is():
     sampler = torch.utils.data.WeightedRandomSampler(weights, 12)
     source = LoaderSource(DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=sampler))
     assert seen(source) == [3] * 12
-    assert [size for _, size in source.batches(0)] == [5, 5, 2]
+    assert [b.size for b in source.batches(0)] == [5, 5, 2]
     assert source.batches_per_epoch == 3
 
 
@@ -202,3 +211,104 @@ def test_the_size_of_a_batch(data, n):
 def test_a_batch_without_size_is_explained():
     with pytest.raises(BadArgument, match="first dimension"):
         batch_length(object())
+
+
+# -- faults ------------------------------------------------------------------------------------------------
+
+
+class Rotten(Noisy):
+    """Some samples cannot be read."""
+
+    def __init__(self, n=20, bad=(3, 7)):
+        super().__init__(n)
+        self.bad = set(bad)
+
+    def __getitem__(self, i):
+        if i in self.bad:
+            raise OSError(f"cannot decode picture {i}")
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_left_out_counted_and_named(workers, caplog):
+    source = DatasetSource(Rotten(), 4, shuffle=True, seed=1, num_workers=workers, skip_bad=True)
+    batches = list(source.batches(0))
+    seen_ids = sorted(int(i) for b in batches for i in b.data["i"])
+    assert seen_ids == [i for i in range(20) if i not in (3, 7)]
+    assert sum(b.bad for b in batches) == 2
+    assert sum(b.size + b.bad for b in batches) == 20
+    assert "sample 3 cannot be read and is left out: OSError: cannot decode picture 3" in caplog.text
+    list(source.batches(1))
+    assert caplog.text.count("sample 3 cannot be read") == 1
+
+
+def test_leaving_out_a_sample_changes_nothing_for_the_others():
+    whole = table(DatasetSource(Noisy(), 4, shuffle=True, seed=1, num_workers=0))
+    holed = table(DatasetSource(Rotten(), 4, shuffle=True, seed=1, num_workers=0, skip_bad=True))
+    assert all(torch.equal(whole[i], noise) for i, noise in holed.items())
+
+
+def test_a_batch_of_bad_samples_only_is_counted_with_the_next():
+    source = DatasetSource(Rotten(12, bad=range(4)), 4, num_workers=0, skip_bad=True)
+    assert [(b.size, b.bad) for b in source.batches(0)] == [(4, 4), (4, 0)]
+
+
+class Mortal(Noisy):
+    """Kills the process that reads a certain sample, as often as there are lives in a file."""
+
+    def __init__(self, folder, deaths):
+        super().__init__(24)
+        self.folder = folder
+        for i in range(deaths):
+            (folder / f"death{i}").touch()
+
+    def __getitem__(self, i):
+        if i == 11 and torch.utils.data.get_worker_info() is not None:
+            for ticket in sorted(self.folder.glob("death*")):
+                ticket.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
+
+
+def test_workers_that_die_are_replaced_and_no_sample_is_lost(tmp_path, caplog):
+    reference = table(DatasetSource(Noisy(24), 4, shuffle=True, seed=2, num_workers=0))
+    source = DatasetSource(Mortal(tmp_path, 2), 4, shuffle=True, seed=2, num_workers=2)
+    assert equal(reference, table(source))
+    assert caplog.text.count("a data-loading worker died") == 2
+
+
+def test_workers_that_keep_dying_are_an_error(tmp_path):
+    source = DatasetSource(Mortal(tmp_path, 9), 4, num_workers=1)
+    with pytest.raises(DataError, match=r"died 4 times.*num_workers"):
+        list(source.batches(0))
+
+
+def test_a_loader_that_knows_its_place_is_not_read_again():
+    class Stateful:
+        def __init__(self):
+            self.at, self.reads = 0, 0
+
+        def __iter__(self):
+            while self.at < 6:
+                self.at += 1
+                self.reads += 1
+                yield torch.tensor([self.at])
+            self.at = 0
+
+        def __len__(self):
+            return 6
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    first = loader_source(Stateful(), 0)
+    batches = first.batches(0)
+    assert [next(batches).data.item() for _ in range(4)] == [1, 2, 3, 4]
+    other = loader_source(Stateful(), 0)
+    other.load_state_dict(first.state_dict())
+    assert [b.data.item() for b in other.batches(0, batch=4)] == [5, 6]
+    assert other.loader.reads == 2
+    assert [b.data.item() for b in other.batches(1)] == [1, 2, 3, 4, 5, 6]

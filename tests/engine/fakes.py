@@ -48,7 +48,7 @@ class FakeBackend:
         self.verified = []
 
     def feed(self, batches, train):
-        return (Placed(data, size) for data, size in batches)
+        return (Placed(b.data, b.size) for b in batches)
 
     def begin_training(self):
         pass

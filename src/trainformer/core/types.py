@@ -24,10 +24,11 @@ class Loss(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """A batch as the loader gives it, with the number of samples in it."""
+    """A batch as the loader gives it, with the number of samples in it, and of those that could not be read."""
 
     data: Any
     size: int
+    bad: int = 0
 
 
 class Placed(NamedTuple):
@@ -36,6 +37,7 @@ class Placed(NamedTuple):
     data: Any
     size: int
     tokens: int = 0
+    bad: int = 0
 
 
 class Entry(NamedTuple):
@@ -58,6 +60,7 @@ class StepResult(NamedTuple):
     lr: float
     samples: int
     tokens: int
+    bad: int = 0
 
 
 class EvalResult(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,42 +15,58 @@ from trainformer.data.order import preserved_generators, sample_key, seed_genera
 Collate = Callable[[list[Any]], Any]
 
 
+class Fetched(NamedTuple):
+    """A batch, how many samples are in it, and which could not be read and why."""
+
+    data: Any
+    size: int
+    bad: list[tuple[int, str]]
+
+
 class Fetcher:
     """Turns indices into a batch.
 
     Data that can be read as a whole (tensors, HF `datasets`) are read with one call. Everything else is read sample
     by sample, each with generators seeded by (seed, epoch, sample): random augmentation depends neither on
-    workers, nor on the batch size, nor on where a run was resumed.
+    workers, nor on the batch size, nor on where a run was resumed. With `skip_bad`, a sample that cannot be read is
+    left out of its batch and reported.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int, skip_bad: bool = False) -> None:
         self.dataset, self._map = unwrap_subsets(dataset)
         self.collate = collate
         self.seed = seed
+        self.skip_bad = skip_bad
         self._tensors = tensors_of(self.dataset) if collate is None else None
-        self._reads_whole_batches = self._tensors is None and reads_batches(self.dataset)
+        self._reads_whole_batches = self._tensors is None and not skip_bad and reads_batches(self.dataset)
 
-    def __call__(self, epoch: int, indices: np.ndarray, in_worker: bool = False) -> Any:
+    def __call__(self, epoch: int, indices: np.ndarray, in_worker: bool = False) -> Fetched:
         """The batch of these samples, as it looks in this epoch."""
         chosen = indices if self._map is None else self._map[indices]
         if self._tensors is not None:
             index = torch.from_numpy(np.ascontiguousarray(chosen))
-            return tuple(t.index_select(0, index) for t in self._tensors)
+            return Fetched(tuple(t.index_select(0, index) for t in self._tensors), len(chosen), [])
         collate = self.collate or default_collate
         if self._reads_whole_batches:
-            return collate(self.dataset.__getitems__(chosen.tolist()))
+            return Fetched(collate(self.dataset.__getitems__(chosen.tolist())), len(chosen), [])
         # A worker process has its generators to itself; the main process shares them with the model's dropout.
         with nullcontext() if in_worker else preserved_generators():
-            samples = [self._read(epoch, int(i)) for i in chosen]
-            return collate(samples)
+            samples, bad = self._read_all(epoch, chosen)
+            return Fetched(collate(samples) if samples else None, len(samples), bad)
 
-    def _read(self, epoch: int, index: int) -> Any:
-        seed_generators(sample_key(self.seed, epoch, index))
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
-            raise
+    def _read_all(self, epoch: int, indices: np.ndarray) -> tuple[list[Any], list[tuple[int, str]]]:
+        samples: list[Any] = []
+        bad: list[tuple[int, str]] = []
+        for index in map(int, indices):
+            seed_generators(sample_key(self.seed, epoch, index))
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                if not self.skip_bad:
+                    error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
+                    raise
+                bad.append((index, f"{type(error).__name__}: {error}"))
+        return samples, bad
 
 
 def unwrap_subsets(dataset: Any) -> tuple[Any, np.ndarray | None]:

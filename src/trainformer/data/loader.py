@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -18,10 +21,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Sized
-from trainformer.data.fetch import Collate, Fetcher, is_in_memory
+from trainformer.data.fetch import Collate, Fetched, Fetcher, is_in_memory
 from trainformer.data.order import epoch_order, preserved_generators, sample_key, seed_generators
 
 logger = logging.getLogger("trainformer")
+
+_MOST_DEATHS = 3
 
 
 class DatasetSource:
@@ -37,6 +42,7 @@ class DatasetSource:
         collate: Collate | None = None,
         num_workers: int | None = None,
         pin_memory: bool = False,
+        skip_bad: bool = False,
     ) -> None:
         if len(dataset) == 0:
             raise DataError(expected("a data set with at least one sample", "an empty one"))
@@ -45,9 +51,11 @@ class DatasetSource:
         self.shuffle = shuffle
         self.seed = seed
         self.num_workers = suitable_workers(dataset) if num_workers is None else num_workers
-        self._fetch = Fetcher(dataset, collate, seed)
+        self._fetch = Fetcher(dataset, collate, seed, skip_bad)
         self._plan = _EpochPlan()
-        self._loader = self._make_loader(pin_memory) if self.num_workers > 0 else None
+        self._pin_memory = pin_memory
+        self._loader: DataLoader | None = None
+        self._reported: set[int] = set()
 
     @property
     def batches_per_epoch(self) -> int:
@@ -58,25 +66,88 @@ class DatasetSource:
         """What is left of an epoch after `position` samples."""
         order = epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)[position:]
         chunks = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        if self._loader is None:
-            for chunk in chunks:
-                yield Sized(self._fetch(epoch, chunk), len(chunk))
-        else:
-            self._plan.set(epoch, chunks)
-            for chunk, data in zip(chunks, self._loader, strict=True):
-                yield Sized(data, len(chunk))
+        passed_over = 0  # samples of batches in which none could be read; they count with the next batch
+        for data, size, bad in self._fetched(epoch, chunks):
+            self._report(bad)
+            if size:
+                yield Sized(data, size, len(bad) + passed_over)
+                passed_over = 0
+            else:
+                passed_over += len(bad)
 
-    def _make_loader(self, pin_memory: bool) -> DataLoader:
+    def _fetched(self, epoch: int, chunks: list[np.ndarray]) -> Iterator[Fetched]:
+        if self.num_workers == 0:
+            for chunk in chunks:
+                yield self._fetch(epoch, chunk)
+            return
+        done = deaths = 0
+        while done < len(chunks):
+            self._plan.set(epoch, chunks[done:])
+            self._loader = self._loader or self._make_loader()
+            iterator = _quiet_iter(self._loader)
+            try:
+                for fetched in iterator:
+                    done += 1
+                    yield fetched
+            except (RuntimeError, EOFError, OSError) as error:
+                # A worker may die anywhere, also while it hands over a batch; samples may raise the same errors.
+                if not _has_dead_worker(iterator):
+                    raise
+                deaths += 1
+                self._mourn(deaths, error)
+
+    def _mourn(self, deaths: int, error: Exception) -> None:
+        """Start workers anew: samples and their random numbers do not depend on who reads them."""
+        self._loader = None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if deaths > _MOST_DEATHS:
+            raise DataError(
+                f"Data-loading workers died {deaths} times in one epoch, the last time with: {reason} This is often a "
+                "lack of memory: lower num_workers or batch_size. The same command goes on from the last checkpoint."
+            ) from error
+        logger.warning("a data-loading worker died (%s) New ones go on from the same sample.", reason)
+
+    def _report(self, bad: list[tuple[int, str]]) -> None:
+        for index, reason in bad:
+            if index not in self._reported:
+                self._reported.add(index)
+                logger.warning("sample %d cannot be read and is left out: %s", index, reason)
+
+    def _make_loader(self) -> DataLoader:
         return DataLoader(
             _Remote(self._fetch),
             sampler=self._plan,
             batch_size=None,
             num_workers=self.num_workers,
             persistent_workers=True,
-            pin_memory=pin_memory,
+            pin_memory=self._pin_memory,
             # Given explicitly: else torch draws a seed from the global generator, and so changes what follows.
             generator=torch.Generator().manual_seed(self.seed),
         )
+
+
+def _quiet_iter(loader: DataLoader) -> Iterator[Any]:
+    """Iterate without torch's handler for SIGCHLD.
+
+    That handler raises the moment a worker dies, wherever the main thread happens to be: in the middle of an optimizer
+    step, or of a save. Without it torch notices within five seconds, when it waits for the next batch.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        return iter(loader)
+    before = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(loader)
+    signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+    return iterator
+
+
+def _has_dead_worker(iterator: Any) -> bool:
+    deadline = time.monotonic() + 1.0  # a process that has just closed its pipes needs a moment to be gone
+    while True:
+        if any(not worker.is_alive() for worker in getattr(iterator, "_workers", [])):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
 
 
 class _EpochPlan(Sampler[tuple[int, np.ndarray]]):
@@ -102,7 +173,7 @@ class _Remote(Dataset):
     def __init__(self, fetch: Fetcher) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, index: tuple[int, np.ndarray]) -> Any:
+    def __getitem__(self, index: tuple[int, np.ndarray]) -> Fetched:
         return self._fetch(*index, in_worker=True)
 
 
@@ -144,6 +215,38 @@ class LoaderSource:
             yield Sized(data, batch_length(data))
         for data in iterator:
             yield Sized(data, batch_length(data))
+
+
+class StatefulLoaderSource(LoaderSource):
+    """A loader that can say where it is and go back there (`state_dict`, `load_state_dict`): nothing is read twice."""
+
+    def __init__(self, loader: Iterable[Any], seed: int = 0) -> None:
+        super().__init__(loader, seed)
+        self._restored = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own position."""
+        return self.loader.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there; the next epoch begins in the middle."""
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+        self._restored = True
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+        """What is left of an epoch: as the loader knows, if it was restored, else by reading again."""
+        restored, self._restored = self._restored, False
+        if not restored:
+            yield from super().batches(epoch, batch, position)
+            return
+        for data in self.loader:
+            yield Sized(data, batch_length(data))
+
+
+def loader_source(loader: Iterable[Any], seed: int) -> LoaderSource:
+    """A source for a loader that the user brings."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return StatefulLoaderSource(loader, seed) if stateful else LoaderSource(loader, seed)
 
 
 def stream_source(

@@ -130,8 +130,9 @@ class Loop:
 
         state.step = step = step + 1
         state.batch += batches
-        state.position += result.samples
+        state.position += result.samples + result.bad
         state.samples += result.samples
+        state.bad_samples += result.bad
         state.tokens += result.tokens
         self._lr = result.lr
         self._metrics.extend(result.entries)
@@ -208,6 +209,8 @@ class Loop:
         metrics = {f"train/{name}": value for name, value in (self._metrics.drain() | counts).items()}
         metrics["train/lr"] = self._lr
         metrics["train/epoch"] = self._progress()
+        if state.bad_samples:
+            metrics["train/bad_samples"] = state.bad_samples
         metrics |= self._speed()
         self.bus.emit(Event.LOG, metrics)
         state.log_history.append({"step": state.step, **metrics})

@@ -12,7 +12,8 @@ class RunState:
     """The record of a run's progress. Every field is saved; nothing else is.
 
     `step` counts optimizer steps done, `epoch` whole epochs done (so it is also the index of the running one),
-    `batch` and `position` the micro-batches and samples already consumed of the running epoch.
+    `batch` and `position` the micro-batches and samples already consumed of the running epoch. `bad_samples` were
+    consumed too, but could not be read and were left out.
 
     >>> state = RunState(step=7, epoch=1)
     >>> RunState().load_state_dict(state.state_dict()).step
@@ -25,6 +26,7 @@ class RunState:
     position: int = 0
     samples: int = 0
     tokens: int = 0
+    bad_samples: int = 0
     seconds: float = 0.0
     evaluated_at: int = -1
     saved_at: int = -1

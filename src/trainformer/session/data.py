@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.align import align_classes
 from trainformer.data.info import DatasetInfo, extract_info
-from trainformer.data.loader import DatasetSource, LoaderSource, stream_source
+from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, stream_source
 from trainformer.data.split import split_dataset
 from trainformer.tasks.base import provides
 
@@ -29,6 +29,7 @@ class LoadOptions:
     seed: int
     num_workers: int | None
     pin_memory: bool
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def is_loader(data: Any) -> bool:
 def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Source:
     """Batches of loaded data, prepared by the task for training or evaluation."""
     if is_loader(data):
-        return LoaderSource(data, options.seed)
+        return loader_source(data, options.seed)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
     collate = task.collate_fn if provides(task, "collate_fn") else None
@@ -120,6 +121,7 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
         collate=collate,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
+        skip_bad=options.skip_bad,
     )
 
 

@@ -113,6 +113,7 @@ class Session:
             seed=settings.seed,
             num_workers=settings.num_workers,
             pin_memory=self.backend.device.type == "cuda",
+            skip_bad=settings.bad_samples == "skip",
         )
 
     def _evaluation_source(self, data: Any, batch_size: int | None = None) -> Source:

@@ -204,7 +204,7 @@ class TorchBackend:
         self.schedule.advance()
         window, norm = self._window, self.grad_norm
         window.entries.append(Entry("grad_norm", norm, 1, True))
-        return StepResult(window.entries, lr, window.samples, window.tokens)
+        return StepResult(window.entries, lr, window.samples, window.tokens, window.bad)
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> None:
         # An overflow of scaled gradients belongs to fp16: the scaler skips the step and lowers the scale. A loss
@@ -326,12 +326,13 @@ class TorchBackend:
 class _Window:
     """The micro-batches of one optimizer step: their losses, weights and counts."""
 
-    __slots__ = ("_reference", "_weights", "entries", "samples", "tokens")
+    __slots__ = ("_reference", "_weights", "bad", "entries", "samples", "tokens")
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.samples = 0
         self.tokens = 0
+        self.bad = 0
         self._reference: Any = None
         self._weights: list[Any] = []
 
@@ -339,6 +340,7 @@ class _Window:
         """Take in what a task's `train_step` returned; what comes back is to be differentiated."""
         self.samples += batch.size
         self.tokens += batch.tokens
+        self.bad += batch.bad
         if isinstance(output, Tensor):
             return self._add_mean(output, batch.size)
         if isinstance(output, Loss):

@@ -45,11 +45,11 @@ class Feeder:
     def feed(self, batches: Iterable[Sized], transform: nn.Module | None) -> Iterator[Placed]:
         """Placed batches, in order."""
         move = self._move_aside if self._stream is not None else self._move
-        for data, size in batches:
+        for data, size, bad in batches:
             placed = move(data)
             if transform is not None:
                 placed = apply_to_inputs(transform, placed)
-            yield Placed(placed, size, count_tokens(placed))
+            yield Placed(placed, size, count_tokens(placed), bad)
 
     def _move(self, data: Any) -> Any:
         if self.device.type != "cpu":

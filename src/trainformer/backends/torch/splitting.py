@@ -34,10 +34,11 @@ class MemorySplitter:
             return [batch]
         edges = [batch.size * i // pieces for i in range(pieces + 1)]
         tokens = batch.tokens / batch.size
-        return [
+        cut = [
             Placed(slice_batch(batch.data, low, high, batch.size), high - low, round(tokens * (high - low)))
             for low, high in pairwise(edges)
         ]
+        return [cut[0]._replace(bad=batch.bad), *cut[1:]]
 
     def shrink(self, batch: Placed, model: nn.Module) -> bool:
         """Use twice as many pieces from now on; False if a single sample is already too large."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,9 +34,11 @@ class Retention:
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Those that have the metric, best first; of equals the earlier one."""
-        scored = [(c.manifest.metrics[self.monitor], c) for c in checkpoints if self.monitor in c.manifest.metrics]
+        scores = ((c.manifest.metrics.get(self.monitor, math.nan), c) for c in checkpoints)
         sign = 1 if self.mode == "min" else -1
-        return [c for score, c in sorted(scored, key=lambda s: (sign * s[0], s[1].step)) if score == score]
+        # NaN first out, then sort: a single NaN among the keys leaves a list in no order at all.
+        scored = [(sign * score, c.step, c) for score, c in scores if not math.isnan(score)]
+        return [c for *_, c in sorted(scored, key=lambda s: s[:2])]
 
     def is_worth_keeping(self, metrics: dict[str, float], checkpoints: Sequence[Checkpoint]) -> bool:
         """Whether an evaluation with these metrics is among the best so far."""

@@ -1,0 +1,212 @@
+"""A training process that is meant to be killed: small, and with everything on that could break an exact resume.
+
+Every sample is augmented at random with all three generators, the order is shuffled, windows of three micro-batches
+leave a smaller one at the end of an epoch, and there are dropout, batch statistics, fp16 with a loss scaler, an
+average of the weights, early stopping, evaluations, and saves and log records at steps that do not coincide.
+
+    python victim.py '{"run_dir": "somewhere", "workers": 2}'
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from trainformer import Trainer
+from trainformer.callbacks import EMA, EarlyStopping
+
+SAMPLES = 102  # 26 micro-batches, the last of 2 samples; 9 windows, the last of 2 micro-batches
+STEPS_PER_EPOCH = 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command. The same case always means the same training, whatever else happens to it."""
+
+    run_dir: str | None = "run"  # None: unnamed, the library chooses a folder in runs/
+    workers: int = 0
+    save_async: bool = False
+    epochs: int = 4
+    max_steps: int | None = None
+    save_every: int | None = 4
+    log_every: int = 3
+    eval_every: int = 1
+    save_best: int = 2
+    save_last: int = 3
+    patience: int = 10
+    precision: str = "fp16"
+    lr: float = 0.01
+    save_dir: str = "checkpoints"
+
+    # What is done to it; none of this may change the result.
+    pause: float = 0.0  # seconds that a micro-batch takes longer
+    slow: float = 0.0  # seconds that syncing a file of a checkpoint takes longer
+    die_at: int | None = None  # end by SIGKILL at this file operation
+    failing_saves: tuple[int, ...] = ()  # saves (counted from 1) that find the disk full
+
+
+class Augmented(Dataset):
+    """Samples that look different in every epoch; each says which it is."""
+
+    def __init__(self, size=SAMPLES, random_too=True):
+        g = torch.Generator().manual_seed(7)
+        self.x = torch.randn(size, 6, generator=g)
+        self.y = self.x[:, :3].argmax(-1)
+        self.random_too = random_too
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        if self.random_too:
+            x = x + 0.1 * torch.randn(6) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
+        return x, self.y[index], index
+
+
+class Task:
+    """Classification; remembers which samples it was given since the last step."""
+
+    def __init__(self, case):
+        torch.manual_seed(3)
+        self.model = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3), nn.Dropout(0.1)
+        )
+        self.pause = case.pause
+        self.seen = []
+
+    def train_step(self, batch):
+        x, y, index = batch
+        self.seen += index.tolist()
+        time.sleep(self.pause)
+        return F.cross_entropy(self.model(x), y)
+
+    def eval_step(self, batch):
+        x, y, _ = batch
+        logits = self.model(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).float().mean()}
+
+
+class Recorder:
+    """Writes down which samples every step was trained on: one line per step, in one system call."""
+
+    def __init__(self, task, path):
+        self.task, self.path = task, path
+
+    def on_step_end(self, trainer, step, loss):
+        line = {"step": step, "epoch": trainer.state.epoch, "samples": self.task.seen}
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, (json.dumps(line) + "\n").encode())
+        os.close(descriptor)
+        self.task.seen = []
+
+
+def make_trainer(case, callbacks=()):
+    """The trainer of a case, with records in the working directory."""
+    task = Task(case)
+    return Trainer(
+        task,
+        Augmented(),
+        Augmented(size=20, random_too=False),
+        callbacks=[
+            EMA(decay=0.9),
+            EarlyStopping(patience=case.patience),
+            Recorder(task, Path("samples.jsonl").absolute()),
+            *callbacks,
+        ],
+        run_dir=case.run_dir,
+        epochs=case.epochs,
+        max_steps=case.max_steps,
+        batch_size=4,
+        accumulation_steps=3,
+        lr=case.lr,
+        precision=case.precision,
+        num_workers=case.workers,
+        log_every=case.log_every,
+        save_every=case.save_every,
+        save_best=case.save_best,
+        save_last=case.save_last,
+        save_dir=case.save_dir,
+        eval_every=case.eval_every,
+        save_async=case.save_async,
+        log="none",
+        device="cpu",
+    )
+
+
+def train(case):
+    """Train to the end, with the faults that the case asks for."""
+    torch.set_num_threads(1)
+    slow_down_saves(case.slow)
+    fail_saves(case.failing_saves)
+    operations = count_operations(Path.cwd(), case.die_at)
+    make_trainer(case).fit()
+    # Not reached by who is killed.
+    Path("operations.json").write_text(json.dumps(operations[0]))
+
+
+def slow_down_saves(seconds):
+    """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
+    from trainformer.engine.checkpoint import store
+
+    if seconds:
+        really = store.sync
+        store.sync = lambda path: (time.sleep(seconds), really(path))
+
+
+def fail_saves(numbers):
+    """Let some saves find the disk full, as the system would say it."""
+    from trainformer.session import checkpoints
+
+    really, count = checkpoints.write_component, [0]
+
+    def write_component(folder, stem, format, state):
+        count[0] += stem == "model"
+        if count[0] in numbers and stem == "optimizer":
+            raise OSError(28, "No space left on device")
+        return really(folder, stem, format, state)
+
+    if numbers:
+        checkpoints.write_component = write_component
+
+
+def count_operations(folder, die_at):
+    """Count what happens to files below a folder (open, rename, mkdir, remove), and die just before one of them.
+
+    Unlike a kill after some milliseconds, this reaches every moment at which the files look different, however short.
+    """
+    count, prefix = [0], str(folder)
+    watched = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+    def hook(event, args):
+        if event in watched and isinstance(args[0], (str, os.PathLike)) and os.path.abspath(args[0]).startswith(prefix):
+            count[0] += 1
+            if count[0] == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return count
+
+
+def start(case, folder):
+    """Train in a folder, as the whole life of a process that was forked for it; output goes to a file there."""
+    os.chdir(folder)
+    output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.setpgid(0, 0)
+    train(case)
+
+
+if __name__ == "__main__":
+    train(Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[1]).items()}))
