@@ -1,8 +1,8 @@
 """The contestants of `overhead.py`: one and the same training, driven by different loops.
 
 Owns what every contestant shares (data, model, optimizer, schedule) and how each framework is asked to run it. A
-contestant is a function that trains for a number of steps and returns the model. It takes no time itself and knows
-nothing of rounds; imports of the frameworks are inside, so that a missing one is noticed and passed over.
+contestant is a function that trains for a number of steps and returns the model. Frameworks are imported inside, so
+that each is in the process of its own contestant alone.
 
 Unless its name says otherwise, each gets the very same parts: one `DataLoader` with a seeded sampler, a fused
 AdamW over one group of parameters, torch's `OneCycleLR`, clipping at 1.0, a record every 100 steps. All of them
@@ -102,6 +102,7 @@ class Job:
     device: torch.device
     folder: Path
     samples: tuple[Tensor, Tensor]
+    on_step: Callable[[], None]
     model: nn.Module = field(default_factory=make_model)
 
     def loader(self, dataset: Any = None, **options: Any) -> DataLoader:
@@ -121,6 +122,11 @@ class Job:
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> OneCycleLR:
         return OneCycleLR(optimizer, LR, total_steps=self.steps, pct_start=WARMUP, cycle_momentum=False)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of a batch. Everybody calls this once per step, so this is where time is taken."""
+        self.on_step()
+        return F.cross_entropy(model(x), y)
 
     def recorder(self) -> Callable[..., None]:
         """Writes a line of JSON per record, as the metrics file of trainformer has it."""
@@ -151,7 +157,7 @@ def by_hand(job: Job, fused: bool | None = True) -> nn.Module:
     running = torch.zeros((), device=device)
     for step, batch in enumerate(islice(endless(job.loader()), job.steps), start=1):
         x, y = batch["x"].to(device, non_blocking=True), batch["y"].to(device, non_blocking=True)
-        loss = F.cross_entropy(model(x), y)
+        loss = job.loss(model, x, y)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
@@ -173,7 +179,7 @@ def by_hand_with_tensor_dataset(job: Job) -> nn.Module:
     running = torch.zeros((), device=device)
     batches = endless(job.loader(TensorDataset(*job.samples)))
     for step, (x, y) in enumerate(islice(batches, job.steps), start=1):
-        loss = F.cross_entropy(model(x.to(device, non_blocking=True)), y.to(device, non_blocking=True))
+        loss = job.loss(model, x.to(device, non_blocking=True), y.to(device, non_blocking=True))
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
@@ -195,7 +201,7 @@ def by_hand_with_every_trick(job: Job) -> nn.Module:
     for step, batch in enumerate(islice(endless(job.loader()), job.steps), start=1):
         lr = optimizer.param_groups[0]["lr"] = one_cycle(step - 1, job.steps)
         x, y = batch["x"].to(device, non_blocking=True), batch["y"].to(device, non_blocking=True)
-        loss = F.cross_entropy(model(x), y)
+        loss = job.loss(model, x, y)
         loss.backward()
         grads = [p.grad for p in parameters]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
@@ -224,11 +230,12 @@ def one_cycle(step: int, total: int) -> float:
 class Classify:
     """The task, over batches that are dicts."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, job: Job) -> None:
+        self.model = job.model
+        self.loss = job.loss
 
     def train_step(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.model(batch["x"]), batch["y"])
+        return self.loss(self.model, batch["x"], batch["y"])
 
     def eval_step(self, batch: Any) -> dict[str, Tensor]:
         return {"loss": self.train_step(batch)}
@@ -239,7 +246,7 @@ class ClassifyPairs(Classify):
 
     def train_step(self, batch: Any) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self.model(x), y)
+        return self.loss(self.model, x, y)
 
 
 def _fit(job: Job, task: Classify, data: Any, **settings: Any) -> nn.Module:
@@ -269,12 +276,12 @@ def trainformer(job: Job) -> nn.Module:
     """`Trainer` with the parts that everybody gets."""
     # An optimizer that is handed over finds its parameters where they are: the model must be there first.
     job.model.to(job.device)
-    return _fit(job, Classify(job.model), job.loader(), optimizer=job.optimizer(), scheduler=job.schedule)
+    return _fit(job, Classify(job), job.loader(), optimizer=job.optimizer(), scheduler=job.schedule)
 
 
 def trainformer_alone(job: Job) -> nn.Module:
     """`Trainer` with its own loader, optimizer (two groups of parameters) and schedule."""
-    return _fit(job, ClassifyPairs(job.model), job.samples)
+    return _fit(job, ClassifyPairs(job), job.samples)
 
 
 # -- the others --------------------------------------------------------------------------------------------
@@ -293,7 +300,7 @@ def accelerate(job: Job) -> nn.Module:
     record = job.recorder()
     running = torch.zeros((), device=accelerator.device)
     for step, batch in enumerate(islice(endless(loader), job.steps), start=1):
-        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        loss = job.loss(model, batch["x"], batch["y"])
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -316,7 +323,7 @@ def huggingface(job: Job) -> nn.Module:
             return self.accelerator.prepare(job.loader())
 
         def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Tensor:
-            return F.cross_entropy(model(inputs["x"]), inputs["y"])
+            return job.loss(model, inputs["x"], inputs["y"])
 
     optimizer = job.optimizer()
     trainer = Trainer(
@@ -363,7 +370,7 @@ def lightning(job: Job, log_each_step: bool = False) -> nn.Module:
             self.running = torch.zeros((), device=self.device)
 
         def training_step(self, batch: Batch, index: int) -> Tensor:
-            loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+            loss = job.loss(self.model, batch["x"], batch["y"])
             if log_each_step:
                 self.log("loss", loss)
                 return loss

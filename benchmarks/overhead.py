@@ -1,20 +1,19 @@
 """What a training loop costs: time per step of several frameworks on a model so small that the loop is all there is.
 
-Owns how time is taken and what is made of it; who is measured, and on what, is in `contestants.py`. Every contestant
-runs twice per round, for a few and for many steps, and the difference is divided by the difference in steps: set-up,
-warm-up and tear-down cancel, and nothing has to be hooked into anybody's loop. Each contestant lives in a process of
-its own, and they take turns. Rounds are interleaved, in rotating order, and ratios are taken within a round, so that
-what else the machine does meets all alike.
+Owns how time is taken and what is made of it; who is measured, and on what, is in `contestants.py`. Each contestant
+trains in a process of its own, and they take turns of a few hundred steps: one trains while all others wait. A turn
+lasts a fraction of a second, and ratios are taken within a round of turns, so that what else the machine does meets all
+alike. Set-up is not measured. The clock is read in the one function that every contestant calls once per step, the
+loss, so that nothing is hooked into anybody's loop.
 
     python benchmarks/overhead.py
-    python benchmarks/overhead.py --only trainformer lightning --rounds 5
+    python benchmarks/overhead.py --only trainformer lightning --rounds 10
     python benchmarks/overhead.py --device cuda
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -33,12 +32,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contestants import BASELINE, CONTESTANTS, STEPS_PER_EPOCH, Contestant, Job, make_samples, silence
+from contestants import BASELINE, CONTESTANTS, LOG_EVERY, Contestant, Job, make_samples, silence
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-SHORT_RUN = 100  # steps of the run whose time is taken off: enough for every cache to be warm
+LEAD = 100  # steps at the beginning of a turn that are not timed: caches are cold after the wait
 SAME, ALIKE = 1e-3, 0.05  # how far a final loss may be off: where the order of samples is the same, and where not
 
 console = Console()
@@ -47,24 +46,64 @@ if not console.is_terminal:
 
 
 @dataclass
-class Outcome:
-    """One run: seconds on the wall, seconds that the process had a processor for, and the loss it ended with."""
-
-    wall: float
-    cpu: float
-    loss: float
-
-
-@dataclass
 class Times:
-    """Microseconds per step, one number per round."""
+    """Microseconds per step, one number per round: on the wall, and while the process had a processor."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     loss: float = math.nan
 
 
-# -- measuring ---------------------------------------------------------------------------------------------
+# -- measuring: in the contestant's process ----------------------------------------------------------------
+
+
+class Pacer:
+    """Called once per step by the training: waits for the contestant's turn, and times all of it but the lead."""
+
+    def __init__(self, pipe: Any, device: torch.device, steps: int) -> None:
+        self.turn = LEAD + steps
+        self._pipe = pipe
+        self._device = device
+        self._step = 0
+        self._began = 0.0, 0.0
+
+    def __call__(self) -> None:
+        place = self._step % self.turn
+        self._step += 1
+        if place == 0:
+            wall, cpu = self._clocks()
+            self._pipe.send((wall - self._began[0], cpu - self._began[1]))
+            self._pipe.recv()
+        elif place == LEAD:
+            self._began = self._clocks()
+
+    def _clocks(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter(), time.process_time()
+
+
+def serve(pipe: Any, key: str, device_name: str, threads: int, steps: int, rounds: int) -> None:
+    """The life of a contestant's process: one training, turn by turn, then the loss it ended with."""
+    silence()
+    torch.set_num_threads(threads)
+    contestant = next(c for c in CONTESTANTS if c.key == key)
+    device, samples = torch.device(device_name), make_samples()
+    pacer = Pacer(pipe, device, steps)
+    with tempfile.TemporaryDirectory() as folder:
+        # One turn to warm up, and one step to see the end of the last turn.
+        model = contestant.run(Job((1 + rounds) * pacer.turn + 1, device, Path(folder), samples, pacer))
+    pipe.send(final_loss(model, samples))
+
+
+def final_loss(model: nn.Module, samples: tuple[Tensor, Tensor]) -> float:
+    """The loss over all samples after training, wherever the framework has left the model."""
+    x, y = (t.to(next(model.parameters()).device) for t in samples)
+    with torch.no_grad():
+        return F.cross_entropy(model(x), y).item()
+
+
+# -- measuring: in the process that leads ------------------------------------------------------------------
 
 
 class Worker:
@@ -74,81 +113,49 @@ class Worker:
     GPUs in every step of an optimizer: where there is none, that slows a hand-written loop next to it by a third.
     """
 
-    def __init__(self, contestant: Contestant, device: str, threads: int) -> None:
-        self.title = contestant.title
+    def __init__(self, contestant: Contestant, args: argparse.Namespace) -> None:
+        self.contestant = contestant
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
+        given = other, contestant.key, args.device, args.threads, args.steps, args.rounds
         # A daemon: it ends when this process does, however that comes about.
-        self._process = context.Process(target=serve, args=(other, contestant.key, device, threads), daemon=True)
+        self._process = context.Process(target=serve, args=given, daemon=True)
         self._process.start()
         other.close()
+        self._answer()  # it stands before its first step
 
-    def run(self, steps: int) -> Outcome:
-        """Train for so many steps while everybody else waits."""
-        self._pipe.send(steps)
+    def take_turn(self) -> Any:
+        """Let it train until its turn is over, while everybody else waits; what it reports."""
+        self._pipe.send("go")
+        return self._answer()
+
+    def _answer(self) -> Any:
         try:
             return self._pipe.recv()
         except EOFError:
-            raise SystemExit(f"{self.title} failed; its error is above.") from None
-
-
-def serve(pipe: Any, key: str, device_name: str, threads: int) -> None:
-    """The life of a worker: run what is asked for."""
-    silence()
-    torch.set_num_threads(threads)
-    contestant = next(c for c in CONTESTANTS if c.key == key)
-    device, samples = torch.device(device_name), make_samples()
-    while True:
-        try:
-            steps = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(timed_run(contestant, steps, device, samples))
-
-
-def timed_run(contestant: Contestant, steps: int, device: torch.device, samples: tuple[Tensor, Tensor]) -> Outcome:
-    """One run from building to the last step, in a folder that is thrown away."""
-    with tempfile.TemporaryDirectory() as folder:
-        gc.collect()
-        wall, cpu = clocks(device)
-        model = contestant.run(Job(steps, device, Path(folder), samples))
-        wall_after, cpu_after = clocks(device)
-    return Outcome(wall_after - wall, cpu_after - cpu, final_loss(model, samples))
-
-
-def clocks(device: torch.device) -> tuple[float, float]:
-    """Both clocks, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter(), time.process_time()
+            raise SystemExit(f"{self.contestant.title} failed; its error is above.") from None
 
 
 def measure(chosen: Sequence[Contestant], args: argparse.Namespace) -> dict[str, Times]:
-    """All rounds. Before them each contestant runs once untimed, and it is checked that it trains."""
+    """All rounds; at the end it is checked that everybody has trained."""
     times = {c.key: Times() for c in chosen}
-    workers: dict[str, Worker] = {}
+    workers: list[Worker] = []
     with console.status("") as status:
         for contestant in chosen:
             status.update(f"warming up: {contestant.title}")
-            workers[contestant.key] = Worker(contestant, args.device, args.threads)
-            times[contestant.key].loss = workers[contestant.key].run(SHORT_RUN + args.steps).loss
-            check_trains(contestant, times)
+            workers.append(Worker(contestant, args))
+            workers[-1].take_turn()
         for number in range(args.rounds):
-            turn = number % len(chosen)
-            for contestant in (*chosen[turn:], *chosen[:turn]):
-                status.update(f"round {number + 1} of {args.rounds}: {contestant.title}")
-                worker, found = workers[contestant.key], times[contestant.key]
-                short, long = worker.run(SHORT_RUN), worker.run(SHORT_RUN + args.steps)
-                found.wall.append((long.wall - short.wall) / args.steps * 1e6)
-                found.cpu.append((long.cpu - short.cpu) / args.steps * 1e6)
+            status.update(f"round {number + 1} of {args.rounds}")
+            turn = number % len(workers)
+            for worker in (*workers[turn:], *workers[:turn]):
+                wall, cpu = worker.take_turn()
+                times[worker.contestant.key].wall.append(wall / args.steps * 1e6)
+                times[worker.contestant.key].cpu.append(cpu / args.steps * 1e6)
+        for worker in workers:
+            times[worker.contestant.key].loss = worker.take_turn()
+            check_trains(worker.contestant, times)
     return times
-
-
-def final_loss(model: nn.Module, samples: tuple[Tensor, Tensor]) -> float:
-    """The loss over all samples after training, wherever the framework has left the model."""
-    x, y = (t.to(next(model.parameters()).device) for t in samples)
-    with torch.no_grad():
-        return F.cross_entropy(model(x), y).item()
 
 
 def check_trains(contestant: Contestant, times: dict[str, Times]) -> None:
@@ -320,16 +327,18 @@ def available(contestant: Contestant) -> bool:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     keys = [c.key for c in CONTESTANTS]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="how often every contestant is measured")
-    parser.add_argument("--steps", type=int, default=2 * STEPS_PER_EPOCH, help="steps per measurement")
+    parser.add_argument("--rounds", type=int, default=60, help="turns that every contestant gets")
+    parser.add_argument("--steps", type=int, default=2 * LOG_EVERY, help="timed steps of a turn")
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that are not idle")
     parser.add_argument("--only", nargs="+", choices=keys, metavar="NAME", help=f"some of: {', '.join(keys)}")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results go")
     args = parser.parse_args(argv)
-    if min(args.rounds, args.steps, args.threads) < 1:
-        parser.error("--rounds, --steps and --threads must be at least 1")
+    if min(args.rounds, args.threads) < 1:
+        parser.error("--rounds and --threads must be at least 1")
+    if args.steps < 1 or args.steps % LOG_EVERY:
+        parser.error(f"--steps must be a multiple of {LOG_EVERY}, so that every turn has its share of log points")
     if args.device == "cuda" and args.clock == "cpu":
         parser.error("--clock cpu does not see what a GPU does; use --clock wall")
     return args

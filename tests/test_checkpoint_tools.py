@@ -1,4 +1,4 @@
-"""`trainformer.checkpoint`: checked against safetensors, torch and differences made by hand, on checkpoints of real runs."""
+"""`trainformer.checkpoint` on checkpoints of real runs, against safetensors, torch and differences made by hand."""
 
 import importlib
 import json
@@ -72,7 +72,7 @@ def test_the_surface_and_what_importing_it_costs():
 
 def test_looking_needs_no_torch(folder):
     code = (
-        "import sys; from trainformer.checkpoint import *;"
+        "import sys; from trainformer.checkpoint import inspect, list_checkpoints, protect, verify;"
         f"a = list_checkpoints('runs/a'), inspect('{folder}'), verify('{folder}'), protect('{folder}');"
         "print(len(a[0]), a[2], 'torch' in sys.modules)"
     )
@@ -433,14 +433,14 @@ def test_protecting_changes_nothing_else(folder):
     ],
 )
 def test_a_path_with_nothing_there(look):
-    with pytest.raises(DataError, match="received 'runs/none'. There is nothing at this path"):
+    with pytest.raises(DataError, match=r"received 'runs/none'\. There is nothing at this path"):
         look("runs/none")
 
 
 @pytest.mark.parametrize("look", [inspect, protect, lambda p: compare(p, p), lambda p: export_weights(p, "w.pt")])
 def test_a_folder_without_a_complete_checkpoint(look, folder):
     Path("empty").mkdir()
-    with pytest.raises(DataError, match="received 'empty'. There is no complete checkpoint"):
+    with pytest.raises(DataError, match=r"received 'empty'\. There is no complete checkpoint"):
         look("empty")
     assert verify("empty") == ["There is no complete checkpoint in empty."]
     (folder / "manifest.json").unlink()

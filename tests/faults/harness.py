@@ -21,7 +21,7 @@ from trainformer.loggers.jsonl import read_jsonl
 # A server that has imported everything forks the victims: starting one takes milliseconds, not seconds. It has no
 # threads, so forking is safe, and the victims are its children, so that none stays behind as a zombie.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "numpy", "rich.console", "trainformer.trainer", "trainformer.callbacks"])
+_SERVER.set_forkserver_preload(["numpy.random", "torch._dynamo", "torch.testing", "trainformer.trainer", "trainformer.callbacks"])
 
 _MOST_SECONDS = 120
 

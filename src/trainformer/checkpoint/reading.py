@@ -34,6 +34,9 @@ class States(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # without reading it
+
     def __len__(self) -> int:
         return len(self._keys)
 

@@ -147,7 +147,7 @@ def _of_file(path: Path) -> Summary:
     run = components.get("run", {})
     step = run.get("step")
     records = [record for record in run.get("log_history", ()) if record["step"] == step]
-    tensors = {id(t): t for t in tensors_in(components.get("model", {}))}.values()
+    tensors = {(t.data_ptr(), t.shape): t for t in tensors_in(components.get("model", {}))}.values()
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()

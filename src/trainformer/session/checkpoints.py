@@ -54,8 +54,8 @@ class Checkpointer:
     ) -> float:
         """Write a checkpoint; how long the loop was blocked. What cannot be written is reported, not raised at once."""
         began = time.perf_counter()
+        self.finish()  # at most one save in flight; if the one before failed, this one is tried all the same
         try:
-            self._writer.wait()
             states = {c: c.stateful.state_dict() for c in components}
             if self.asynchronous:
                 # A snapshot first: the loop is about to change these very tensors.
