@@ -375,7 +375,7 @@ def test_bad_samples_in_a_run():
         ("keep_every", 0),
         ("matmul_precision", "low"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused_at_once(setting, value):
     with pytest.raises(BadArgument, match=setting):
         make(**{setting: value})

@@ -8,6 +8,7 @@ average of the weights, early stopping, evaluations, and saves and log records a
 """
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -201,6 +202,8 @@ def count_operations(folder, die_at):
 def start(case, folder):
     """Train in a folder, as the whole life of a process that was forked for it; output goes to a file there."""
     os.chdir(folder)
+    # Worker processes are to be children of the victim, as they usually are, not of the server it comes from.
+    multiprocessing.set_start_method("fork", force=True)
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

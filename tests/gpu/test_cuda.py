@@ -161,3 +161,61 @@ def test_image_classification_with_everything_on():
     trainer.fit()
     assert all(torch.isfinite(p).all() for p in task.model.parameters())
     assert list(task.model.state_dict()) == list(timm.create_model("resnet18", num_classes=4).state_dict())
+
+
+def test_running_out_of_memory_for_real():
+    """A limit on the device's memory, a batch that does not fit, and the same weights as without the limit."""
+
+    class Hungry(MeanTask):
+        def __init__(self):
+            torch.manual_seed(0)
+            self.model = torch.nn.Linear(8, 4096)
+
+        def train_step(self, batch):
+            x, _ = batch
+            h = self.model(x)
+            square = h[:, :, None] * h[:, None, :]  # 64 MB per sample
+            return square.tanh().square().mean()
+
+    def run():
+        task = Hungry()
+        x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
+        trainer = make(task, (x, torch.zeros(128)), batch_size=64, max_steps=3, precision="no", gradient_clip=None)
+        trainer.fit()
+        return weights(task), trainer._session.backend.splitter.pieces
+
+    whole, pieces = run()
+    assert pieces == 1
+    torch.cuda.empty_cache()
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.04)  # 5.5 GB; a whole batch needs some 12
+        split, pieces = run()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert pieces >= 2
+    assert largest_difference(whole, split) < 1e-5
+
+
+def test_background_saves_from_the_gpu(tmp_path):
+    from safetensors.torch import load_file
+
+    seen = {}
+    task = MeanTask(mlp(hidden=512, dtype=torch.float32))
+
+    class Note:
+        def on_step_end(self, trainer, step, loss):
+            if step % 5 == 0:
+                seen[step] = {k: v.cpu() for k, v in weights(task).items()}
+
+    make(
+        task,
+        classes(dtype=torch.float32),
+        save_every=5,
+        save_last=9,
+        save_async=True,
+        run_dir=tmp_path,
+        callbacks=[Note()],
+    ).fit()
+    for step, state in seen.items():
+        assert same(load_file(tmp_path / f"checkpoints/step_{step:08d}/model.safetensors"), state)
+    assert len(seen) == 4
