@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainformer import Trainer
 from trainformer.session import RunSettings
 from trainformer.tasks import ImageClassification
 
@@ -79,24 +78,6 @@ def _pictures():
         Image.new("RGB", (48, 40), (80 * i, 0, 0)).save(f"photos/{i}.png")
 
 
-def names_given_to_the_page_on_loggers():
-    """That page speaks of a `task` and `data` of the reader's, and reads the records of a run that is over."""
-
-    class Line:
-        def __init__(self):
-            self.model = torch.nn.Linear(1, 1)
-
-        def train_step(self, batch):
-            return torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
-
-        def eval_step(self, batch):
-            return {"loss": self.train_step(batch)}
-
-    x = torch.linspace(-1, 1, 32)[:, None]
-    Trainer(Line(), (x, x), epochs=1, log="none", run_dir="runs/birds").fit()
-    return {"Trainer": Trainer, "task": Line(), "data": (x, x)}
-
-
 @pytest.mark.usefixtures("_pictures")
 @pytest.mark.parametrize(
     "page",
@@ -109,8 +90,6 @@ def names_given_to_the_page_on_loggers():
 def test_examples_run(page, monkeypatch):
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
-    if page.name == "loggers.md":
-        vars(module).update(names_given_to_the_page_on_loggers())
     execute(page, module)
 
 

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -21,7 +22,9 @@ from trainformer.loggers.jsonl import read_jsonl
 # A server that has imported everything forks the victims: starting one takes milliseconds, not seconds. It has no
 # threads, so forking is safe, and the victims are its children, so that none stays behind as a zombie.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["numpy.random", "torch._dynamo", "torch.testing", "trainformer.trainer", "trainformer.callbacks"])
+_SERVER.set_forkserver_preload(
+    ["numpy.random", "torch._dynamo", "torch.testing", "trainformer.trainer", "trainformer.callbacks"]
+)
 
 _MOST_SECONDS = 120
 
@@ -109,18 +112,23 @@ def kill_after(case: Case, folder: Path, seconds: float) -> bool:
     return _kill(process, folder)
 
 
-def kill_in_save(case: Case, folder: Path, seconds: float) -> bool:
-    """Run a case and kill it some time after a save began; False if it came to its end before."""
-    # What an earlier victim left is there until the new one clears it away: a draft of another process counts not.
-    process = launch(case, folder)
-    if wait_for(lambda: any(d.name.endswith(f"-{process.pid}") for d in drafts(folder)), process, _MOST_SECONDS):
+def kill_in_save(case: Case, folder: Path, seconds: float, number: int = 1) -> bool:
+    """Run a case and kill it some time after its n-th save began; False if it came to its end before."""
+    process, own = launch(case, folder), set()
+
+    def reached() -> bool:
+        # What an earlier victim left is there until the new one clears it away: only drafts of this one count.
+        own.update(d.name for d in drafts(folder) if d.name.endswith(f"-{process.pid}"))
+        return len(own) >= number
+
+    if wait_for(reached, process, _MOST_SECONDS):
         time.sleep(seconds)
     return _kill(process, folder)
 
 
 def kill_at_operation(case: Case, folder: Path, operation: int) -> bool:
     """Run a case that dies at its n-th file operation; False if it has fewer."""
-    code = finish(launch(replace(case, die_at=operation), folder), folder)
+    code = finish(launch(replace(case, die_at=operation, slow=0, pause=0), folder), folder)
     assert code in (0, -signal.SIGKILL), f"exit code {code}:\n{output(folder)}"
     return code != 0
 
@@ -133,21 +141,37 @@ def _kill(process, folder: Path) -> bool:
     return code != 0
 
 
-def torment(case: Case, folder: Path, rng: random.Random, most: int, operations: int = 0) -> Tally:
-    """Kill a case up to `most` times, each time in another way, then let it come to its end."""
+def kill_somehow(case: Case, folder: Path, rng: random.Random, way: str, operations: int) -> bool:
+    """Run a case and kill it at a random moment of one kind; False if it came to its end before."""
+    if way == "save":
+        return kill_in_save(case, folder, rng.uniform(0, 10 * case.slow), rng.randint(1, 3))
+    if way == "end":  # the last record, evaluation, save and the status; of a run that was not killed before
+        return kill_at_operation(case, folder, rng.randint(operations - 50, operations))
+    if way == "operation":
+        return kill_at_operation(case, folder, rng.randint(1, operations // 2))
+    return kill_after(case, folder, rng.uniform(0.05, 0.9))
+
+
+def torment(case: Case, root: Path, reference: Path, rng: random.Random, kills: int, most: int = 6) -> Tally:
+    """Kill runs of a case until there were so many kills, each run up to `most` times; compare each in the end."""
+    operations = json.loads((reference / "end.json").read_text())["operations"]
+    tally = Tally()
+    while tally.kills < kills:
+        folder = root / f"run-{tally.runs:04d}"
+        tally += _torment_one(case, folder, rng, min(most, kills - tally.kills), operations)
+        found = differences(reference, folder)
+        tally.differences += [f"{folder.name}: {difference}" for difference in found]
+        if not found:
+            shutil.rmtree(folder)
+    return tally
+
+
+def _torment_one(case: Case, folder: Path, rng: random.Random, most: int, operations: int) -> Tally:
     tally = Tally(runs=1)
-    for _ in range(most):
+    for number in range(most):
+        ways = ("save", "operation", "time") if number else ("end", "save", "operation", "time")
         tally.starts += 1
-        way = rng.choice(["after", "in save", "at operation"] if operations else ["after", "in save"])
-        if way == "after":
-            killed = kill_after(case, folder, rng.uniform(0.05, 0.9))
-        elif way == "in save":
-            killed = kill_in_save(case, folder, rng.uniform(0, 10 * case.slow))
-        else:
-            # The last operations are the end of a run: the last save, the last record, the status.
-            last = rng.random() < 0.3
-            killed = kill_at_operation(case, folder, rng.randint(operations - 60 if last else 1, operations))
-        if not killed:
+        if not kill_somehow(case, folder, rng, rng.choice(ways), operations):
             return tally
         tally.note_kill(folder)
     tally.starts += 1

@@ -54,6 +54,8 @@ class Case:
     slow: float = 0.0  # seconds that syncing a file of a checkpoint takes longer
     die_at: int | None = None  # end by SIGKILL at this file operation
     failing_saves: tuple[int, ...] = ()  # saves (counted from 1) that find the disk full
+    fails_after: float = 0.0  # seconds until such a save notices
+    signals: tuple[tuple[int, int], ...] = ()  # (step, signal) that the process gets just after that step
 
 
 class Augmented(Dataset):
@@ -99,10 +101,10 @@ class Task:
 
 
 class Recorder:
-    """Writes down which samples every step was trained on: one line per step, in one system call."""
+    """Writes down which samples every step was trained on (one line per step, in one system call), then signals."""
 
-    def __init__(self, task, path):
-        self.task, self.path = task, path
+    def __init__(self, task, path, signals=()):
+        self.task, self.path, self.signals = task, path, dict(signals)
 
     def on_step_end(self, trainer, step, loss):
         line = {"step": step, "epoch": trainer.state.epoch, "samples": self.task.seen}
@@ -110,6 +112,8 @@ class Recorder:
         os.write(descriptor, (json.dumps(line) + "\n").encode())
         os.close(descriptor)
         self.task.seen = []
+        if step in self.signals:
+            os.kill(os.getpid(), self.signals[step])
 
 
 def make_trainer(case, callbacks=()):
@@ -122,7 +126,7 @@ def make_trainer(case, callbacks=()):
         callbacks=[
             EMA(decay=0.9),
             EarlyStopping(patience=case.patience),
-            Recorder(task, Path("samples.jsonl").absolute()),
+            Recorder(task, Path("samples.jsonl").absolute(), case.signals),
             *callbacks,
         ],
         run_dir=case.run_dir,
@@ -149,11 +153,20 @@ def train(case):
     """Train to the end, with the faults that the case asks for."""
     torch.set_num_threads(1)
     slow_down_saves(case.slow)
-    fail_saves(case.failing_saves)
+    fail_saves(case.failing_saves, case.fails_after)
     operations = count_operations(Path.cwd(), case.die_at)
-    make_trainer(case).fit()
-    # Not reached by who is killed.
-    Path("operations.json").write_text(json.dumps(operations[0]))
+    before = handlers()
+    try:
+        make_trainer(case).fit()
+    finally:
+        # Not reached by who is killed.
+        end = {"operations": operations[0], "handlers_restored": handlers() == before}
+        Path("end.json").write_text(json.dumps(end))
+
+
+def handlers():
+    """Who would handle the signals that a run listens to."""
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 
 
 def slow_down_saves(seconds):
@@ -165,7 +178,7 @@ def slow_down_saves(seconds):
         store.sync = lambda path: (time.sleep(seconds), really(path))
 
 
-def fail_saves(numbers):
+def fail_saves(numbers, seconds):
     """Let some saves find the disk full, as the system would say it."""
     from trainformer.session import checkpoints
 
@@ -174,6 +187,7 @@ def fail_saves(numbers):
     def write_component(folder, stem, format, state):
         count[0] += stem == "model"
         if count[0] in numbers and stem == "optimizer":
+            time.sleep(seconds)
             raise OSError(28, "No space left on device")
         return really(folder, stem, format, state)
 
@@ -212,4 +226,4 @@ def start(case, folder):
 
 
 if __name__ == "__main__":
-    train(Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[1]).items()}))
+    train(Case(**json.loads(sys.argv[1])))

@@ -76,7 +76,9 @@ class TorchBackend:
         self._transforms = {train: self._transform(train) for train in (True, False)}
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
-        self._skips_on_device = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._skips_on_device = obeys_flag and not self.guard.on_host
+        self._uniform = len({(p.device, p.dtype) for p in self.parameters}) == 1
         self._window = _Window()
         self.grad_norm: Tensor | None = None
 
@@ -175,7 +177,7 @@ class TorchBackend:
             raise BadArgument(
                 "Expected the loss to give gradients, received none: it depends on no optimized parameter."
             )
-        norm = gradients.total_norm(grads)
+        norm = gradients.total_norm(grads, self._uniform)
         factor = self._window.factor()
         if factor is not None:
             norm = norm * factor
@@ -184,7 +186,7 @@ class TorchBackend:
             coefficient = gradients.clip_coefficient(norm, self.settings.gradient_clip)
             factor = coefficient if factor is None else coefficient * factor
         if factor is not None:
-            gradients.scale(grads, factor)
+            gradients.scale(grads, factor, self._uniform)
         self.grad_norm = norm
         if self.guard.retries and self.guard.must_repeat():
             self.end_step()
@@ -199,7 +201,7 @@ class TorchBackend:
         elif self._skips_on_device:
             self.optimizer.found_inf = self.guard.flag  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not self.guard.flag.item():
+        elif not self.guard.forbids():
             self.optimizer.step()
         self.schedule.advance()
         window, norm = self._window, self.grad_norm
@@ -211,7 +213,10 @@ class TorchBackend:
         # that is itself not finite is an error; it is told to the scaler as if it had found it.
         found = scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
         for flag in found.values():
-            torch.maximum(flag, self.guard.flag.to(flag.device), out=flag)
+            if not self.guard.on_host:
+                torch.maximum(flag, self.guard.flag.to(flag.device), out=flag)
+            elif self.guard.forbids():
+                flag.fill_(1.0)
         scaler.step(self.optimizer)
         scaler.update()
 

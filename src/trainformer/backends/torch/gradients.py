@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 
-def total_norm(grads: list[Tensor]) -> Tensor:
-    """The 2-norm over all gradients, on the device of the first.
+def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:
+    """The 2-norm over all gradients; `uniform` says that they are on one device and of one type.
 
     The same numbers as `torch.nn.utils.get_total_norm`, at half its time (52 against 104 us with clipping, for the
     six tensors of a small MLP): the tensors need not be grouped anew in every step.
     """
-    if len({(g.device, g.dtype) for g in grads}) == 1 and not grads[0].is_sparse:
+    if uniform and not grads[0].is_sparse:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     return torch.nn.utils.get_total_norm(grads)
 
 
-def scale(grads: list[Tensor], factor: Tensor | float) -> None:
+def scale(grads: list[Tensor], factor: Tensor | float, uniform: bool) -> None:
     """Multiply all gradients in place by a scalar, which stays on the device if it is there."""
-    if not isinstance(factor, Tensor) or len({(g.device, g.dtype) for g in grads}) == 1:
+    if uniform or not isinstance(factor, Tensor):
         torch._foreach_mul_(grads, factor)
         return
     by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

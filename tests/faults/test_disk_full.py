@@ -1,0 +1,118 @@
+"""A full disk: training goes on, older checkpoints stay, and three failures in a row end the run with an explanation."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from harness import complete, differences, final_state, finish, launch, output
+from victim import Case
+
+from trainformer.engine.checkpoint import CheckpointStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CASES = {"synchronous": Case(save_best=0), "asynchronous": Case(save_best=0, save_async=True)}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """Every case, left in peace."""
+    return {name: complete(case, tmp_path_factory.mktemp("reference")) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("failing", [(2,), (1, 2, 4, 5)])
+def test_training_goes_on(tmp_path, references, name, failing):
+    complete(replace(CASES[name], failing_saves=failing), tmp_path)
+    assert differences(references[name], tmp_path) == []
+    said = (tmp_path / "run/log.txt").read_text()
+    assert said.count("could not be written") == len(failing)
+    assert "No space left on device" in said
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_failures_in_a_row_end_the_run(tmp_path, references, name):
+    case = CASES[name]
+    code = finish(launch(replace(case, failing_saves=(3, 4, 5)), tmp_path), tmp_path)
+    assert code == 1
+    assert "SaveFailed" in output(tmp_path)
+    assert "3 saves in a row failed" in output(tmp_path)
+    store = CheckpointStore(tmp_path / "run/checkpoints")
+    assert store.newest().step == 8
+    assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "failed"
+    complete(case, tmp_path)
+    assert differences(references[name], tmp_path) == []
+
+
+def test_a_failure_costs_no_other_save(tmp_path, references):
+    """A save in the background is still about to fail when the next one, the last of the run, is due."""
+    complete(replace(CASES["asynchronous"], failing_saves=(8,), fails_after=1.0), tmp_path)
+    assert (tmp_path / "run/log.txt").read_text().count("could not be written") == 1
+    assert final_state(tmp_path)["run"]["step"] == 36
+    assert differences(references["asynchronous"], tmp_path, retention=False) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failing_last_save_is_not_success(tmp_path, references, name):
+    """Whatever a run ends with, it must not say that it finished when its result is nowhere."""
+    case = CASES[name]
+    code = finish(launch(replace(case, failing_saves=(9,)), tmp_path), tmp_path)
+    assert "could not be written" in (tmp_path / "run/log.txt").read_text()
+    status = json.loads((tmp_path / "run/status.json").read_text())["status"]
+    assert (code, status) == (1, "failed")
+    complete(case, tmp_path)
+    assert differences(references[name], tmp_path) == []
+
+
+# -- a disk that is really full ------------------------------------------------------------------------------
+
+
+class SmallDisk:
+    """A file system in memory with a size that can be changed."""
+
+    def __init__(self, path):
+        self.path = path
+        path.mkdir()
+
+    def mount(self, size, remount=False):
+        options = f"{'remount,' if remount else ''}size={size}"
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.path)]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    def unmount(self):
+        subprocess.run(["umount", str(self.path)], capture_output=True, check=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk with room for some three checkpoints."""
+    small = SmallDisk(tmp_path / "disk")
+    if not sys.platform.startswith("linux") or not small.mount("250k"):
+        pytest.skip("needs the right to mount a file system")
+    yield small
+    small.unmount()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_disk_that_is_really_full(tmp_path, references, name, disk):
+    """Each library says it in its own way that the disk is full; all of them have to be understood."""
+    case = replace(CASES[name], save_dir=str(disk.path / "checkpoints"))
+    code = finish(launch(case, tmp_path), tmp_path)
+    said = (tmp_path / "run/log.txt").read_text()
+    assert said.count("could not be written") == 3, output(tmp_path)
+    assert "SaveFailed" in output(tmp_path)
+    assert code == 1
+    store = CheckpointStore(disk.path / "checkpoints")
+    kept = store.checkpoints()
+    assert kept
+    for checkpoint in kept:
+        checkpoint.verify()
+    assert not list(store.root.glob(".writing-*")), "a half-written checkpoint fills the disk"
+
+    assert disk.mount("20m", remount=True)
+    complete(case, tmp_path)
+    newest = store.newest()
+    assert newest.step == 36
+    newest.verify()
