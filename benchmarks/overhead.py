@@ -73,7 +73,10 @@ class Pacer:
         if place == 0:
             wall, cpu = self._clocks()
             self._pipe.send((wall - self._began[0], cpu - self._began[1]))
-            self._pipe.recv()
+            try:
+                self._pipe.recv()
+            except EOFError:
+                raise SystemExit("nobody leads any more") from None
         elif place == LEAD:
             self._began = self._clocks()
 

@@ -248,7 +248,7 @@ def test_nothing_that_is_read_is_executed(folder):
             return Path.touch, (Path("boom"),)
 
     with open("bomb.pt", "wb") as file:
-        pickle.dump({"components": {"model": Bomb()}, "format": 2}, file)
+        pickle.dump({"components": {"model": Bomb()}, "format": 2}, file, protocol=2)
     torch.save({"components": {"model": Bomb()}, "format": 2}, "torch-bomb.pt")
     for name in ("bomb.pt", "torch-bomb.pt"):
         assert len(verify(name)) == 1

@@ -1,4 +1,4 @@
-"""A full disk: training goes on, older checkpoints stay, and three failures in a row end the run with an explanation."""
+"""A full disk: training goes on, older checkpoints stay, three failures in a row end the run with an explanation."""
 
 import json
 import subprocess

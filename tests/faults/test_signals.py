@@ -41,7 +41,7 @@ def steps_done(folder):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_save_leave_and_go_on(tmp_path, references, name, number):
-    """After the first step, a saved one, one in the middle, one that was logged, the last of an epoch and of the run."""
+    """After the first step, a saved one, one in between, a logged one, the last of an epoch and of the run."""
     case = CASES[name]
     steps = 1, 4, 5, 6, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 4 * STEPS_PER_EPOCH
     case = replace(case, signals=tuple((step, number) for step in steps))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, Manifest
 from trainformer.engine.checkpoint import protect as mark
 from trainformer.engine.checkpoint.manifest import MANIFEST
+from trainformer.engine.checkpoint.store import folder_of_checkpoints
 
 AnyPath = str | Path
 
@@ -84,12 +84,3 @@ def is_checkpoint(folder: Path) -> bool:
 def is_draft(folder: Path) -> bool:
     """Whether a folder is named like a checkpoint, or holds files of one."""
     return folder.name.startswith("step_") or (folder / "model.safetensors").exists()
-
-
-def folder_of_checkpoints(path: Path) -> Path:
-    """Where a run keeps its checkpoints, as its config says; a folder that is not that of a run is meant itself."""
-    try:
-        save_dir = json.loads((path / "config.json").read_bytes())["save_dir"]["value"]
-    except (OSError, ValueError, KeyError, TypeError):
-        save_dir = "checkpoints"
-    return path / save_dir if (path / save_dir).is_dir() else path

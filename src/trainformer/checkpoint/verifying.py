@@ -6,9 +6,10 @@ import dataclasses
 import zipfile
 from pathlib import Path
 
-from trainformer.checkpoint.places import AnyPath, existing, folder_of_checkpoints, is_checkpoint, is_draft
+from trainformer.checkpoint.places import AnyPath, existing, is_checkpoint, is_draft
 from trainformer.core.errors import DataError
 from trainformer.engine.checkpoint import InvalidCheckpoint, Manifest
+from trainformer.engine.checkpoint.store import folder_of_checkpoints
 
 
 def verify(path: AnyPath) -> list[str]:

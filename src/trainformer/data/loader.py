@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -198,11 +198,7 @@ class LoaderSource:
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
         """What is left of an epoch after `batch` batches."""
-        names = "sampler", "batch_sampler", "dataset"
-        parts: list[Any] = [self.loader, *(getattr(self.loader, name, None) for name in names)]
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        self._announce(epoch)
         if batch:
             logger.info("resuming inside epoch %d: reading %d batches again to find the place", epoch, batch)
         with preserved_generators():
@@ -215,6 +211,14 @@ class LoaderSource:
             yield Sized(data, batch_length(data))
         for data in iterator:
             yield Sized(data, batch_length(data))
+
+    def _announce(self, epoch: int) -> None:
+        """Tell the loader and its parts which epoch it is, where they want to know."""
+        names = "sampler", "batch_sampler", "dataset"
+        parts: list[Any] = [self.loader, *(getattr(self.loader, name, None) for name in names)]
+        for part in parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
 
 class StatefulLoaderSource(LoaderSource):
@@ -236,11 +240,15 @@ class StatefulLoaderSource(LoaderSource):
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
         """What is left of an epoch: as the loader knows, if it was restored, else by reading again."""
         restored, self._restored = self._restored, False
-        if not restored:
-            yield from super().batches(epoch, batch, position)
-            return
-        for data in self.loader:
-            yield Sized(data, batch_length(data))
+        if restored:
+            self._announce(epoch)
+            rest = iter(self.loader)
+            first = list(islice(rest, 1))
+            # At the very end of an epoch a loader has nothing left; the next one then begins as usual.
+            if first or batch:
+                yield from (Sized(data, batch_length(data)) for data in chain(first, rest))
+                return
+        yield from super().batches(epoch, batch, position)
 
 
 def loader_source(loader: Iterable[Any], seed: int) -> LoaderSource:

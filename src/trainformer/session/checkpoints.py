@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainformer.backends.torch.codec import read_component, write_component
-from trainformer.core.errors import DataError, TrainformerError
+from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.engine.checkpoint import (
     BackgroundWriter,
     Checkpoint,
@@ -21,6 +21,7 @@ from trainformer.engine.checkpoint import (
     StateComponent,
 )
 from trainformer.engine.checkpoint.manifest import MANIFEST
+from trainformer.engine.checkpoint.store import folder_of_checkpoints
 from trainformer.session.snapshot import cloned, read_snapshot
 
 logger = logging.getLogger("trainformer")
@@ -43,6 +44,7 @@ class Checkpointer:
         self.retention = retention
         self.asynchronous = asynchronous
         self.failures = 0
+        self.blocked = 0.0  # seconds for which saves have kept the loop waiting
         self._writer = BackgroundWriter()
 
     def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
@@ -51,8 +53,8 @@ class Checkpointer:
 
     def save(
         self, components: Sequence[StateComponent], manifest: Manifest, on_device: bool, assets: Assets | None = None
-    ) -> float:
-        """Write a checkpoint; how long the loop was blocked. What cannot be written is reported, not raised at once."""
+    ) -> bool:
+        """Write a checkpoint, or hand it to the background. False: it could not be written, and that was reported."""
         began = time.perf_counter()
         self.finish()  # at most one save in flight; if the one before failed, this one is tried all the same
         try:
@@ -65,7 +67,10 @@ class Checkpointer:
                 self._write(states, manifest, assets)
         except OSError as error:
             self._note(error)
-        return time.perf_counter() - began
+            return False
+        finally:
+            self.blocked += time.perf_counter() - began
+        return True
 
     def poll(self) -> None:
         """Report what went wrong behind the loop's back."""
@@ -98,8 +103,9 @@ class Checkpointer:
         self.failures += 1
         kept = self.store.checkpoints()
         newest = f"the newest checkpoint is {kept[-1].path}" if kept else "there is no checkpoint yet"
-        logger.error("a checkpoint could not be written (%s); training goes on, %s", error, newest)
-        if self.failures >= _MOST_FAILURES:
+        if self.failures < _MOST_FAILURES:
+            logger.error("a checkpoint could not be written (%s); training goes on, %s", error, newest)
+        else:
             raise SaveFailed(
                 f"{self.failures} saves in a row failed, the last with: {error}. Free some space or choose another "
                 f"run_dir, then run the same command again: it goes on from the last checkpoint ({newest})."
@@ -125,8 +131,7 @@ def read_states(path: Path) -> dict[str, Any]:
         assert checkpoint is not None
         checkpoint.verify()
     else:
-        folder = path / "checkpoints"
-        checkpoint = CheckpointStore(folder if folder.is_dir() else path).newest()
+        checkpoint = CheckpointStore(folder_of_checkpoints(path)).newest()
     if checkpoint is None:
         raise DataError(f"There is no complete checkpoint in {path}.")
     return read_checkpoint(checkpoint)
@@ -136,6 +141,12 @@ def give_back(
     components: Sequence[StateComponent], states: dict[str, Any], only: Collection[str] | None = None
 ) -> None:
     """Hand states back to their components. Everything is looked at before anything is changed."""
+    known = {c.key for c in components} | states.keys()
+    for name in only or ():
+        if name not in known:
+            raise BadArgument(
+                expected(f"components to load to be among {', '.join(sorted(known))}", name, did_you_mean(name, known))
+            )
     chosen = [c for c in components if only is None or c.key in only]
     missing = [c.key for c in chosen if c.required and c.key not in states]
     if missing:

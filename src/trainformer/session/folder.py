@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trainformer.context import PipelineConfig
 from trainformer.engine.checkpoint.store import is_alive
@@ -61,6 +62,10 @@ class RunFolder:
                 item.rename(archive / item.name)
             logger.info("an earlier run's files in %s were moved to %s", self.path, archive)
 
+    def was_cut_short(self) -> bool:
+        """Whether this folder holds an unfinished run of the very same command."""
+        return _was_cut_short(_read_status(self.path), self.fingerprint)
+
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
         """Keep ``config.json``: every setting and where it came from, also those that are found during the run."""
@@ -109,19 +114,27 @@ class RunFolder:
             handler.close()
 
 
+def _read_status(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
 def _unfinished_run(task: str, fingerprint: str) -> Path | None:
     """The newest folder of a run of the same command that did not come to its end and that nobody is working on."""
     for path in sorted(Path("runs").glob(f"{task}-*"), reverse=True):
-        try:
-            status = json.loads((path / "status.json").read_bytes())
-        except (OSError, ValueError):
-            continue
-        if status["fingerprint"] != fingerprint or status["status"] in ("finished", "stopped"):
-            continue
-        busy = status["status"] == "running" and (status["process"] == os.getpid() or is_alive(status["process"]))
-        if not busy:
+        if _was_cut_short(_read_status(path), fingerprint):
             return path
     return None
+
+
+def _was_cut_short(status: dict[str, Any], fingerprint: str) -> bool:
+    """Whether a run of this very command did not come to its end, and no process is working on it."""
+    if status.get("fingerprint") != fingerprint or status["status"] in ("finished", "stopped"):
+        return False
+    mine_or_alive = status["process"] == os.getpid() or is_alive(status["process"])
+    return not (status["status"] == "running" and mine_or_alive)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

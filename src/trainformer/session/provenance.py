@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainformer.context import PipelineConfig, record_arguments
+from trainformer.context import record_arguments
 from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
@@ -46,30 +48,65 @@ def record_changes(session: Session) -> None:
     _record_derived(session)
 
 
+def declared_arguments(task: Any) -> dict[str, Any]:
+    """The arguments of a task that is a dataclass, as they are before the data have been seen."""
+    if not dataclasses.is_dataclass(task):
+        return {}
+    return {f.name: copy.copy(getattr(task, f.name)) for f in dataclasses.fields(task) if f.init}
+
+
 def _record_task(session: Session) -> None:
-    """Arguments of the task are the user's where they differ from their defaults; the rest was derived."""
-    task, config = session.task, session.context.config
+    """An argument of the task is the user's where it differs from its default; what the data decided is derived."""
+    task, config, declared = session.task, session.context.config, session.declared
     if not provides(task, "config_dict"):
         return
-    values = task.config_dict()
-    if not dataclasses.is_dataclass(task):
-        for key, value in values.items():
-            config.set_user(f"task/{key}", value, filterable=True)
-        return
-    arguments = {f.name: f.default for f in dataclasses.fields(task) if f.init}
-    for key, value in values.items():
-        if key not in arguments:
-            config.set_derived(f"task/{key}", value, ("task_type",))
-        elif value == arguments[key]:
-            config.set_default(f"task/{key}", value, filterable=True)
+    defaults = {f.name: _default(f) for f in dataclasses.fields(task)} if declared else {}
+    for key, value in task.config_dict().items():
+        name = f"task/{key}"
+        if declared and (key not in declared or _differs(value, declared[key])):
+            config.set_derived(name, value, ("task_type", "num_samples"), filterable=True)
+        elif key in defaults and not _differs(value, defaults[key]):
+            config.set_default(name, value, filterable=True)
         else:
-            config.set_user(f"task/{key}", value, filterable=True)
+            config.set_user(name, value, filterable=True)
 
 
-def fingerprint(config: PipelineConfig) -> str:
-    """What makes two commands the same command: settings, task and data, but not where things are written."""
-    values = {k: v for k, v in config.to_json().items() if v["source"] != "env" and k not in _INCIDENTAL}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _differs(value: Any, other: Any) -> bool:
+    # A value written down may have another form than the argument: a module or a function is given by its name.
+    if not isinstance(other, (str, int, float, bool, list, tuple, dict, type(None))):
+        return False
+    return bool(value != other)
+
+
+def fingerprint(session: Session) -> str:
+    """What makes two commands the same command: settings, task, model and data, but not where things are written."""
+    recorded = session.context.config.to_json()
+    parts = {
+        "config": {k: v["value"] for k, v in recorded.items() if v["source"] != "env" and k not in _INCIDENTAL},
+        "resume": str(session.settings.resume or "auto"),
+        "model": [(name, list(p.shape)) for name, p in session.task.model.named_parameters()],
+        "data": describe_data(session.owner_data),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def describe_data(data: Any) -> Any:
+    """Enough of what was passed as data to tell other data apart, at no cost: a path, or a look at some of the rows."""
+    if isinstance(data, (str, Path)):
+        return str(data)
+    if isinstance(data, (tuple, list)) and len(data) <= 8:
+        return [describe_data(part) for part in data]
+    if hasattr(data, "tensors"):
+        return [describe_data(part) for part in data.tensors]
+    if hasattr(data, "shape") and hasattr(data, "__getitem__") and len(data.shape) > 0:
+        rows = torch.as_tensor(data[:4]), torch.as_tensor(data[-4:])
+        return [list(data.shape), *(hashlib.sha256(str(r.double().tolist()).encode()).hexdigest()[:16] for r in rows)]
+    place = getattr(data, "root", None) or getattr(data, "path", None)
+    return [type(data).__name__, len(data) if hasattr(data, "__len__") else None, str(place) if place else None]
 
 
 def _record_environment(session: Session) -> None:

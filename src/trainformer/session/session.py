@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from trainformer.session.data import LoadOptions, Source, load, load_training_da
 from trainformer.session.folder import RunFolder
 from trainformer.session.inference import Inference
 from trainformer.session.probe import Probe
-from trainformer.session.provenance import fingerprint, record_changes, record_config
+from trainformer.session.provenance import declared_arguments, fingerprint, record_changes, record_config
 from trainformer.session.settings import RunSettings
 from trainformer.session.signals import SignalStop, obeying_signals
 from trainformer.session.snapshot import cloned, write_snapshot
@@ -62,6 +63,7 @@ class Session:
         make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
         seed_everything(settings.seed, deterministic=False)
         self.owner = owner
+        self.owner_data = data
         self.task = task
         self.settings = settings
         self.passed = passed
@@ -76,12 +78,12 @@ class Session:
         self.folder: RunFolder | None = None
         self._checkpointer: Checkpointer | None = None
         self._loop: Loop | None = None
-        self._blocked = 0.0
         self._last_metrics: dict[str, float] = {}
 
         self._check_task()
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
         self.info = loaded.info
+        self.declared = declared_arguments(task)
         if provides(task, "configure"):
             task.configure(loaded.info)
         self.backend = TorchBackend(task, self._torch_settings(), reduces_rows=provides(task, "on_eval_end"))
@@ -216,7 +218,7 @@ class Session:
             settings.name,
             type(self.task).__name__,
             settings.save_dir,
-            unfinished=fingerprint(self.context.config) if settings.resume == "auto" else None,
+            unfinished=fingerprint(self) if settings.resume == "auto" else None,
         )
         folder.open(anew=settings.resume is None and self.state.step == 0)
         return folder
@@ -238,20 +240,23 @@ class Session:
         )
         self.loggers.load_state_dict(self._logger_state)  # of a checkpoint that was loaded before the run began
         self.backend.schedule_for(self.total_steps())
-        folder.fingerprint = fingerprint(self.context.config)
+        folder.fingerprint = fingerprint(self)
         if self.state.step == 0:
-            self._resume(self._checkpointer.store)
+            self._resume(self._checkpointer.store, folder)
         # Checkpoints after this step belong to a run that was given up; they would pass for the newest.
         self._checkpointer.store.set_aside(after=self.state.step)
 
-    def _resume(self, store: CheckpointStore) -> None:
+    def _resume(self, store: CheckpointStore, folder: RunFolder) -> None:
         if self.settings.resume is None:
             return
-        if self.settings.resume != "auto":
+        own = store.newest() if self.settings.resume == "auto" or folder.was_cut_short() else None
+        if own is not None:
+            # What was named for the start counts at the start only: a run that goes on has everything it needs.
+            only = self.settings.load_components if self.settings.resume == "auto" else None
+            give_back(self.components(), read_checkpoint(own), only)
+            logger.info("going on from %s (step %d); pass resume=None to begin anew", own.path, self.state.step)
+        elif self.settings.resume != "auto":
             self.load(Path(self.settings.resume), self.settings.load_components)
-        elif (found := store.newest()) is not None:
-            give_back(self.components(), read_checkpoint(found), self.settings.load_components)
-            logger.info("going on from %s (step %d); pass resume=None to begin anew", found.path, self.state.step)
 
     def _make_loop(self) -> Loop:
         return Loop(
@@ -328,8 +333,9 @@ class Session:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Hand metrics to the loggers; a training record also says how long saves have blocked the loop since."""
-        if self._blocked and "train/loss" in metrics:
-            metrics["train/save_seconds"], self._blocked = self._blocked, 0.0
+        checkpointer = self._checkpointer
+        if checkpointer is not None and checkpointer.blocked and "train/loss" in metrics:
+            metrics["train/save_seconds"], checkpointer.blocked = checkpointer.blocked, 0.0
         self.loggers.log(metrics, step)
 
     def evaluate(self) -> dict[str, float]:
@@ -354,7 +360,7 @@ class Session:
             return None
         self.loggers.flush()
         state = self.state
-        state.saved_at = state.step
+        before, state.saved_at = state.saved_at, state.step
         manifest = Manifest(
             step=state.step,
             epoch=state.epoch,
@@ -363,8 +369,10 @@ class Session:
             versions=versions(),
         )
         on_device = self.backend.device.type != "cpu"
-        assets = getattr(self.task, "save_assets", None)
-        self._blocked += self._checkpointer.save(self.components(), manifest, on_device, assets)
+        assets = self.task.save_assets if provides(self.task, "save_assets") else None
+        if not self._checkpointer.save(self.components(), manifest, on_device, assets):
+            state.saved_at = before
+            return None
         return str(self._checkpointer.store.root / f"step_{state.step:08d}")
 
     # -- evaluation and prediction -------------------------------------------------------------------------
@@ -388,7 +396,10 @@ class Session:
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, torch.Tensor]]:
         """One dict per sample, in input order."""
-        return self._inference.predict(self._evaluation_source(load(self.task, data), batch_size))
+        # Every input has a row: what cannot be read is an error here, whatever training does with it.
+        size = batch_size or self.settings.eval_batch_size
+        options = replace(self._load_options(size), skip_bad=False)
+        return self._inference.predict(make_source(self.task, load(self.task, data), options, train=False))
 
     def inference_model(self) -> nn.Module:
         """The model to evaluate, predict and export with."""

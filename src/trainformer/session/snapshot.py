@@ -17,14 +17,18 @@ from trainformer.session.folder import write_atomically
 FORMAT = 2
 
 
-def cloned(tree: Any, to_host: bool = False) -> Any:
-    """A copy that later steps do not change."""
+def cloned(tree: Any, to_host: bool = False, seen: dict[Any, Tensor] | None = None) -> Any:
+    """A copy that later steps do not change. A tensor that occurs twice (tied weights) occurs twice in the copy."""
+    seen = {} if seen is None else seen
     if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True) if to_host else tree.detach().clone()
+        place = (tree.device, tree.data_ptr(), tree.dtype, tuple(tree.shape), tree.stride())
+        if tree.numel() == 0 or place not in seen:
+            seen[place] = tree.detach().to("cpu", copy=True) if to_host else tree.detach().clone()
+        return seen[place]
     if isinstance(tree, Mapping):
-        return {key: cloned(value, to_host) for key, value in tree.items()}
+        return {key: cloned(value, to_host, seen) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(cloned(value, to_host) for value in tree)
+        return type(tree)(cloned(value, to_host, seen) for value in tree)
     return tree
 
 

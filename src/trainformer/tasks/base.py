@@ -7,6 +7,7 @@ methods, `train_step` and `eval_step`, and those of the optional ones that a tas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from trainformer.core import Loss
@@ -120,6 +121,10 @@ class TaskBase:
 
     def check_batch(self, batch: Any) -> list[str]:
         """Problems of a batch that `Trainer.check()` should report (labels out of range, nothing supervised)."""
+        return []
+
+    def save_assets(self, folder: Path) -> list[str]:
+        """Write what belongs beside the weights of a checkpoint (a config, a tokenizer); the names of the files."""
         return []
 
     def state_dict(self) -> dict[str, Any]:

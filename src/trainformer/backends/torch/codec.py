@@ -80,11 +80,15 @@ def read_tensors(path: Path) -> Any:
 
 
 def write_component(folder: Path, stem: str, format: str, state: Any) -> list[str]:
-    """Write one component; the names of its files."""
-    if format == "weights":
-        return write_weights(folder, stem, state)
-    if format == "tensors":
-        return write_tensors(folder, stem, state)
+    """Write one component; the names of its files. Whatever a full disk makes of it is an `OSError`."""
+    try:
+        if format == "weights":
+            return write_weights(folder, stem, state)
+        if format == "tensors":
+            return write_tensors(folder, stem, state)
+    except (SafetensorError, RuntimeError) as error:
+        # Both libraries hide the system's error behind one of their own.
+        raise OSError(f"{folder / stem} could not be written: {error}") from error
     if format == "json":
         (folder / f"{stem}.json").write_text(json.dumps(state, indent=2))
         return [f"{stem}.json"]

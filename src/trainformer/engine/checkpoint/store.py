@@ -8,12 +8,13 @@ folder ``step_<n>`` with a valid manifest is a checkpoint, and nothing else is.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,6 +172,15 @@ def protect(checkpoint: Checkpoint, on: bool = True) -> None:
         marker.unlink(missing_ok=True)
 
 
+def folder_of_checkpoints(path: Path) -> Path:
+    """Where a run keeps its checkpoints, as its config says; a folder that is not that of a run is meant itself."""
+    try:
+        save_dir = json.loads((path / "config.json").read_bytes())["save_dir"]["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        save_dir = "checkpoints"
+    return path / save_dir if (path / save_dir).is_dir() else path
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -190,8 +200,3 @@ def is_alive(process: int) -> bool:
         except ProcessLookupError:
             return False
     return True
-
-
-def names(checkpoints: Iterable[Checkpoint]) -> list[str]:
-    """Folder names, for messages."""
-    return [checkpoint.path.name for checkpoint in checkpoints]
