@@ -403,3 +403,130 @@ def test_validation_folders_are_numbered_as_in_training(tmp_path):
             ImageClassification("test_resnet", pretrained=False, image_size=32), "train", val_data="odd", log="none"
         )
     assert task.input_shape == (3, 32, 32)
+
+
+# -- found in review ---------------------------------------------------------------------------------------
+
+
+def test_a_mistyped_component_is_refused():
+    make().fit()
+    with pytest.raises(BadArgument, match="Did you mean 'model'"):
+        make(run_dir="b").load("run", components=["modle"])
+
+
+def test_a_run_with_a_folder_of_its_own_for_checkpoints_can_be_loaded():
+    make(save_dir="mine").fit()
+    assert make(run_dir="b").load("run").state.step == 20
+
+
+def test_predictions_have_a_row_for_every_input():
+    class Rotten(torch.utils.data.Dataset):
+        x, y = classes(10)
+
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            if i == 5:
+                raise OSError("unreadable")
+            return self.x[i], self.y[i]
+
+    class Predicts(MeanTask):
+        def predict_step(self, batch):
+            return {"class": self.model(batch[0]).argmax(-1)}
+
+    trainer = make(Predicts(), bad_samples="skip", num_workers=0)
+    with pytest.raises(OSError, match="unreadable"):
+        trainer.predict(Rotten())
+
+
+def test_tied_weights_are_written_once_in_the_background_too():
+    def sizes(asynchronous, where):
+        task = MeanTask(mlp(4, 4, 4))
+        task.model[2].weight = task.model[0].weight
+        make(task, classes(outputs=4), save_async=asynchronous, run_dir=where).fit()
+        return sorted(load_file(f"{where}/checkpoints/step_00000020/model.safetensors"))
+
+    assert sizes(True, "a") == sizes(False, "b") == ["0.bias", "0.weight", "2.bias"]
+
+
+def test_the_same_command_with_a_path_goes_on_after_a_crash():
+    def crash(trainer):
+        raise RuntimeError("power cut")
+
+    make(run_dir="start", max_steps=4).fit()
+    whole, resumed = MeanTask(), MeanTask()
+    make(whole, run_dir="whole", resume="start").fit()
+    with pytest.raises(RuntimeError, match="power cut"):
+        make(resume="start", save_every=3, callbacks=[At(14, crash)]).fit()
+    trainer = make(resumed, resume="start", save_every=3)
+    trainer.fit()
+    assert same(weights(whole), weights(resumed))
+    assert not Path("run/checkpoints/given-up-1").exists()
+    assert "going on from run/checkpoints/step_00000012" in Path("run/log.txt").read_text()
+
+
+def test_other_data_or_another_model_is_another_command():
+    def crash(trainer):
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        make(run_dir=None, save_every=4, callbacks=[At(10, crash)]).fit()
+    (folder,) = Path("runs").iterdir()
+    assert make(data=classes(seed=9), run_dir=None, save_every=4).fit().run_folder != folder
+    assert make(MeanTask(mlp(hidden=9)), run_dir=None, save_every=4).fit().run_folder != folder
+    assert make(run_dir=None, save_every=4).fit().run_folder == folder
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    """The system refuses to let files grow: every library wraps that in an error of its own."""
+    import resource
+
+    make(MeanTask(mlp(hidden=2048)), max_steps=2).fit()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+        with pytest.raises(SaveFailed, match="3 saves in a row failed"):
+            make(MeanTask(mlp(hidden=2048)), save_every=4).fit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
+    assert saved_steps() == [2]
+    assert make(MeanTask(mlp(hidden=2048))).fit().state.step == 20
+
+
+def test_a_failed_save_is_not_announced_and_is_tried_again(monkeypatch):
+    from trainformer.session import checkpoints
+
+    real, announced = checkpoints.write_component, []
+
+    def fails_first(folder, stem, format, state):
+        if not announced and "step_00000004" in str(folder):
+            raise OSError("disk full")
+        return real(folder, stem, format, state)
+
+    class Hears:
+        def on_save(self, trainer, path):
+            announced.append(Path(path).name)
+            assert Path(path).is_dir()
+
+    monkeypatch.setattr(checkpoints, "write_component", fails_first)
+    make(save_every=4, max_steps=8, callbacks=[Hears()]).fit()
+    assert announced == ["step_00000008"]
+
+
+def test_what_the_data_decide_is_derived_in_the_config():
+    from trainformer.tasks import ImageClassification
+
+    x, y = torch.randint(0, 256, (12, 3, 32, 32), dtype=torch.uint8), torch.arange(12) % 3
+    task = ImageClassification("test_resnet", pretrained=False, label_smoothing=0.1)
+    config = Trainer(task, (x, y), log="none").context.config
+    sources = {
+        key: config.source(f"task/{key}").name
+        for key in ("num_classes", "image_size", "in_chans", "mixup", "pretrained", "label_smoothing", "model_kwargs")
+    }
+    assert sources == {
+        "num_classes": "DERIVED", "image_size": "DERIVED", "in_chans": "DERIVED", "mixup": "DEFAULT", "pretrained": "USER",
+        "label_smoothing": "USER", "model_kwargs": "DEFAULT",
+    }  # fmt: skip

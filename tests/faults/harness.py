@@ -92,7 +92,7 @@ class Tally:
         """Count a kill, and look at what it left behind."""
         self.kills += 1
         self.inside_saves += bool(drafts(folder))
-        self.inside_deletions += bool(list(folder.glob("**/checkpoints/.deleting-*")))
+        self.inside_deletions += bool(drafts(folder, "deleting"))
 
     def __iadd__(self, other: "Tally") -> "Tally":
         for name, value in vars(other).items():
@@ -100,9 +100,11 @@ class Tally:
         return self
 
 
-def drafts(folder: Path) -> list[Path]:
-    """Folders of checkpoints that are being written, or were when the writer was killed."""
-    return list(folder.glob("**/checkpoints/.writing-*"))
+def drafts(folder: Path, kind: str = "writing") -> list[str]:
+    """Names of checkpoints that are being written (or deleted), or were when the process was killed."""
+    roots = [folder / "run", *folder.glob("runs/*")]
+    names = [name for root in roots if (root / "checkpoints").is_dir() for name in os.listdir(root / "checkpoints")]
+    return [name for name in names if name.startswith(f".{kind}-")]
 
 
 def kill_after(case: Case, folder: Path, seconds: float) -> bool:
@@ -118,7 +120,7 @@ def kill_in_save(case: Case, folder: Path, seconds: float, number: int = 1) -> b
 
     def reached() -> bool:
         # What an earlier victim left is there until the new one clears it away: only drafts of this one count.
-        own.update(d.name for d in drafts(folder) if d.name.endswith(f"-{process.pid}"))
+        own.update(name for name in drafts(folder) if name.endswith(f"-{process.pid}"))
         return len(own) >= number
 
     if wait_for(reached, process, _MOST_SECONDS):
