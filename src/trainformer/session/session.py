@@ -191,13 +191,13 @@ class Session:
         settings = self.settings
         settings.validate()
         self.control.reset()
-        first = self.folder is None
-        folder = self.folder = self.folder or self._choose_folder()
+        folder = self.folder or self._choose_folder()
         with ExitStack() as stack:
             stack.enter_context(folder.log_file())
             stack.enter_context(messages_on(self.console, wanted="console" in _as_list(settings.log)))
-            if first:
+            if self.folder is None:
                 self._prepare(folder)
+                self.folder = folder
             self.backend.schedule_for(self.total_steps())
             record_changes(self)
             stack.enter_context(folder.recording(self.context.config))
