@@ -1,8 +1,8 @@
 """What a training loop costs: time per step of several frameworks on a model so small that the loop is all there is.
 
 Owns how time is taken and what is made of it; who is measured, and on what, is in `contestants.py`. Each contestant
-trains in a process of its own, and they take turns of a few hundred steps: one trains while all others wait. A turn
-lasts a fraction of a second, and ratios are taken within a round of turns, so that what else the machine does meets all
+trains in a process of its own, and they take turns of 150 steps: one trains while all others wait. A turn lasts a
+fraction of a second, and ratios are taken within a round of turns, so that what else the machine does meets all
 alike. Set-up is not measured. The clock is read in the one function that every contestant calls once per step, the
 loss, so that nothing is hooked into anybody's loop.
 
@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-LEAD = 100  # steps at the beginning of a turn that are not timed: caches are cold after the wait
+LEAD = 50  # steps at the beginning of a turn that are not timed: caches are cold after the wait
 SAME, ALIKE = 1e-3, 0.05  # how far a final loss may be off: where the order of samples is the same, and where not
 
 console = Console()
@@ -330,8 +330,8 @@ def available(contestant: Contestant) -> bool:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     keys = [c.key for c in CONTESTANTS]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=60, help="turns that every contestant gets")
-    parser.add_argument("--steps", type=int, default=2 * LOG_EVERY, help="timed steps of a turn")
+    parser.add_argument("--rounds", type=int, default=100, help="turns that every contestant gets")
+    parser.add_argument("--steps", type=int, default=LOG_EVERY, help="timed steps of a turn")
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that are not idle")

@@ -148,12 +148,14 @@ class Loop:
         if self._watches_clock:
             self._now = time.perf_counter()
         first = step == 1 and plan.log_every is not None
-        # The last record of a run comes before its last evaluation, not after.
-        last = epoch is not None and self._finished()
+        # What the end of a run makes due belongs to its last step, before the checkpoint of that step is written:
+        # whoever is killed afterwards finds everything done.
+        last = self._finished()
         if first or last or control.should_log or self._due(plan.log_every, self._logged[0], epoch):
             self._log_rest()
-        save = control.should_save or self._due(plan.save_every, self._saved, epoch)
+        save = control.should_save or self._due(plan.save_every, self._saved, epoch) or (last and plan.save_at_end)
         evaluate = control.should_evaluate or self._due(plan.eval_every, self._evaluated, epoch)
+        evaluate |= last and plan.eval_at_end and not control.should_stop
         if evaluate or (save and plan.eval_on_save):
             save |= self._evaluate()
         if epoch is not None:
@@ -259,6 +261,7 @@ class Loop:
         self._saved = time.perf_counter()
         self._paused += self._saved - began
         if path is not None:
+            state.saved_at = state.step
             self.bus.emit(Event.SAVE, path)
 
     # -- small questions -----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class RunState:
     saved_at: int = -1
     best_metrics: dict[str, float] = field(default_factory=dict)
     best_step: int = -1
+    stopped: list[str] = field(default_factory=list)  # who ended the run before its time, and why
     log_history: list[dict[str, float]] = field(default_factory=list)
     # Values of the steps since the last log record: without them the first record after a restart would be the mean
     # of fewer steps than in a run that was never stopped. Filled in when the state is saved.

@@ -44,6 +44,7 @@ class Checkpointer:
         self.retention = retention
         self.asynchronous = asynchronous
         self.failures = 0
+        self._last_error: OSError | None = None
         self.blocked = 0.0  # seconds for which saves have kept the loop waiting
         self._writer = BackgroundWriter()
 
@@ -103,13 +104,25 @@ class Checkpointer:
         self.failures += 1
         kept = self.store.checkpoints()
         newest = f"the newest checkpoint is {kept[-1].path}" if kept else "there is no checkpoint yet"
-        if self.failures < _MOST_FAILURES:
-            logger.error("a checkpoint could not be written (%s); training goes on, %s", error, newest)
-        else:
-            raise SaveFailed(
-                f"{self.failures} saves in a row failed, the last with: {error}. Free some space or choose another "
-                f"run_dir, then run the same command again: it goes on from the last checkpoint ({newest})."
-            ) from error
+        ends = self.failures >= _MOST_FAILURES
+        outlook = f"this is number {self.failures} in a row" if ends else "training goes on"
+        logger.error("a checkpoint could not be written (%s); %s, %s", error, outlook, newest)
+        self._last_error = error
+        if ends:
+            self._give_up(f"{self.failures} saves in a row failed, the last with: {error}.")
+
+    def conclude(self) -> None:
+        """At the end of a run: wait for the last save. A run whose result is nowhere has not finished."""
+        self.finish()
+        if self.failures:
+            self._give_up(f"The last save of the run failed with: {self._last_error}.")
+
+    def _give_up(self, what: str) -> None:
+        kept = self.store.checkpoints()
+        newest = f"from {kept[-1].path}" if kept else "from the beginning, since there is no checkpoint yet"
+        raise SaveFailed(
+            f"{what} Free some space or choose another run_dir, then run the same command again: it goes on {newest}."
+        ) from self._last_error
 
 
 def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None) -> dict[str, Any]:

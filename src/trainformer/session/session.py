@@ -191,6 +191,8 @@ class Session:
         settings = self.settings
         settings.validate()
         self.control.reset()
+        if self.folder is not None:
+            self.state.stopped = []  # called again on purpose: whoever stopped it then does not stop it now
         folder = self.folder or self._choose_folder()
         with ExitStack() as stack:
             stack.enter_context(folder.log_file())
@@ -205,6 +207,8 @@ class Session:
             stack.enter_context(folder.status(self._outcome))
             stack.enter_context(self._logging())
             stack.enter_context(obeying_signals(self.control))
+            if self.state.stopped:
+                self.control.stop(self.state.stopped[1], by=self.state.stopped[0])
             self._announce()
             stack.enter_context(self._failing_loudly())
             self._loop = self._make_loop()
@@ -275,7 +279,7 @@ class Session:
         assert self._checkpointer is not None
         try:
             yield
-            self._checkpointer.finish()
+            self._checkpointer.conclude()
         except BaseException as error:
             self.backend.end_step()
             self.bus.emit(Event.ERROR, error)
@@ -302,7 +306,8 @@ class Session:
         """Loggers are open inside; a run that goes on continues its old records."""
         if self.state.step > 0:
             self.loggers.load_state_dict(self.loggers.state_dict())
-            self.loggers.continue_from(self.state.step)
+        # Also at step 0: a run that was killed before its first checkpoint begins again, its old records do not count.
+        self.loggers.continue_from(self.state.step)
         self.loggers.init(self.context.config.to_wandb_config())
         try:
             yield
@@ -316,6 +321,12 @@ class Session:
 
     def _announce(self) -> None:
         state, total = self.state, self.total_steps()
+        if state.stopped:
+            logger.warning(
+                "nothing left to train: the run was stopped at step %d by %s: %s. Call fit() again or load the "
+                "checkpoint to go on all the same, or pass resume=None to begin anew.", state.step, *state.stopped,
+            )  # fmt: skip
+            return
         if total is not None and state.step >= total:
             logger.warning(
                 "nothing left to train: %d of %d steps are done. Raise epochs or max_steps to go on, "
@@ -419,7 +430,11 @@ class Session:
     def run_state(self) -> dict[str, Any]:
         """Where the run is, with what the next log record is to be made of."""
         pending = self._loop.pending_values() if self._loop is not None else []
-        return {**self.state.state_dict(), "pending": pending}
+        control = self.control
+        # A signal ends the process; a callback ends the run, also for the next process with the same command.
+        ended = control.should_stop and control.signal is None
+        stopped = [control.stopped_by, control.stop_reason] if ended else []
+        return {**self.state.state_dict(), "pending": pending, "stopped": stopped}
 
     def save_file(self, path: Path) -> Path:
         """Write everything to one file of the user's choice."""
@@ -429,6 +444,7 @@ class Session:
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Go on from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
         give_back(self.components(), read_states(path), only)
+        self.state.stopped = []  # loaded on purpose, to go on
         logger.info("going on from %s (step %d)", path, self.state.step)
 
     @contextmanager

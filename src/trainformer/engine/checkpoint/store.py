@@ -25,7 +25,7 @@ logger = logging.getLogger("trainformer")
 LATEST = "latest"
 _PROTECTED = "protected"
 _NAME = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.(?:writing|deleting)-step_\d+-(\d+)")
+_LEFTOVER = re.compile(r"\.(?:writing-step_\d+|deleting-step_\d+|latest)-(\d+)")
 _REPLACED = re.compile(r"\.replaced-(step_\d+)-(\d+)")
 
 
@@ -160,7 +160,10 @@ class CheckpointStore:
                 else:
                     shutil.rmtree(path, ignore_errors=True)
             elif (match := _LEFTOVER.fullmatch(path.name)) and not is_alive(int(match[1])):
-                shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 def protect(checkpoint: Checkpoint, on: bool = True) -> None:
