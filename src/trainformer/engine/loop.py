@@ -150,7 +150,7 @@ class Loop:
         first = step == 1 and plan.log_every is not None
         # What the end of a run makes due belongs to its last step, before the checkpoint of that step is written:
         # whoever is killed afterwards finds everything done.
-        last = self._finished()
+        last = self._finished() and control.signal is None
         if first or last or control.should_log or self._due(plan.log_every, self._logged[0], epoch):
             self._log_rest()
         save = control.should_save or self._due(plan.save_every, self._saved, epoch) or (last and plan.save_at_end)
@@ -170,7 +170,9 @@ class Loop:
     def _wind_up(self) -> None:
         """What is outstanding after the last step: the last log record, evaluation and checkpoint."""
         self.backend.verify(self.state.step)
-        self._log_rest()
+        if self.control.signal is None:
+            # A signal ends the process, not the run: what is not yet logged is saved, and logged when it goes on.
+            self._log_rest()
         keep = False
         if self.plan.eval_at_end and not self.control.should_stop and self.state.step > 0:
             keep = self._evaluate()

@@ -95,10 +95,13 @@ class Checkpointer:
         formats = {c.key: c.format for c in states}
         checkpoint = self.store.write(Manifest(**{**vars(manifest), "formats": formats}), fill)
         logger.info("saved %s", checkpoint.path)
-        # Only after a complete save is anything deleted.
+        self.tidy()  # only after a complete save is anything deleted
+        self.failures = 0
+
+    def tidy(self) -> None:
+        """Delete what no rule keeps."""
         for old in self.retention.doomed(self.store.checkpoints()):
             self.store.delete(old)
-        self.failures = 0
 
     def _note(self, error: OSError) -> None:
         self.failures += 1

@@ -94,7 +94,14 @@ class RunFolder:
         self._write_status(outcome())
 
     def _write_status(self, status: str) -> None:
-        content = {"status": status, "process": os.getpid(), "fingerprint": self.fingerprint, "time": time.time()}
+        process = os.getpid()
+        content = {
+            "status": status,
+            "process": process,
+            "identity": process_identity(process),
+            "fingerprint": self.fingerprint,
+            "time": time.time(),
+        }
         write_atomically(self.path / "status.json", json.dumps(content).encode())
 
     @contextmanager
@@ -133,8 +140,17 @@ def _was_cut_short(status: dict[str, Any], fingerprint: str) -> bool:
     """Whether a run of this very command did not come to its end, and no process is working on it."""
     if status.get("fingerprint") != fingerprint or status["status"] in ("finished", "stopped"):
         return False
-    mine_or_alive = status["process"] == os.getpid() or is_alive(status["process"])
-    return not (status["status"] == "running" and mine_or_alive)
+    return not (status["status"] == "running" and process_identity(status["process"]) == status["identity"])
+
+
+def process_identity(number: int) -> str | None:
+    """What tells a process from a later one with the same number (in a container it is often the same every time)."""
+    try:
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(number) if not Path("/proc/self").exists() and is_alive(number) else None
+    return f"{number}-{fields[19]}-{boot}"  # field 22 of the whole line: when it was started
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -249,6 +249,7 @@ class Session:
             self._resume(self._checkpointer.store, folder)
         # Checkpoints after this step belong to a run that was given up; they would pass for the newest.
         self._checkpointer.store.set_aside(after=self.state.step)
+        self._checkpointer.tidy()  # the run before may have been killed between a save and this
 
     def _resume(self, store: CheckpointStore, folder: RunFolder) -> None:
         if self.settings.resume is None:
