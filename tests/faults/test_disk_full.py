@@ -56,7 +56,7 @@ def test_a_failure_costs_no_other_save(tmp_path, references):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_failing_last_save_is_not_success(tmp_path, references, name):
-    """Whatever a run ends with, it must not say that it finished when its result is nowhere."""
+    """However often it is tried: a run must not say that it finished when its result is nowhere."""
     case = CASES[name]
     code = finish(launch(replace(case, failing_saves=(9, 10)), tmp_path), tmp_path)
     assert "could not be written" in (tmp_path / "run/log.txt").read_text()
