@@ -335,8 +335,8 @@ def available(contestant: Contestant) -> bool:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     keys = [c.key for c in CONTESTANTS]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="turns that every contestant gets")
-    parser.add_argument("--steps", type=int, default=3000, help="timed steps of a turn")
+    parser.add_argument("--rounds", type=int, default=100, help="turns that every contestant gets")
+    parser.add_argument("--steps", type=int, default=LOG_EVERY, help="timed steps of a turn")
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that are not idle")
