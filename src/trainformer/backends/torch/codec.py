@@ -28,15 +28,12 @@ def write_weights(folder: Path, stem: str, state: Mapping[str, Tensor], most: in
     shards = _shards(tensors, most)
     metadata = {"format": "pt", _ALIASES: json.dumps(aliases)}
     if len(shards) == 1:
-        name = f"{stem}.safetensors"
-        save_file(shards[0], folder / name, metadata)
-        return [name]
+        return [_save(shards[0], folder, f"{stem}.safetensors", metadata)]
     names: list[str] = []
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / name, metadata)
-        names.append(name)
+        names.append(_save(shard, folder, name, metadata))
         index |= dict.fromkeys(shard, name)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     name = f"{stem}.safetensors.index.json"
@@ -105,6 +102,12 @@ def read_component(folder: Path, names: list[str], format: str) -> Any:
         return json.loads((folder / names[0]).read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / names[0]} cannot be read as JSON: it is damaged. ({error})") from error
+
+
+def _save(tensors: dict[str, Tensor], folder: Path, name: str, metadata: dict[str, str]) -> str:
+    save_file(tensors, folder / name, metadata)
+    (folder / name).chmod(0o644)  # safetensors makes it readable by its owner alone, unlike every other file here
+    return name
 
 
 def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
