@@ -26,4 +26,7 @@ def pytest_collection_modifyitems(items):
 def _in_a_clean_place(tmp_path, monkeypatch):
     """Tests that do not name a folder write to a fresh one, and begin from the same random numbers."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")  # rich draws nothing on a terminal that calls itself dumb
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)

@@ -65,3 +65,17 @@ def test_it_reads_no_loss():
 
     _, bar, _ = run(True)
     assert bar.on_step_end(None, 1, Unreadable()) is None
+
+
+def test_a_dumb_terminal_gets_lines_instead(monkeypatch):
+    from trainformer.loggers import ConsoleLogger
+
+    monkeypatch.setenv("TERM", "dumb")
+    trainer, _, file = run(True)
+    trainer.fit()
+    assert "━" not in file.getvalue()
+    lines = io.StringIO()
+    logger = ConsoleLogger(Console(file=lines, force_terminal=True))
+    logger.init({})
+    logger.log({"train/loss": 0.5}, 10)
+    assert "loss 0.5" in lines.getvalue()

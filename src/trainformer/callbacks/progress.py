@@ -37,7 +37,7 @@ class ProgressBar:
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
         """Show the bar."""
-        if not self.console.is_terminal:
+        if not self._can_draw():
             return
         self._open(transient=False)
         assert self._bar is not None
@@ -66,7 +66,7 @@ class ProgressBar:
     def on_eval_batch(self, trainer: TrainerLike, done: int, total: int | None) -> None:
         """A bar for an evaluation or prediction, inside a run or on its own."""
         if self._bar is None:
-            if not self.console.is_terminal:
+            if not self._can_draw():
                 return
             self._open(transient=True)
         assert self._bar is not None
@@ -91,6 +91,9 @@ class ProgressBar:
     def on_error(self, trainer: TrainerLike, error: BaseException) -> None:
         """Give the terminal back."""
         self._close()
+
+    def _can_draw(self) -> bool:
+        return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _open(self, transient: bool) -> None:
         self._bar = Progress(

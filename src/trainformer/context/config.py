@@ -78,15 +78,16 @@ class PipelineConfig:
 
     def set_user(self, key: str, value: Any, filterable: bool = False) -> None:
         """A value the user chose."""
-        self._values[key] = ConfigValue(value, ConfigSource.USER, filterable=filterable)
+        self._put(key, value, ConfigSource.USER, filterable)
 
     def set_default(self, key: str, value: Any, filterable: bool = False) -> None:
         """A value to fall back on: whatever is set already stays."""
-        self._values.setdefault(key, ConfigValue(value, ConfigSource.DEFAULT, filterable=filterable))
+        if key not in self:
+            self._put(key, value, ConfigSource.DEFAULT, filterable)
 
     def set_from_data(self, key: str, value: Any, filterable: bool = False) -> None:
         """A value that the data set determines."""
-        self._values[key] = ConfigValue(value, ConfigSource.DATA, filterable=filterable)
+        self._put(key, value, ConfigSource.DATA, filterable)
 
     def set_derived(self, key: str, value: Any, depends_on: Sequence[str], filterable: bool = False) -> None:
         """A value computed from others. Those may still be unknown, but must not in turn depend on this one."""
@@ -100,11 +101,17 @@ class PipelineConfig:
                 f"Expected derived values to depend on each other in one direction, received a cycle: "
                 f"{' -> '.join([key, *cycle])}. Compute one of them from other values."
             )
-        self._values[key] = ConfigValue(value, ConfigSource.DERIVED, tuple(depends_on), filterable)
+        self._put(key, value, ConfigSource.DERIVED, filterable, depends_on)
 
     def set_env(self, key: str, value: Any) -> None:
         """A property of the machine. Logged, but not part of a checkpoint."""
-        self._values[key] = ConfigValue(value, ConfigSource.ENV, checkpoint=False)
+        self._put(key, value, ConfigSource.ENV, filterable=False)
+
+    def _put(
+        self, key: str, value: Any, source: ConfigSource, filterable: bool, depends_on: Sequence[str] = ()
+    ) -> None:
+        lasting = source is not ConfigSource.ENV
+        self._values[key] = ConfigValue(value, source, tuple(depends_on), filterable=filterable, checkpoint=lasting)
 
     # -- reading ---------------------------------------------------------------------------------------------
 

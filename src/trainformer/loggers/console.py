@@ -58,7 +58,8 @@ class ConsoleLogger(BaseLogger):
                 lines.setdefault(kind, {})[rest] = value
             else:
                 lines.setdefault("step", {})[key.removeprefix("train/")] = value
-        train_lines = not console.is_terminal if self.train_lines is None else self.train_lines
+        has_bar = console.is_terminal and not console.is_dumb_terminal
+        train_lines = not has_bar if self.train_lines is None else self.train_lines
         for kind, values in lines.items():
             if kind != "step":
                 self._print(console, self._line(kind, step, values), "bold green")

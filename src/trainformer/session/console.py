@@ -1,4 +1,4 @@
-"""Messages of a run on the console, above the progress bar."""
+"""Messages of a run: on the console, above the progress bar, and wherever else they are wanted."""
 
 from __future__ import annotations
 
@@ -27,12 +27,20 @@ def messages_on(console: Console, wanted: bool) -> Iterator[None]:
     if not wanted or logging.getLogger().handlers:
         yield
         return
-    handler = _ConsoleHandler(console)
+    with messages_to(_ConsoleHandler(console)):
+        yield
+
+
+@contextmanager
+def messages_to(handler: logging.Handler) -> Iterator[None]:
+    """Give a handler trainformer's messages meanwhile, then close it."""
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        handler.close()

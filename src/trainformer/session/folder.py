@@ -14,6 +14,7 @@ from typing import Any
 
 from trainformer.context import PipelineConfig
 from trainformer.engine.checkpoint.store import is_alive
+from trainformer.session.console import messages_to
 
 logger = logging.getLogger("trainformer")
 
@@ -109,16 +110,8 @@ class RunFolder:
         """Everything logged by trainformer meanwhile also goes to ``log.txt``."""
         handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        level = logger.level
-        logger.addHandler(handler)
-        if not logger.isEnabledFor(logging.INFO):
-            logger.setLevel(logging.INFO)
-        try:
+        with messages_to(handler):
             yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            handler.close()
 
 
 def _read_status(path: Path) -> dict[str, Any]:
