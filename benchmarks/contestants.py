@@ -148,38 +148,18 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 # -- by hand -----------------------------------------------------------------------------------------------
 
 
-def by_hand(job: Job, fused: bool | None = True) -> nn.Module:
-    """The loop to beat."""
+def by_hand(job: Job, fused: bool | None = True, plain_data: bool = False) -> nn.Module:
+    """The loop to beat. `plain_data`: over a `TensorDataset` with torch's own collation, as most people write it."""
     device, model = job.device, job.model.to(job.device).train()
     optimizer = job.optimizer(fused)
     schedule, record = job.schedule(optimizer), job.recorder()
     parameters = list(model.parameters())
+    loader = job.loader(TensorDataset(*job.samples)) if plain_data else job.loader()
+    inputs, targets = (0, 1) if plain_data else ("x", "y")
     running = torch.zeros((), device=device)
-    for step, batch in enumerate(islice(endless(job.loader()), job.steps), start=1):
-        x, y = batch["x"].to(device, non_blocking=True), batch["y"].to(device, non_blocking=True)
+    for step, batch in enumerate(islice(endless(loader), job.steps), start=1):
+        x, y = batch[inputs].to(device, non_blocking=True), batch[targets].to(device, non_blocking=True)
         loss = job.loss(model, x, y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        running += loss.detach()
-        if step % LOG_EVERY == 0:
-            record(step, running.item() / LOG_EVERY, schedule.get_last_lr()[0])
-            running.zero_()
-    return model
-
-
-def by_hand_with_tensor_dataset(job: Job) -> nn.Module:
-    """The same over a `TensorDataset` with torch's own collation, as most people write it."""
-    device, model = job.device, job.model.to(job.device).train()
-    optimizer = job.optimizer()
-    schedule, record = job.schedule(optimizer), job.recorder()
-    parameters = list(model.parameters())
-    running = torch.zeros((), device=device)
-    batches = endless(job.loader(TensorDataset(*job.samples)))
-    for step, (x, y) in enumerate(islice(batches, job.steps), start=1):
-        loss = job.loss(model, x.to(device, non_blocking=True), y.to(device, non_blocking=True))
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
@@ -427,7 +407,7 @@ CONTESTANTS = (
     Contestant(
         "hand-default-adamw", "hand-written, AdamW not fused", partial(by_hand, fused=None), main=False, exact=False
     ),
-    Contestant("hand-tensor-dataset", "hand-written, TensorDataset", by_hand_with_tensor_dataset, main=False),
+    Contestant("hand-tensor-dataset", "hand-written, TensorDataset", partial(by_hand, plain_data=True), main=False),
     Contestant("hand-every-trick", "hand-written, every trick", by_hand_with_every_trick, main=False),
     Contestant(
         "trainformer-alone", "trainformer, its own parts", trainformer_alone,

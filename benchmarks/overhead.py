@@ -347,6 +347,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds and --threads must be at least 1")
     if args.steps < 1 or args.steps % LOG_EVERY:
         parser.error(f"--steps must be a multiple of {LOG_EVERY}, so that every turn has its share of log points")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
     if args.device == "cuda" and args.clock == "cpu":
         parser.error("--clock cpu does not see what a GPU does; use --clock wall")
     return args
