@@ -85,7 +85,7 @@ def write_component(folder: Path, stem: str, format: str, state: Any) -> list[st
             return write_tensors(folder, stem, state)
     except (SafetensorError, RuntimeError) as error:
         # Both libraries hide the system's error behind one of their own.
-        raise OSError(f"{folder / stem} could not be written: {error}") from error
+        raise OSError(f"writing {folder / stem} failed: {error}") from error
     if format == "json":
         (folder / f"{stem}.json").write_text(json.dumps(state, indent=2))
         return [f"{stem}.json"]
