@@ -91,6 +91,7 @@ def test_examples_run(page, monkeypatch):
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     execute(page, module)
+    assert vars(module).keys() - {"__name__", "__doc__", "__builtins__"}, "the page's examples define nothing"
 
 
 def test_a_failing_example_names_page_and_line(tmp_path, monkeypatch):

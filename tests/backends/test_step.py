@@ -198,3 +198,13 @@ def test_no_read_of_the_device_between_log_points(monkeypatch):
         trainer.fit()
     assert set(reads) <= {1, 10, 20, 30, 32}, sorted(set(reads))
     assert 10 in reads
+
+
+def test_sparse_gradients_are_refused_with_advice():
+    class Words(MeanTask):
+        def __init__(self):
+            self.model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 3, sparse=True))
+
+    data = torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(BadArgument, match="sparse=False"):
+        train(Words(), data, batch_size=4, optimizer="sgd")
