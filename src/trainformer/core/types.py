@@ -23,12 +23,21 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Any] | None = None
 
 
+class Origin(NamedTuple):
+    """Which samples a batch holds: what random numbers that belong to a sample are derived from."""
+
+    seed: int
+    epoch: int
+    samples: Any  # an array of whole numbers, one per sample
+
+
 class Sized(NamedTuple):
     """A batch as the loader gives it, with the number of samples in it, and of those that could not be read."""
 
     data: Any
     size: int
     bad: int = 0
+    origin: Origin | None = None
 
 
 class Placed(NamedTuple):

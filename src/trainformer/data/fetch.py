@@ -16,15 +16,16 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetched(NamedTuple):
-    """A batch, how many samples are in it, and which could not be read and why."""
+    """A batch, how many samples are in it, which could not be read and why, and which draws the others are."""
 
     data: Any
     size: int
     bad: list[tuple[int, str]]
+    draws: np.ndarray
 
 
 class Fetcher:
-    """Turns indices into a batch.
+    """Turns draws into a batch: numbers of samples, or of repetitions of samples (see `order.distinct_draws`).
 
     Data that can be read as a whole (tensors, HF `datasets`) are read with one call. Everything else is read sample
     by sample, each with generators seeded by (seed, epoch, sample): random augmentation depends neither on
@@ -39,34 +40,46 @@ class Fetcher:
         self.skip_bad = skip_bad
         self._tensors = tensors_of(self.dataset) if collate is None else None
         self._reads_whole_batches = self._tensors is None and not skip_bad and reads_batches(self.dataset)
+        self._size = len(self.dataset)
 
-    def __call__(self, epoch: int, indices: np.ndarray, in_worker: bool = False) -> Fetched:
-        """The batch of these samples, as it looks in this epoch."""
-        chosen = indices if self._map is None else self._map[indices]
+    def __call__(self, epoch: int, draws: np.ndarray, in_worker: bool = False) -> Fetched:
+        """The batch of these draws, as it looks in this epoch."""
+        draws = self._below_subsets(draws)
         if self._tensors is not None:
-            index = torch.from_numpy(np.ascontiguousarray(chosen))
-            return Fetched(tuple(t.index_select(0, index) for t in self._tensors), len(chosen), [])
+            index = torch.from_numpy(np.ascontiguousarray(draws % self._size))
+            return Fetched(tuple(t.index_select(0, index) for t in self._tensors), len(draws), [], draws)
         collate = self.collate or default_collate
         if self._reads_whole_batches:
-            return Fetched(collate(self.dataset.__getitems__(chosen.tolist())), len(chosen), [])
+            data = collate(self.dataset.__getitems__((draws % self._size).tolist()))
+            return Fetched(data, len(draws), [], draws)
         # A worker process has its generators to itself; the main process shares them with the model's dropout.
         with nullcontext() if in_worker else preserved_generators():
-            samples, bad = self._read_all(epoch, chosen)
-            return Fetched(collate(samples) if samples else None, len(samples), bad)
+            samples, bad, read = self._read_all(epoch, draws)
+            return Fetched(collate(samples) if samples else None, len(samples), bad, draws[read] if bad else draws)
 
-    def _read_all(self, epoch: int, indices: np.ndarray) -> tuple[list[Any], list[tuple[int, str]]]:
+    def _below_subsets(self, draws: np.ndarray) -> np.ndarray:
+        """The same draws, numbered as the data set below any subsets numbers them."""
+        if self._map is None:
+            return draws
+        repetition, index = np.divmod(draws, len(self._map))
+        return self._map[index] + repetition * self._size
+
+    def _read_all(self, epoch: int, draws: np.ndarray) -> tuple[list[Any], list[tuple[int, str]], list[int]]:
         samples: list[Any] = []
         bad: list[tuple[int, str]] = []
-        for index in map(int, indices):
-            seed_generators(sample_key(self.seed, epoch, index))
+        read: list[int] = []
+        for place, draw in enumerate(map(int, draws)):
+            index = draw % self._size
+            seed_generators(sample_key(self.seed, epoch, draw))
             try:
                 samples.append(self.dataset[index])
+                read.append(place)
             except Exception as error:
                 if not self.skip_bad:
                     error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
                     raise
                 bad.append((index, f"{type(error).__name__}: {error}"))
-        return samples, bad
+        return samples, bad, read
 
 
 def unwrap_subsets(dataset: Any) -> tuple[Any, np.ndarray | None]:

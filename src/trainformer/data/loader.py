@@ -13,24 +13,38 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.core.types import Sized
+from trainformer.core.types import Origin, Sized
 from trainformer.data.fetch import Collate, Fetched, Fetcher, is_in_memory
-from trainformer.data.order import epoch_order, preserved_generators, sample_key, seed_generators
+from trainformer.data.order import distinct_draws, epoch_order, preserved_generators, sample_key, seed_generators
 
 logger = logging.getLogger("trainformer")
 
 _MOST_DEATHS = 3
 
 
+class EpochOrder(Protocol):
+    """What a sampler must have: the samples of an epoch, in order, as a pure function of (epoch, seed)."""
+
+    def order(self, epoch: int, seed: int) -> np.ndarray:
+        """Numbers of samples; one may occur several times."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
 class DatasetSource:
-    """Batches of a data set with a length. `num_workers=None` chooses: none for data in memory."""
+    """Batches of a data set with a length. `num_workers=None` chooses: none for data in memory.
+
+    A `sampler` says which samples an epoch holds and in which order; without one it is every sample once. With
+    `drop_last` the last batch is left out if it is smaller than the others.
+    """
 
     def __init__(
         self,
@@ -38,6 +52,8 @@ class DatasetSource:
         batch_size: int,
         *,
         shuffle: bool = False,
+        sampler: EpochOrder | None = None,
+        drop_last: bool = False,
         seed: int = 0,
         collate: Collate | None = None,
         num_workers: int | None = None,
@@ -46,9 +62,15 @@ class DatasetSource:
     ) -> None:
         if len(dataset) == 0:
             raise DataError(expected("a data set with at least one sample", "an empty one"))
+        if drop_last and len(dataset if sampler is None else sampler) < batch_size:
+            size = len(dataset if sampler is None else sampler)
+            advice = "Pass a smaller batch_size, or drop_last=False."
+            raise BadArgument(expected(f"at least {batch_size} samples for one batch with drop_last", size, advice))
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.sampler = sampler
+        self.drop_last = drop_last
         self.seed = seed
         self.num_workers = suitable_workers(dataset) if num_workers is None else num_workers
         self._fetch = Fetcher(dataset, collate, seed, skip_bad)
@@ -59,21 +81,29 @@ class DatasetSource:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of batches, the last and perhaps smaller one included."""
-        return -(-len(self.dataset) // self.batch_size)
+        """Number of batches, the last and perhaps smaller one included, unless it is dropped."""
+        samples = len(self.dataset if self.sampler is None else self.sampler)
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
         """What is left of an epoch after `position` samples."""
-        order = epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)[position:]
+        order = self._order(epoch)[position:]
         chunks = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         passed_over = 0  # samples of batches in which none could be read; they count with the next batch
-        for data, size, bad in self._fetched(epoch, chunks):
+        for data, size, bad, draws in self._fetched(epoch, chunks):
             self._report(bad)
             if size:
-                yield Sized(data, size, len(bad) + passed_over)
+                yield Sized(data, size, len(bad) + passed_over, Origin(self.seed, epoch, draws))
                 passed_over = 0
             else:
                 passed_over += len(bad)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self.sampler is None:
+            order = epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)
+        else:
+            order = distinct_draws(self.sampler.order(epoch, self.seed), len(self.dataset))
+        return order[: len(order) // self.batch_size * self.batch_size] if self.drop_last else order
 
     def _fetched(self, epoch: int, chunks: list[np.ndarray]) -> Iterator[Fetched]:
         if self.num_workers == 0:
@@ -207,10 +237,14 @@ class LoaderSource:
             seed_generators(sample_key(self.seed, epoch, 0))
             iterator = iter(self.loader)
             head = list(islice(iterator, max(batch, 1)))
-        for data in head[batch:]:
-            yield Sized(data, batch_length(data))
-        for data in iterator:
-            yield Sized(data, batch_length(data))
+        yield from self._sized(epoch, chain(head[batch:], iterator), position)
+
+    def _sized(self, epoch: int, batches: Iterable[Any], position: int) -> Iterator[Sized]:
+        """Nobody knows which samples these are; their places in the epoch stand for them."""
+        for data in batches:
+            size = batch_length(data)
+            yield Sized(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
+            position += size
 
     def _announce(self, epoch: int) -> None:
         """Tell the loader and its parts which epoch it is, where they want to know."""
@@ -246,7 +280,7 @@ class StatefulLoaderSource(LoaderSource):
             first = list(islice(rest, 1))
             # At the very end of an epoch a loader has nothing left; the next one then begins as usual.
             if first or batch:
-                yield from (Sized(data, batch_length(data)) for data in chain(first, rest))
+                yield from self._sized(epoch, chain(first, rest), position)
                 return
         yield from super().batches(epoch, batch, position)
 

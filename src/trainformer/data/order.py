@@ -43,6 +43,37 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def sample_keys(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
+    """`sample_key` for many samples at once.
+
+    >>> sample_keys(3, 1, np.array([5, 9])).tolist() == [sample_key(3, 1, 5), sample_key(3, 1, 9)]
+    True
+    """
+    base = np.uint64(_mix(((seed & _MASK) + 0x9E3779B97F4A7C15 + epoch) & _MASK))
+    z = samples.astype(np.uint64) + (np.array([base]) + np.uint64(0x9E3779B97F4A7C15))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def distinct_draws(order: np.ndarray, size: int) -> np.ndarray:
+    """Mark repetitions: the n-th occurrence (from 0) of a sample among `size` becomes ``sample + n * size``.
+
+    A sample that is drawn twice in an epoch is to be augmented in two ways, so each draw needs a number of its own.
+
+    >>> distinct_draws(np.array([2, 0, 2, 2]), size=10).tolist()
+    [2, 0, 12, 22]
+    """
+    by_sample = np.argsort(order, kind="stable")
+    ordered, places = order[by_sample], np.arange(len(order))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    occurrence = places - np.maximum.accumulate(np.where(first, places, 0))
+    draws = np.empty(len(order), dtype=np.int64)
+    draws[by_sample] = ordered + occurrence * size
+    return draws
+
+
 def seed_generators(key: int) -> None:
     """Seed Python's, NumPy's and torch's CPU generator: some 15 us, which decoding an image dwarfs."""
     random.seed(key)

@@ -30,6 +30,8 @@ class LoadOptions:
     num_workers: int | None
     pin_memory: bool
     skip_bad: bool = False
+    sampler: Any = None  # for training only, as is the next
+    drop_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,23 +108,40 @@ def is_loader(data: Any) -> bool:
 def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Source:
     """Batches of loaded data, prepared by the task for training or evaluation."""
     if is_loader(data):
+        _refuse_sampling(options, train, "a loader has a sampler and batches of its own; set them there")
         return loader_source(data, options.seed)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
     collate = task.collate_fn if provides(task, "collate_fn") else None
     if isinstance(data, IterableDataset):
+        _refuse_sampling(options, train, "a data set without a length cannot be sampled from")
         workers = options.num_workers or 0
         return stream_source(data, options.batch_size, seed=options.seed, collate=collate, num_workers=workers)
     return DatasetSource(
         data,
         options.batch_size,
         shuffle=train,
+        sampler=_sampler_for(data, options) if train else None,
+        drop_last=options.drop_last and train,
         seed=options.seed,
         collate=collate,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
         skip_bad=options.skip_bad,
     )
+
+
+def _sampler_for(data: Any, options: LoadOptions) -> Any:
+    if options.sampler is None:
+        return None
+    from trainformer.data.samplers import make_sampler
+
+    return make_sampler(options.sampler, data, batch_size=options.batch_size, seed=options.seed)
+
+
+def _refuse_sampling(options: LoadOptions, train: bool, why: str) -> None:
+    if train and options.sampler is not None:
+        raise BadArgument(expected("no sampler", options.sampler, f"Leave it out: {why}."))
 
 
 def size_of(data: Any) -> int | None:

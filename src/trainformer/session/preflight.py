@@ -160,7 +160,8 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
     report.add("forward and backward", problems, f"loss {loss:.4g}")
     backend = session.backend
     named = [(backend.names.get(id(p), "unnamed parameter"), p.grad) for p in backend.parameters]
-    without = [name for name, grad in named if grad is None]
+    resting = {id(p) for p in session.task.resting_parameters()} if provides(session.task, "resting_parameters") else {}
+    without = [backend.names[id(p)] for p in backend.parameters if p.grad is None and id(p) not in resting]
     broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
     zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
     if zero:

@@ -38,7 +38,7 @@ class Probe:
 
     def drop(self) -> None:
         """Drop gradients."""
-        self._backend.end_step()
+        self._backend.drop_step()
 
     def step(self, batch: Placed, lr: float | None = None) -> float:
         """One optimizer step on a batch, at a given rate or at that of the first step; its loss."""
@@ -55,4 +55,4 @@ class Probe:
             return backend.window_loss()
         finally:
             backend.schedule = schedule
-            backend.end_step()
+            backend.drop_step()

@@ -28,6 +28,8 @@ def record_config(session: Session) -> None:
     """Fill the context's config: settings, environment, data, task, and what follows from them."""
     config, settings = session.context.config, session.settings
     record_arguments(config, settings.values(), settings.defaults(), session.passed, _FILTERABLE)
+    for name, value in session.suited.items():
+        config.set_derived(name, value, ("task_type",), filterable=name in _FILTERABLE)
     _record_environment(session)
     info = session.info
     config.set_from_data("num_samples", info.num_samples)

@@ -81,6 +81,7 @@ class Session:
         self._last_metrics: dict[str, float] = {}
 
         self._check_task()
+        self.suited = self._suit_to_task()
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
         self.info = loaded.info
         self.declared = declared_arguments(task)
@@ -104,6 +105,20 @@ class Session:
                 expected("a task: an object with `model`, `train_step` and `eval_step`", what, "See trainformer.tasks.")
             )
 
+    def _suit_to_task(self) -> dict[str, Any]:
+        """Settings that the user left alone, as the task wants them."""
+        if not provides(self.task, "training_defaults"):
+            return {}
+        wanted = self.task.training_defaults(self.settings)
+        unknown = sorted(set(wanted) - set(RunSettings.defaults()))
+        if unknown:
+            raise BadArgument(expected("training_defaults to name settings of the run", ", ".join(unknown)))
+        suited = {name: value for name, value in wanted.items() if name not in self.passed}
+        for name, value in suited.items():
+            setattr(self.settings, name, value)
+        self.settings.validate()
+        return suited
+
     def _torch_settings(self) -> TorchSettings:
         names = TorchSettings.__dataclass_fields__
         return TorchSettings(**{name: getattr(self.settings, name) for name in names})
@@ -116,6 +131,8 @@ class Session:
             num_workers=settings.num_workers,
             pin_memory=self.backend.device.type == "cuda",
             skip_bad=settings.bad_samples == "skip",
+            sampler=settings.sampler,
+            drop_last=settings.drop_last,
         )
 
     def _evaluation_source(self, data: Any, batch_size: int | None = None) -> Source:
@@ -282,7 +299,7 @@ class Session:
             yield
             self._checkpointer.conclude()
         except BaseException as error:
-            self.backend.end_step()
+            self.backend.drop_step()
             self.bus.emit(Event.ERROR, error)
             raise
         finally:
@@ -455,7 +472,7 @@ class Session:
         try:
             yield Probe(self)
         finally:
-            self.backend.end_step()
+            self.backend.drop_step()
             self.backend.guard.reset()
             self.restore_trained(before)
 

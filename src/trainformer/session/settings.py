@@ -27,6 +27,8 @@ class RunSettings:
     eval_batch_size: int | None = None  # None: as batch_size
     lr: float = 1e-4
     weight_decay: float = 0.01
+    weight_decay_end: float | None = None  # where a cosine leads it over the run; None: constant
+    layer_decay: float | None = None  # each layer below the head gets the rate of the one above times this
     warmup_ratio: float = 0.1
     gradient_clip: float | None = 1.0
     accumulation_steps: int = 1
@@ -36,6 +38,8 @@ class RunSettings:
     oom: str = "split"  # out of memory: split the micro-batch and repeat the step, or raise
     bad_samples: str = "raise"  # a sample that cannot be read: raise, or skip, count and name it
     seed: int = 42
+    sampler: Any = None  # balanced, pk, repeated, a sampler, or a function of the data set; None: every sample once
+    drop_last: bool = False  # leave out the last batch of an epoch if it is smaller
 
     # Where and how it is computed
     device: Any = None  # None: the best there is
@@ -87,6 +91,10 @@ class RunSettings:
             self._whole("num_workers", least=0)
         self._number("lr", lambda v: v > 0, "a positive number")
         self._number("weight_decay", lambda v: v >= 0, "a number of at least 0")
+        if self.weight_decay_end is not None:
+            self._number("weight_decay_end", lambda v: v >= 0, "a number of at least 0, or None")
+        if self.layer_decay is not None:
+            self._number("layer_decay", lambda v: 0 < v <= 1, "a number above 0 and up to 1, or None")
         self._number("warmup_ratio", lambda v: 0 <= v <= 1, "a number from 0 to 1")
         if self.gradient_clip is not None:
             self._number("gradient_clip", lambda v: v >= 0, "a number of at least 0, or None")

@@ -63,6 +63,13 @@ class TaskBase:
     def configure(self, info: DatasetInfo) -> None:
         """Called once, before anything is built, with what the data say (number of classes, shape of inputs)."""
 
+    def training_defaults(self, settings: Any) -> dict[str, Any]:
+        """Settings of the run that suit this task, by name. They count where the user did not choose.
+
+        `settings` are the run's settings as they are, to derive from: a learning rate from the batch size, say.
+        """
+        return {}
+
     def load_data(self, path: str) -> Dataset:
         """The data set behind a path or name."""
         raise NotImplementedError(
@@ -102,6 +109,9 @@ class TaskBase:
     def on_step_end(self, step: int, max_steps: int) -> None:
         """After each optimizer step (not each micro-batch): momentum networks, queues. `step` counts from 1."""
 
+    def on_step_dropped(self) -> None:
+        """Instead of `on_step_end`: what `train_step` saw since the last step is not used, and may come again."""
+
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float] | None:
         """Metrics of the whole set from the rows that `eval_step` returned (tensors on the CPU, in input order)."""
         return None
@@ -118,6 +128,10 @@ class TaskBase:
     def config_dict(self) -> dict[str, Any]:
         """What to record of the task in the run's config."""
         return {}
+
+    def resting_parameters(self) -> Iterator[nn.Parameter]:
+        """Trainable parameters that get no gradient for the time being, on purpose."""
+        yield from ()
 
     def check_batch(self, batch: Any) -> list[str]:
         """Problems of a batch that `Trainer.check()` should report (labels out of range, nothing supervised)."""

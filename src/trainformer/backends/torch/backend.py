@@ -25,7 +25,7 @@ from trainformer.backends.torch.nonfinite import NonFiniteGuard
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, resolve_device
 from trainformer.backends.torch.precision import make_precision
-from trainformer.backends.torch.schedules import Schedule, make_schedule
+from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
 from trainformer.backends.torch.splitting import MemorySplitter
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
@@ -40,6 +40,8 @@ class TorchSettings:
     weight_decay: float = 0.01
     warmup_ratio: float = 0.1
     gradient_clip: float | None = 1.0
+    weight_decay_end: float | None = None
+    layer_decay: float | None = None
     optimizer: Any = "adamw"
     scheduler: Any = "onecycle"
     precision: str = "auto"
@@ -65,15 +67,21 @@ class TorchBackend:
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         self.splitter = MemorySplitter(settings.oom)
         self._place_model()
-        self.optimizer = make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay)
+        self.optimizer = make_optimizer(
+            settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay
+        )
         self.names = {id(p): name for name, p in named_parameters(task).items()}
         # Trainable parameters outside an optimizer the user gave would pile up gradients: those are dropped too.
         optimized = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         self.parameters = list(({id(p): p for p in named_parameters(task).values()} | optimized).values())
         self.schedule = Schedule(self.optimizer, lambda step: 1.0)
+        end = settings.weight_decay_end
+        self._decay = None if end is None else DecaySchedule(self.optimizer, end)
         self._scheduled_for: int | None = None
+        self._total_steps = 0
         self._feeder = Feeder(self.device, settings.channels_last)
-        self._transforms = {train: self._transform(train) for train in (True, False)}
+        self._transforms: dict[bool, nn.Module | None] = {}
+        self._forget = getattr(task, "on_step_dropped", None)
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
         obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -103,6 +111,11 @@ class TorchBackend:
 
     def schedule_for(self, total_steps: int | None) -> None:
         """Stretch the schedule over so many steps. A scheduler made by the user is made once and kept."""
+        if self._decay is not None and total_steps is None:
+            raise BadArgument(
+                "weight_decay_end needs the number of steps, but the data have no length. Pass max_steps."
+            )
+        self._total_steps = total_steps or 0
         made_by_us = isinstance(self.settings.scheduler, str) or self.settings.scheduler is None
         if self._scheduled_for is None or (made_by_us and self._scheduled_for != total_steps):
             old = self.schedule
@@ -128,6 +141,8 @@ class TorchBackend:
 
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
         """Batches on the device, with the task's transforms applied."""
+        if train not in self._transforms:  # asked for now, when the task has seen its data
+            self._transforms[train] = self._transform(train)
         return self._feeder.feed(batches, self._transforms[train])
 
     def begin_training(self) -> None:
@@ -152,7 +167,7 @@ class TorchBackend:
                 loss = self._window.add(output, piece)
                 (loss if scaler is None else scaler.scale(loss)).backward()
         except torch.OutOfMemoryError:
-            self.end_step()
+            self.drop_step()
             if not self.splitter.shrink(batch, self.task.model):
                 raise
             return False
@@ -189,13 +204,15 @@ class TorchBackend:
             gradients.scale(grads, factor, self._uniform)
         self.grad_norm = norm
         if self.guard.retries and self.guard.must_repeat():
-            self.end_step()
+            self.drop_step()
             return False
         return True
 
     def update(self, step: int) -> StepResult:
         """Take the optimizer step, unless the gradients are not finite."""
         lr = self.schedule.apply(step)
+        if self._decay is not None:
+            self._decay.apply(step, self._total_steps)
         if self.precision.scaler is not None:
             self._scaled_update(self.precision.scaler)
         elif self._skips_on_device:
@@ -225,6 +242,12 @@ class TorchBackend:
         for parameter in self.parameters:
             parameter.grad = None
         self._window = _Window()
+
+    def drop_step(self) -> None:
+        """The same for a window that is given up; the task forgets what it saw of it."""
+        self.end_step()
+        if self._forget is not None:
+            self._forget()
 
     def window_loss(self) -> float:
         """The loss of the micro-batches added since the last step. Waits for the device."""

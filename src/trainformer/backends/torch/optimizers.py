@@ -55,6 +55,44 @@ def modules_of(task: Any) -> dict[str, nn.Module]:
     return found
 
 
+def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float) -> dict[str, float]:
+    """What the rate of each parameter is multiplied by: `decay` to the power of its layers' distance from the top.
+
+    The layers are those timm's models tell of themselves (`group_matcher`). A model that holds one as its `backbone`
+    gets the scales there; its other parts are at the top.
+    """
+    prefix, body = next(
+        (
+            (p, m)
+            for p, m in (("", model), ("backbone.", getattr(model, "backbone", None)))
+            if hasattr(m, "group_matcher")
+        ),
+        ("", None),
+    )
+    if body is None:
+        raise BadArgument(
+            expected(
+                "layer_decay with a model that tells its layers (timm's do)", type(model).__name__, "Leave it out."
+            )
+        )
+    from timm.models import group_parameters
+
+    groups = group_parameters(body, body.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+    top = max(groups.values())
+    depth = {prefix + name: layer for name, layer in groups.items()}
+    return {name: decay ** (top - depth.get(name, top)) for name in named}
+
+
+def scaled_groups(groups: list[dict[str, Any]], scales: dict[int, float], lr: float) -> list[dict[str, Any]]:
+    """Groups divided further, so that each has one scale of the rate; those with the full rate come first."""
+    divided = [
+        {**group, "params": [p for p in group["params"] if scales[id(p)] == scale], "lr": lr * scale}
+        for scale in sorted(set(scales.values()), reverse=True)
+        for group in groups
+    ]
+    return [group for group in divided if group["params"]]
+
+
 def decay_groups(named: dict[str, nn.Parameter], weight_decay: float, skip: Iterable[str] = ()) -> list[dict[str, Any]]:
     """Two groups: matrices with weight decay; biases, norms and what the model names in `no_weight_decay` without."""
     skip = set(skip)
@@ -70,9 +108,14 @@ def make_optimizer(
     task: Any,
     lr: float,
     weight_decay: float,
+    layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer from a name, a class, a factory (called with the parameter groups) or an instance."""
     if isinstance(spec, torch.optim.Optimizer):
+        if layer_decay is not None:
+            raise BadArgument(
+                "Expected the optimizer by name for layer_decay, received one that has its groups already."
+            )
         return spec
     named = named_parameters(task)
     if not named:
@@ -82,6 +125,9 @@ def make_optimizer(
         )
     model_skips = getattr(task.model, "no_weight_decay", None)
     groups = decay_groups(named, weight_decay, model_skips() if callable(model_skips) else ())
+    if layer_decay is not None:
+        scales = layer_scales(task.model, named, layer_decay)
+        groups = scaled_groups(groups, {id(p): scales[name] for name, p in named.items()}, lr)
     if isinstance(spec, str):
         return _by_name(spec, groups, lr, weight_decay)
     make: Any = spec

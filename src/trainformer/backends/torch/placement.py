@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Placed, Sized
+from trainformer.core.types import Origin, Placed, Sized
+from trainformer.data.order import sample_keys
 from trainformer.utils.helpers import get_device, move_to_device
 
 # Where a batch that is a mapping keeps what a transform of inputs is meant for.
@@ -43,12 +45,14 @@ class Feeder:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def feed(self, batches: Iterable[Sized], transform: nn.Module | None) -> Iterator[Placed]:
-        """Placed batches, in order."""
+        """Placed batches, in order. A transform with `takes_keys` also gets the keys of the samples (see `keys_of`)."""
         move = self._move_aside if self._stream is not None else self._move
-        for data, size, bad in batches:
+        takes_keys = getattr(transform, "takes_keys", False)
+        for data, size, bad, origin in batches:
             placed = move(data)
             if transform is not None:
-                placed = apply_to_inputs(transform, placed)
+                change = partial(transform, keys=keys_of(origin)) if takes_keys else transform
+                placed = apply_to_inputs(change, placed)
             yield Placed(placed, size, count_tokens(placed), bad)
 
     def _move(self, data: Any) -> Any:
@@ -73,6 +77,11 @@ class Feeder:
         return map_tensors(lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t, data)
 
 
+def keys_of(origin: Origin | None) -> Any:
+    """A 64-bit number for each sample of a batch, by which its random numbers are drawn; None if nobody knows it."""
+    return None if origin is None else sample_keys(*origin)
+
+
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
     """Apply a function to every tensor of a nested batch; everything else is passed through."""
     if isinstance(data, Tensor):
@@ -86,7 +95,7 @@ def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
     return data
 
 
-def apply_to_inputs(transform: nn.Module, data: Any) -> Any:
+def apply_to_inputs(transform: Callable[[Any], Any], data: Any) -> Any:
     """Apply a transform to a batch's inputs: the tensor itself, the first of a sequence, or the image of a dict."""
     if isinstance(data, Tensor):
         return transform(data)

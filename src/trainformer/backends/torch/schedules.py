@@ -135,6 +135,25 @@ class TorchSchedule(Schedule):
         self.scheduler.load_state_dict(state)
 
 
+class DecaySchedule:
+    """Moves the weight decay of an optimizer along half a cosine to `end`, in the groups that have any.
+
+    It must be made before a state is loaded: it begins at what the groups were made with.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, end: float) -> None:
+        self.optimizer = optimizer
+        self.end = end
+        self.starts = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
+
+    def apply(self, step: int, total: int) -> None:
+        """Set the decay for the step after `step` of `total` steps."""
+        share = 0.5 * (1.0 - math.cos(math.pi * min(step / max(total - 1, 1), 1.0)))
+        for group, start in zip(self.optimizer.param_groups, self.starts, strict=True):
+            if start:
+                group["weight_decay"] = start + (self.end - start) * share
+
+
 def make_schedule(
     spec: str | Callable[..., Any] | LRScheduler | None,
     optimizer: torch.optim.Optimizer,
