@@ -20,6 +20,7 @@ from trainformer.engine import Control, RunState
 from trainformer.session import RunSettings, Session
 from trainformer.session.preflight import CheckReport, check_session
 from trainformer.session.probe import Probe
+from trainformer.tasks.base import provides
 
 
 @dataclass(eq=False, repr=False)
@@ -99,6 +100,13 @@ class Trainer(RunSettings):
         """What the task predicts: one dict per sample, in input order."""
         return self._session.predict(data, batch_size)
 
+    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, Tensor]:
+        """Embeddings of data in evaluation mode: ``{"embedding": (N, D)}``, with ``"label"`` where there are labels.
+
+        `data` is ``"train"``, ``"val"``, or anything that `predict` takes; `most` samples at most, evenly chosen.
+        """
+        return self._session.embed(data, most)
+
     def save(self, path: str | Path) -> str:
         """Write everything needed to go on exactly from here to one file; all or nothing."""
         return str(self._session.save_file(Path(path)))
@@ -118,7 +126,10 @@ class Trainer(RunSettings):
         `input_shape` is that of one sample, without the batch; it is taken from the data where they have one.
         """
         shape = input_shape or getattr(self.task, "input_shape", None) or self._session.info.input_shape
-        return str(export_model(self._session.inference_model(), Path(path), format, shape))
+        model = self._session.inference_model()
+        if provides(self.task, "export_module"):
+            model = self.task.export_module(model)
+        return str(export_model(model, Path(path), format, shape))
 
     def stop(self, reason: str) -> None:
         """Ask the run to end after the current step."""

@@ -62,6 +62,7 @@ class TrainerLike(Protocol):
     def was_set(self, name: str) -> bool: ...
     def stop(self, reason: str) -> None: ...
     def log_metrics(self, metrics: dict[str, float]) -> None: ...
+    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, Any]: ...
     def save(self, path: str) -> str: ...
     def sandbox(self) -> AbstractContextManager[Probe]: ...
 
@@ -70,8 +71,9 @@ class Callback(Protocol):
     """Hears what happens in a run. Define only the methods you need; no base class is required.
 
     Besides the methods below, a callback may define `attach(trainer)`, called once when the trainer is built, and
-    `on_substep_end`, `on_before_update`, `on_after_update`, `on_log`, `on_validation_begin`, `on_save` and
-    `on_error`; see `trainformer.engine.Event` for when these happen.
+    `measure(trainer, metrics)`, called with the metrics of an evaluation to return further ones (which can be monitored
+    like any other), `on_substep_end`, `on_before_update`, `on_after_update`, `on_log`, `on_validation_begin`, `on_save`
+    and `on_error`; see `trainformer.engine.Event` for when these happen.
     """
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
@@ -132,7 +134,7 @@ class CallbackList:
                 f"{type(callback).__name__} is a transformers TrainerCallback, which this trainer does not take. "
                 "Write the same methods with the signatures of trainformer.callbacks.Callback."
             )
-        if not any(callable(getattr(callback, name, None)) for name in (*METHODS.values(), "attach")):
+        if not any(callable(getattr(callback, name, None)) for name in (*METHODS.values(), "attach", "measure")):
             raise BadArgument(
                 expected(f"a callback with at least one of {', '.join(METHODS.values())}", type(callback).__name__)
             )

@@ -26,6 +26,49 @@ class LRMonitor:
 
 
 @dataclass
+class CollapseMonitor:
+    """Warn, and stop if asked to, when embeddings collapse: when all images look the same to the network.
+
+    Looks at ``train/feature_std`` of the log records, which self-supervised tasks give: 1 where features point in all
+    directions alike, 0 where they are the same. Below `threshold` for `patience` records in a row is a collapse.
+    """
+
+    threshold: float = 0.05
+    patience: int = 3
+    stop: bool = False
+
+    _low: int = field(init=False, default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < 1:
+            raise BadArgument(expected("CollapseMonitor's threshold to be above 0 and below 1", self.threshold))
+        if self.patience < 1:
+            raise BadArgument(expected("CollapseMonitor's patience to be at least 1", self.patience))
+
+    def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Look at the record that is about to be written."""
+        spread = metrics.get("train/feature_std")
+        if spread is None:
+            return
+        self._low = self._low + 1 if spread < self.threshold else 0
+        if self._low == self.patience:
+            logger.warning(
+                "the features have collapsed: feature_std is %.3g (1 is spread evenly, 0 all the same). Lower the "
+                "learning rate, raise the momentum or the batch size, or look at the augmentation.", spread,
+            )  # fmt: skip
+            if self.stop:
+                trainer.stop(f"features collapsed: feature_std {spread:.3g} below {self.threshold}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long it has been low."""
+        return {"low": self._low}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back."""
+        self._low = state["low"]
+
+
+@dataclass
 class GradientMonitor:
     """Log the distribution of gradient norms, and warn of explosions.
 

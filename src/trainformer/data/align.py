@@ -10,8 +10,11 @@ from torch.utils.data import Subset
 from trainformer.core.errors import DataError
 
 
-def align_classes(dataset: Any, classes: Sequence[str] | None) -> Any:
+def align_classes(dataset: Any, classes: Sequence[str] | None, open_set: bool = False) -> Any:
     """The data set with labels that mean what they mean in training.
+
+    In an `open_set` (retrieval, for instance) other classes than those of training are allowed: labels then only say
+    which samples belong together.
 
     A folder that lacks some classes would number the others anew, and every label would silently mean another class.
     Folders we read ourselves are renumbered by name; other data sets that disagree are refused.
@@ -23,6 +26,8 @@ def align_classes(dataset: Any, classes: Sequence[str] | None) -> Any:
     if classes is None or own is None or list(own) == list(classes):
         return dataset
     unknown = [str(name) for name in own if name not in classes]
+    if unknown and open_set:
+        return dataset
     if unknown:
         raise DataError(
             f"The validation data have classes that the training data do not have: {', '.join(unknown[:8])}. "

@@ -50,7 +50,7 @@ def sample_keys(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
     True
     """
     base = np.uint64(_mix(((seed & _MASK) + 0x9E3779B97F4A7C15 + epoch) & _MASK))
-    z = samples.astype(np.uint64) + (np.array([base]) + np.uint64(0x9E3779B97F4A7C15))
+    z: np.ndarray = samples.astype(np.uint64) + (np.array([base]) + np.uint64(0x9E3779B97F4A7C15))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -31,6 +31,11 @@ _ALIASES = {
     "vit_huge": "vit_huge_patch14_224",
 }
 
+# Where checkpoints of metric learning and of self-supervised methods keep a backbone.
+_PREFIXES = ("backbone.", "online.backbone.", "autoencoder.backbone.")
+
+Weights = str | Path | Mapping[str, Tensor]
+
 
 @dataclass(frozen=True)
 class BackboneConfig:
@@ -86,13 +91,13 @@ def build_backbone(
     num_classes: int,
     in_chans: int,
     pretrained: bool = False,
-    checkpoint: str | Path | None = None,
+    checkpoint: Weights | None = None,
     image_size: tuple[int, int] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A timm model with a head of `num_classes` (0: features). Weights in a file take the place of the hub's."""
     name, options = full_name(name), dict(options or {})
-    if image_size is not None and "img_size" not in options and _has_fixed_size(name):
+    if image_size is not None and "img_size" not in options and has_fixed_size(name):
         options["img_size"] = image_size
     pretrained = pretrained and checkpoint is None
     try:
@@ -174,17 +179,22 @@ def feature_width(model: nn.Module, channels: int = 3, size: tuple[int, int] | N
     return int(shape[1])
 
 
-def load_weights(model: nn.Module, path: str | Path) -> list[str]:
+def load_weights(model: nn.Module, weights: Weights) -> list[str]:
     """Fill a model from a file: safetensors, or a torch file of tensors alone (nothing in it is executed).
+
+    A state_dict will do as well.
 
     Weights saved under `backbone.` (a checkpoint of a self-supervised or metric-learning run) are found there, position
     embeddings of another image size are resampled, and a head of another shape is left as it is. Anything else that
     does not fit is an error. The names left as they were are returned.
     """
-    own, given = model.state_dict(), _read_weights(Path(path))
-    if not set(own) & set(given):
-        inner = {name.removeprefix("backbone."): value for name, value in given.items() if name.startswith("backbone.")}
-        given = inner or given
+    where = "the weights given" if isinstance(weights, Mapping) else f"'{weights}'"
+    given = dict(weights) if isinstance(weights, Mapping) else _read_weights(Path(weights))
+    own = model.state_dict()
+    for prefix in _PREFIXES:
+        if not set(own) & set(given):
+            inner = {n.removeprefix(prefix): value for n, value in given.items() if n.startswith(prefix)}
+            given = inner or given
     head = _head_names(model, own)
     given = {name: value for name, value in given.items() if name in own or name not in head}
     if "pos_embed" in given and "pos_embed" in own and given["pos_embed"].shape != own["pos_embed"].shape:
@@ -200,11 +210,11 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
             if names
         ]
         raise DataError(
-            expected(f"the weights of a {type(model).__name__} like this one in '{path}'", "; ".join(problems))
+            expected(f"the weights of a {type(model).__name__} like this one in {where}", "; ".join(problems))
         )
     model.load_state_dict({n: given[n] for n in own if n not in kept}, strict=False)
     if kept:
-        logger.info("'%s' has no weights for %s: left as they were", path, ", ".join(kept))
+        logger.info("%s: no weights for %s, left as they were", where, ", ".join(kept))
     return kept
 
 
@@ -238,12 +248,14 @@ def _head_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
 def _resampled(model: nn.Module, positions: Tensor) -> Tensor:
     """Position embeddings for the grid that the model has."""
     layers = require("timm.layers", "vision", "for backbones by name")
-    grid = model.patch_embed.grid_size  # type: ignore[union-attr]
+    patches: Any = model.patch_embed
     prefix = 0 if getattr(model, "no_embed_class", False) else getattr(model, "num_prefix_tokens", 1)
-    return layers.resample_abs_pos_embed(positions, new_size=list(grid), num_prefix_tokens=prefix)
+    return layers.resample_abs_pos_embed(positions, new_size=list(patches.grid_size), num_prefix_tokens=prefix)
 
 
-def _has_fixed_size(name: str) -> bool:
+def has_fixed_size(name: str) -> bool:
+    """Whether a model is built for one image size (position embeddings and the like)."""
+    name = full_name(name)
     config = _timm().get_pretrained_cfg(name) if ":" not in name else None
     return bool(config is not None and config.fixed_input_size)
 

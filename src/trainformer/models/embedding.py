@@ -36,7 +36,8 @@ class EmbeddingModel(nn.Module):
         if neck not in (None, "none", "bn"):
             raise BadArgument(expected("neck to be 'bn' or None", neck))
         self.backbone = backbone
-        self.pool: nn.Module = nn.Identity() if pooling is None else make_pooler(pooling)
+        tokens = getattr(backbone, "num_prefix_tokens", 0)  # class and register tokens of a ViT are no positions
+        self.pool = nn.Identity() if pooling is None else make_pooler(pooling, prefix_tokens=tokens)
         width = self._width(channels, size)
         self.embedding_dim = embedding_dim or width
         self.proj: nn.Module = nn.Identity() if embedding_dim is None else nn.Linear(width, embedding_dim)

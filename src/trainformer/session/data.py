@@ -60,7 +60,12 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
             )
         train, val = split_dataset(train, val_split, seed)
         info = extract_info(train)
-    return TrainingData(train, align_classes(val, info.class_names), info)
+    return TrainingData(train, align_classes(val, info.class_names, is_open(task)), info)
+
+
+def is_open(task: Any) -> bool:
+    """Whether a task can be evaluated on classes it was not trained on."""
+    return bool(getattr(task, "open_set", False))
 
 
 def load(task: Any, data: Any) -> Any:

@@ -30,10 +30,10 @@ class Inference:
         self.seed = seed
         self.reduces_rows = provides(task, "on_eval_end")
 
-    def evaluate(self, source: Source, most: int | None = None) -> dict[str, float]:
+    def evaluate(self, source: Source, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
         batches = islice(source.batches(0), most)
-        with self._apart(), self._progress(source) as tell:
+        with self._apart(model), self._progress(source) as tell:
             metrics, rows = evaluate(self.backend, batches, self.backend.eval_step, self.reduces_rows, tell)
             if rows:
                 metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
@@ -41,6 +41,11 @@ class Inference:
 
     def predict(self, source: Source) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""
+        rows = self.rows(source)
+        return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+
+    def rows(self, source: Source) -> dict[str, Tensor]:
+        """What is predicted for the whole source: tensors with one row per sample, in input order."""
         function = self.task.predict_step if hasattr(self.task, "predict_step") else self.task.eval_step
 
         def step(batch: Placed) -> EvalResult:
@@ -54,7 +59,7 @@ class Inference:
 
         with self._apart(), self._progress(source) as tell:
             _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=tell)
-        return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+        return rows
 
     def model(self) -> nn.Module:
         """The model to be judged: an average that a callback keeps, else the one that is trained."""
@@ -62,14 +67,14 @@ class Inference:
         return next((m for m in reversed(offers) if m is not None), self.task.model)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _apart(self, model: nn.Module | None = None) -> Iterator[None]:
         """Evaluation mode, the model to be judged, and random numbers of its own.
 
         What an evaluation draws must not change how training goes on, however often one evaluates.
         """
         trained, random = self.task.model, capture_random()
         try:
-            self.task.model = self.model()
+            self.task.model = self.model() if model is None else model
             self.backend.evaluating()
             seed_generators(self.seed)
             yield

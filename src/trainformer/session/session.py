@@ -29,7 +29,7 @@ from trainformer.loggers.registry import make_loggers
 from trainformer.session.checkpoints import Checkpointer, give_back, read_checkpoint, read_states, versions
 from trainformer.session.components import TRAINED, state_components
 from trainformer.session.console import messages_on
-from trainformer.session.data import LoadOptions, Source, load, load_training_data, make_source, size_of
+from trainformer.session.data import LoadOptions, Source, is_open, load, load_training_data, make_source, size_of
 from trainformer.session.folder import RunFolder
 from trainformer.session.inference import Inference
 from trainformer.session.probe import Probe
@@ -91,6 +91,7 @@ class Session:
         self._inference = Inference(owner, task, self.backend, callbacks, settings.seed)
         self.train_source = make_source(task, loaded.train, self._load_options(), train=True)
         self.val_source = None if loaded.val is None else self._evaluation_source(loaded.val)
+        self._train_data, self._val_data = loaded.train, loaded.val
         self._train_size = size_of(loaded.train)
         self.backend.schedule_for(self.total_steps())
         record_config(self)
@@ -109,7 +110,7 @@ class Session:
         """Settings that the user left alone, as the task wants them."""
         if not provides(self.task, "training_defaults"):
             return {}
-        wanted = self.task.training_defaults(self.settings)
+        wanted = self.task.training_defaults(self.settings, self.passed)
         unknown = sorted(set(wanted) - set(RunSettings.defaults()))
         if unknown:
             raise BadArgument(expected("training_defaults to name settings of the run", ", ".join(unknown)))
@@ -370,8 +371,12 @@ class Session:
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data."""
         assert self.val_source is not None
-        self._last_metrics = self._inference.evaluate(self.val_source)
-        return self._last_metrics
+        metrics = self._inference.evaluate(self.val_source)
+        for callback in self.callbacks:
+            if hasattr(callback, "measure"):
+                metrics |= callback.measure(self.owner, metrics) or {}
+        self._last_metrics = metrics
+        return metrics
 
     def poll(self) -> None:
         """Report a save that failed in the background."""
@@ -409,7 +414,7 @@ class Session:
     def evaluate_on(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data, or on other data."""
         if data is not None:
-            labelled = align_classes(load(self.task, data), self.info.class_names)
+            labelled = align_classes(load(self.task, data), self.info.class_names, is_open(self.task))
             return self._inference.evaluate(self._evaluation_source(labelled, batch_size))
         if self.val_source is None:
             raise DataError(
@@ -417,6 +422,30 @@ class Session:
                 "or data to evaluate()."
             )
         return self._inference.evaluate(self.val_source)
+
+    def evaluate_trained(self) -> dict[str, float]:
+        """Evaluate the weights that are trained, also where a callback offers others (an average) for evaluation."""
+        assert self.val_source is not None
+        return self._inference.evaluate(self.val_source, model=self.task.model)
+
+    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, torch.Tensor]:
+        """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
+        known = {"train": self._train_data, "val": self._val_data}
+        chosen = known[data] if isinstance(data, str) and data in known else load(self.task, data)
+        if chosen is None:
+            raise DataError("There is no validation data to embed. Pass val_data or val_split, or data to embed().")
+        if most is not None and size_of(chosen) is not None and size_of(chosen) > most:  # type: ignore[operator]
+            # Evenly over the set, which may be sorted by class.
+            places = torch.linspace(0, len(chosen) - 1, most).round().long().tolist()
+            chosen = torch.utils.data.Subset(chosen, places)
+        source = make_source(self.task, chosen, self._load_options(self.settings.eval_batch_size), train=False)
+        rows = self._inference.rows(source)
+        if "embedding" not in rows:
+            raise BadArgument(
+                f"{type(self.task).__name__} gives no embeddings: its predict_step returns {', '.join(rows)}. Return "
+                "the embeddings of a batch as 'embedding', and the labels as 'label' where there are any."
+            )
+        return rows
 
     def evaluate_first_batch(self) -> dict[str, float]:
         """The metrics of one validation batch, to see which there are."""

@@ -32,7 +32,7 @@ class RunSettings:
     warmup_ratio: float = 0.1
     gradient_clip: float | None = 1.0
     accumulation_steps: int = 1
-    optimizer: Any = "adamw"  # name, class, factory or instance
+    optimizer: Any = "adamw"  # name, {"name": ..., options}, class, factory or instance
     scheduler: Any = "onecycle"  # name, factory or instance; None: constant
     nonfinite: str = "raise"  # raise, skip, retry, retry:N
     oom: str = "split"  # out of memory: split the micro-batch and repeat the step, or raise

@@ -7,5 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.tasks.base": ["DatasetInfo", "Loss", "Task", "TaskBase"],
         "trainformer.tasks.vision.classification": ["ImageClassification"],
+        "trainformer.tasks.vision.metric_learning": ["MetricLearning"],
+        "trainformer.tasks.vision.ssl.task": ["SSL"],
     },
 )

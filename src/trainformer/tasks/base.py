@@ -6,7 +6,7 @@ methods, `train_step` and `eval_step`, and those of the optional ones that a tas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -63,10 +63,11 @@ class TaskBase:
     def configure(self, info: DatasetInfo) -> None:
         """Called once, before anything is built, with what the data say (number of classes, shape of inputs)."""
 
-    def training_defaults(self, settings: Any) -> dict[str, Any]:
+    def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
         """Settings of the run that suit this task, by name. They count where the user did not choose.
 
-        `settings` are the run's settings as they are, to derive from: a learning rate from the batch size, say.
+        `settings` are the run's settings as they are, to derive from (a learning rate from the batch size, say), and
+        `chosen` the names of those that the user passed.
         """
         return {}
 
@@ -136,6 +137,10 @@ class TaskBase:
     def check_batch(self, batch: Any) -> list[str]:
         """Problems of a batch that `Trainer.check()` should report (labels out of range, nothing supervised)."""
         return []
+
+    def export_module(self, model: nn.Module) -> nn.Module:
+        """The part of the model (perhaps an average of its weights) that is deployed."""
+        return model
 
     def save_assets(self, folder: Path) -> list[str]:
         """Write what belongs beside the weights of a checkpoint (a config, a tokenizer); the names of the files."""

@@ -44,3 +44,28 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     total = value.detach().clone()
     dist.all_reduce(total)
     return total
+
+
+def shuffle_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of all ranks dealt out anew at random: this rank's new share, and the permutation to undo it with.
+
+    BatchNorm then sees other samples together than those whose keys are compared ("shuffling BN" of MoCo).
+
+    >>> shuffle_rows(torch.arange(3))[0].tolist()
+    [0, 1, 2]
+    """
+    count = len(rows)
+    if world_size() == 1:
+        return rows, torch.arange(count, device=rows.device)
+    permutation = torch.randperm(count * world_size(), device=rows.device)
+    dist.broadcast(permutation, src=0)
+    mine = permutation[rank() * count : (rank() + 1) * count]
+    return gather_rows(rows.detach())[mine], permutation
+
+
+def unshuffle_rows(rows: Tensor, permutation: Tensor) -> Tensor:
+    """What became of the rows that `shuffle_rows` dealt out, back on the rank and at the place they came from."""
+    if world_size() == 1:
+        return rows
+    count = len(rows)
+    return gather_rows(rows.detach())[permutation.argsort()][rank() * count : (rank() + 1) * count]

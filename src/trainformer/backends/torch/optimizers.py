@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -51,7 +51,8 @@ def modules_of(task: Any) -> dict[str, nn.Module]:
     if isinstance(task, nn.Module):
         return {"model": cast(nn.Module, task.model), "task": task}
     found: dict[str, nn.Module] = {"model": task.model}
-    found |= {k: v for k, v in vars(task).items() if isinstance(v, nn.Module) and v is not task.model}
+    others = {k: v for k, v in vars(task).items() if isinstance(v, nn.Module) and v is not task.model}
+    found |= {k.lstrip("_"): v for k, v in others.items()}
     return found
 
 
@@ -61,14 +62,8 @@ def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float)
     The layers are those timm's models tell of themselves (`group_matcher`). A model that holds one as its `backbone`
     gets the scales there; its other parts are at the top.
     """
-    prefix, body = next(
-        (
-            (p, m)
-            for p, m in (("", model), ("backbone.", getattr(model, "backbone", None)))
-            if hasattr(m, "group_matcher")
-        ),
-        ("", None),
-    )
+    candidates = [model, getattr(model, "backbone", None)]
+    body = next((m for m in candidates if isinstance(m, nn.Module) and hasattr(m, "group_matcher")), None)
     if body is None:
         raise BadArgument(
             expected(
@@ -78,6 +73,8 @@ def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float)
     from timm.models import group_parameters
 
     groups = group_parameters(body, body.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+    place = next(name for name, module in model.named_modules() if module is body)
+    prefix = f"{place}." if place else ""
     top = max(groups.values())
     depth = {prefix + name: layer for name, layer in groups.items()}
     return {name: decay ** (top - depth.get(name, top)) for name in named}
@@ -104,13 +101,13 @@ def decay_groups(named: dict[str, nn.Parameter], weight_decay: float, skip: Iter
 
 
 def make_optimizer(
-    spec: str | Callable[..., Any] | torch.optim.Optimizer,
+    spec: str | Mapping[str, Any] | Callable[..., Any] | torch.optim.Optimizer,
     task: Any,
     lr: float,
     weight_decay: float,
     layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer from a name, a class, a factory (called with the parameter groups) or an instance."""
+    """An optimizer from a name, a name with options, a class, a factory (called with the groups) or an instance."""
     if isinstance(spec, torch.optim.Optimizer):
         if layer_decay is not None:
             raise BadArgument(
@@ -129,7 +126,12 @@ def make_optimizer(
         scales = layer_scales(task.model, named, layer_decay)
         groups = scaled_groups(groups, {id(p): scales[name] for name, p in named.items()}, lr)
     if isinstance(spec, str):
-        return _by_name(spec, groups, lr, weight_decay)
+        return _by_name(spec, groups, lr, weight_decay, {})
+    if isinstance(spec, Mapping):
+        options = dict(spec)
+        if not isinstance(options.get("name"), str):
+            raise BadArgument(expected("an optimizer with options to have a 'name'", dict(spec)))
+        return _by_name(options.pop("name"), groups, lr, weight_decay, options)
     make: Any = spec
     if isinstance(spec, type) and issubclass(spec, torch.optim.Optimizer):
         return make(groups, lr=lr)
@@ -141,11 +143,16 @@ def make_optimizer(
     raise BadArgument(expected("optimizer to be a name, a factory or an Optimizer", spec))
 
 
-def _by_name(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+def _by_name(
+    name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float, given: dict[str, Any]
+) -> torch.optim.Optimizer:
     key = name.lower()
     if key in _TORCH:
         cls, options = _TORCH[key]
-        return cls(groups, lr=lr, **options, **_fastest(cls, groups))
+        unknown = set(given) - set(inspect.signature(cls).parameters)
+        if unknown:
+            raise BadArgument(expected(f"options that {name} takes", ", ".join(sorted(unknown))))
+        return cls(groups, lr=lr, **{**_fastest(cls, groups), **options, **given})
     try:
         import timm.optim
     except ModuleNotFoundError:
@@ -153,7 +160,7 @@ def _by_name(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: f
     else:
         known, hint = [*_TORCH, *map(str, timm.optim.list_optimizers())], ""
         if key in known:
-            return timm.optim.create_optimizer_v2(groups, opt=key, lr=lr, weight_decay=weight_decay)
+            return timm.optim.create_optimizer_v2(groups, opt=key, lr=lr, weight_decay=weight_decay, **given)
     close = did_you_mean(key, known)
     raise BadArgument(expected("optimizer to be a known name", name, f"{close} {hint}".strip()))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from trainformer.data.info import DatasetInfo
 from trainformer.data.order import preserved_generators
 from trainformer.data.pixels import ImageTensors, channels_in, is_pil
 from trainformer.data.targets import is_stream
-from trainformer.models.backbones import build_backbone, check_backbone, describe
+from trainformer.models.backbones import BackboneConfig, Unbuilt, Weights, build_backbone, check_backbone, describe
 from trainformer.tasks.base import TaskBase
 from trainformer.tasks.vision.arguments import size_pair
 from trainformer.tasks.vision.augment import Augment, Geometry, is_random, resizes_first, sample_transform
@@ -45,7 +44,7 @@ class VisionTask(TaskBase):
     pretrained: bool
     image_size: int | tuple[int, int] | None
     in_chans: int | None
-    checkpoint: str | Path | None
+    checkpoint: Weights | None
     model_kwargs: dict[str, Any]
 
     needs_labels = True
@@ -60,13 +59,49 @@ class VisionTask(TaskBase):
             )
         self._size = size_pair(self.image_size, self.model_kwargs.get("img_size"))
         self._channels = self.in_chans
+        self._model: nn.Module | None = None
         self._as_built: list[tuple[int, int]] = []
         self._look_at(nn.Identity())
 
+    @property
+    def model(self) -> nn.Module:  # type: ignore[override]
+        """The model, built when it is first asked for: by a trainer that is after seeding, so that runs repeat."""
+        if self._model is None:
+            self._build(self._channels or 3)
+            assert self._model is not None
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = model
+
+    def _build(self, channels: int) -> None:
+        """Set `model`, built by name for images with so many channels."""
+        raise NotImplementedError
+
+    def _build_for(self, channels: int | None) -> None:
+        """Build what is not built, or built for other channels. A model that has been trained is never built again."""
+        if isinstance(self.backbone, nn.Module):
+            self._channels = self._channels or channels
+        elif self._model is None or isinstance(self._model, Unbuilt):
+            self._build(channels or self._channels or 3)
+        elif channels not in (None, self._channels) and self._is_untouched():
+            self._build(channels or 3)
+
     def _look_at(self, backbone: nn.Module) -> None:
         """Learn from a backbone which images it was made for."""
-        self._config = describe(backbone)
-        self._normalize = Normalize(self._config.mean, self._config.std)
+        self._described = describe(backbone)
+        self._normalizer = Normalize(self._described.mean, self._described.std)
+
+    @property
+    def _config(self) -> BackboneConfig:
+        assert self.model is not None  # which describes itself when it is built
+        return self._described
+
+    @property
+    def _normalize(self) -> Normalize:
+        assert self.model is not None
+        return self._normalizer
 
     def _make_backbone(self, num_classes: int, channels: int, **options: Any) -> nn.Module:
         """The backbone by its name; options that are None are left to timm."""
@@ -86,7 +121,7 @@ class VisionTask(TaskBase):
 
     def _is_untouched(self) -> bool:
         """Whether the weights are still those of building: neither trained, nor loaded, nor wrapped."""
-        return fingerprint(self.model) == self._as_built
+        return self._model is not None and fingerprint(self._model) == self._as_built
 
     def _channels_for(self, info: DatasetInfo) -> int | None:
         shape = info.input_shape
@@ -200,6 +235,14 @@ class VisionTask(TaskBase):
             self._size = tuple(state["size"])
 
 
+def check_counts(task: Any, *names: str) -> None:
+    """Refuse arguments that must be whole numbers from 1 on, or None, and are not."""
+    for name in names:
+        value = getattr(task, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise BadArgument(expected(f"{name} to be a whole number of at least 1", value))
+
+
 def resized(tensors: ImageTensors, geometry: Geometry) -> ImageTensors:
     """The whole set at the wanted size, if it is small enough to be kept at that size."""
     count, channels, *size = tensors.images.shape
@@ -215,7 +258,9 @@ def fingerprint(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def _in_writing(value: Any) -> Any:
-    """A module or a function by its name."""
+    """A module or a function by its name; weights not at all."""
+    if isinstance(value, Mapping) and any(isinstance(part, Tensor) for part in value.values()):
+        return f"{len(value)} tensors"
     if isinstance(value, nn.Module) or (isinstance(value, Callable) and not isinstance(value, type)):  # type: ignore[arg-type]
         return getattr(value, "__qualname__", type(value).__qualname__)
     return value

@@ -1,0 +1,119 @@
+"""A linear classifier trained beside a self-supervised run, on features through which no gradient passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainformer.callbacks.base import TrainerLike
+from trainformer.core.errors import BadArgument, expected
+
+
+@dataclass
+class OnlineLinear:
+    """Train a linear layer on the features of each training step, and report its accuracy on the validation data.
+
+    An upper trend of ``val/online_linear`` says that the features get better, long before a proper probe is trained.
+    The layer has its own optimizer (SGD with momentum) and never touches the run: its features are without gradients.
+    It asks for data with labels, and a task that keeps what it has just seen (`task.seen`, as `SSL` does; a masked
+    autoencoder has no features of whole images in training). Batch statistics take the place of a normalisation, since
+    features change their scale all through a run.
+    """
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    name: str = "val/online_linear"
+
+    classifier: nn.Sequential | None = field(init=False, default=None, repr=False)
+    _steps: int = field(init=False, default=0, repr=False)
+    _optimizer: torch.optim.Optimizer | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise BadArgument(expected("OnlineLinear's lr to be positive", self.lr))
+
+    def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
+        """One step of the classifier."""
+        seen = getattr(trainer.task, "seen", None)
+        if seen is None:
+            raise BadArgument(
+                "OnlineLinear needs features and labels of each step: a task that keeps them as `seen` (SSL does, "
+                "except for MAE) and data with labels."
+            )
+        features, labels = seen.features.detach().float(), seen.labels
+        if len(features) < 2:  # nothing to take batch statistics of
+            return
+        classifier, optimizer = self._ready(trainer, features)
+        # A plain mean at first, an exponential one from the tenth step on: features differ in scale by orders of
+        # magnitude, and running statistics that begin at 0 and 1 would be far off for dozens of steps.
+        self._steps += 1
+        classifier[0].momentum = max(0.1, 1 / self._steps)
+        with torch.enable_grad(), torch.autocast(features.device.type, enabled=False):
+            F.cross_entropy(classifier(features), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+        """The accuracy on the validation data, as a further metric of an evaluation."""
+        if self.classifier is None:
+            return {}
+        rows = trainer.embed("val")
+        if "label" not in rows:
+            return {}
+        device = next(self.classifier.parameters()).device
+        self.classifier.eval()
+        right = sum(
+            int((self.classifier(part.to(device)).argmax(1).cpu() == labels).sum())
+            for part, labels in zip(rows["embedding"].split(4096), rows["label"].split(4096), strict=True)
+        )
+        self.classifier.train()
+        return {self.name: right / len(rows["label"])}
+
+    def _ready(self, trainer: TrainerLike, features: Tensor) -> tuple[Any, torch.optim.Optimizer]:
+        if self.classifier is None or self._optimizer is None:
+            classes = trainer.context.config.get("num_classes")
+            if classes is None:
+                raise BadArgument("OnlineLinear needs data that say their number of classes, and received others.")
+            self._build(features.shape[1], int(classes), features.device)
+        assert self.classifier is not None
+        assert self._optimizer is not None
+        if next(self.classifier.parameters()).device != features.device:  # loaded from a file
+            self.classifier.to(features.device)
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # which follows the parameters
+        return self.classifier, self._optimizer
+
+    def _build(self, width: int, classes: int, device: torch.device | str) -> None:
+        linear = nn.Linear(width, classes)
+        nn.init.zeros_(linear.weight)  # a linear layer needs no random start, and the run's random numbers stay its own
+        nn.init.zeros_(linear.bias)
+        self.classifier = nn.Sequential(nn.BatchNorm1d(width, affine=False), linear).to(device)
+        self._optimizer = torch.optim.SGD(linear.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The classifier and its optimizer."""
+        if self.classifier is None or self._optimizer is None:
+            return {}
+        return {
+            "steps": self._steps,
+            "classifier": self.classifier.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        if not state:
+            self.classifier, self._optimizer, self._steps = None, None, 0
+            return
+        self._steps = state["steps"]
+        weight = state["classifier"]["1.weight"]
+        self._build(weight.shape[1], weight.shape[0], weight.device)
+        assert self.classifier is not None
+        assert self._optimizer is not None
+        self.classifier.load_state_dict(state["classifier"])
+        self._optimizer.load_state_dict(state["optimizer"])

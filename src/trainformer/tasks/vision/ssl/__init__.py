@@ -1,0 +1,1 @@
+"""Self-supervised learning: the task, and one module per method."""

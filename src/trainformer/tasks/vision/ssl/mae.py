@@ -1,0 +1,28 @@
+"""MAE (He et al., 2022): rebuild hidden patches from the visible ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from trainformer.models.masked_autoencoder import MaskedAutoencoder
+from trainformer.tasks.vision.ssl.method import Method, Step, Views
+
+
+class MAE(Method):
+    """A masked autoencoder as a method; the options are those of `MaskedAutoencoder`."""
+
+    def __init__(self, backbone: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.autoencoder = MaskedAutoencoder(backbone, **options)
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The encoder."""
+        return self.autoencoder.backbone
+
+    def step(self, views: Views) -> Step:
+        """Mean squared error of the hidden patches, per image. There are no features of whole images here."""
+        output = self.autoencoder(views.images[0], views.noise)
+        return Step(output.loss, None, {})

@@ -1,0 +1,115 @@
+"""What the methods of self-supervised learning have in common: views in, losses out, and what happens between steps.
+
+A method is a module that holds everything it trains, remembers and follows (networks, momentum copies, queues,
+centres), so that a checkpoint of the model is a checkpoint of the method. All of a step happens in `forward`; nothing
+that outlives the step is changed there. That is done once per optimizer step, in `end_step`, from what `remember`
+collected: so all micro-batches of a step see the same queue, centre and momentum network, accumulation gives what one
+large batch gives, and a step that is repeated or given up leaves no trace.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainformer.models.heads import single_sample_batchnorm
+
+
+class Views(NamedTuple):
+    """Views of a batch of images, those of the first size first; `noise` says which patches are hidden (MAE)."""
+
+    images: list[Tensor]
+    noise: Tensor | None = None
+
+
+class Step(NamedTuple):
+    """What a method makes of views: a loss per image, features without gradients if it has any, and values to log."""
+
+    losses: Tensor
+    features: Tensor | None
+    metrics: dict[str, Tensor]
+    memory: Any = None  # what `remember` is to keep until the end of the step
+
+
+class Tower(nn.Module):
+    """A backbone and a head on its features."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features, and what the head makes of them."""
+        features = self.backbone(images)
+        return features, self.head(features)
+
+
+class Method(nn.Module):
+    """Base of the methods. Called with `Views` it makes a training step, called with images it gives features."""
+
+    def forward(self, inputs: Views | Tensor) -> Step | Tensor:
+        """A step for `Views`, features for a batch of images."""
+        if isinstance(inputs, Tensor):
+            return self.encoder(inputs)
+        with single_sample_batchnorm(self, size=len(inputs.images[0])):
+            return self.step(inputs)
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The network that is trained."""
+        raise NotImplementedError
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The network to use afterwards."""
+        return self.backbone
+
+    def step(self, views: Views) -> Step:
+        """Losses of a batch."""
+        raise NotImplementedError
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Schedules that go by epochs."""
+
+    def remember(self, step: Step) -> None:
+        """Keep what the end of the optimizer step will need."""
+
+    def end_step(self, step: int, total: int) -> None:
+        """After an optimizer step; `step` of `total` are done (0: nobody knows how many there will be)."""
+
+    def drop_step(self) -> None:
+        """Forget what was remembered: the step is given up."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters the backbone wants left alone, under the names they have here."""
+        own = getattr(self.backbone, "no_weight_decay", None)
+        prefix = next(name for name, module in self.named_modules() if module is self.backbone)
+        return {f"{prefix}.{name}" for name in own()} if callable(own) else set()
+
+
+def in_batches(network: nn.Module, views: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Features and outputs of all views, in their order; views of one size go through the network together."""
+    groups: list[list[Tensor]] = []
+    for view in views:
+        if groups and groups[-1][0].shape[-2:] == view.shape[-2:]:
+            groups[-1].append(view)
+        else:
+            groups.append([view])
+    parts = [network(torch.cat(group)) for group in groups]
+    features, outputs = zip(*parts, strict=True)
+    return torch.cat(features), torch.cat(outputs)
+
+
+def spread(features: Tensor) -> Tensor:
+    """How evenly features lie on the sphere: 1 for all directions alike, 0 when all images look the same.
+
+    >>> spread(torch.eye(4)) > 0.8, spread(torch.ones(4, 4))
+    (tensor(True), tensor(0.))
+    """
+    unit = F.normalize(features.detach().float(), dim=-1)
+    return unit.std(0, correction=0).mean() * math.sqrt(features.shape[-1])

@@ -1,0 +1,134 @@
+"""Options of the methods, with the values of their papers, and how the papers train them.
+
+Owns numbers and which method knows which option. An option that a method does not know is refused: it would be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+# None as a value: follows from the backbone; see `SSL`.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "simclr": {"proj_dim": 128, "hidden_dim": None, "temperature": 0.1},
+    "moco": {
+        "proj_dim": 128,
+        "hidden_dim": None,
+        "temperature": 0.2,
+        "momentum": 0.999,
+        "momentum_end": 0.999,
+        "queue_size": 65536,
+    },
+    "moco_v3": {
+        "proj_dim": 256,
+        "hidden_dim": 4096,
+        "temperature": None,  # 0.2 for a ViT, 1.0 for a convolutional network
+        "momentum": 0.99,
+        "momentum_end": 1.0,
+        "freeze_patch_embed": True,
+    },
+    "byol": {"proj_dim": 256, "hidden_dim": 4096, "momentum": 0.996, "momentum_end": 1.0},
+    "dino": {
+        "out_dim": 65536,
+        "hidden_dim": 2048,
+        "bottleneck_dim": 256,
+        "norm_last_layer": True,
+        "momentum": 0.996,
+        "momentum_end": 1.0,
+        "student_temp": 0.1,
+        "teacher_temp": 0.07,
+        "warmup_teacher_temp": 0.04,
+        "warmup_teacher_temp_epochs": 30,
+        "center_momentum": 0.9,
+        "freeze_last_layer": 1,
+        "koleo": 0.0,
+        "num_local": 8,
+        "local_size": None,  # 96 for images of 224 pixels, others in proportion
+        "global_scale": (0.4, 1.0),
+        "local_scale": (0.05, 0.4),
+    },
+    "mae": {
+        "mask_ratio": 0.75,
+        "decoder_dim": 512,
+        "decoder_depth": 8,
+        "decoder_heads": 16,
+        "norm_pix": True,
+    },
+}
+
+# What is allowed, where a wrong number would only show later.
+_POSITIVE = (
+    "proj_dim", "hidden_dim", "temperature", "queue_size", "out_dim", "bottleneck_dim", "student_temp", "teacher_temp",
+    "warmup_teacher_temp", "local_size", "decoder_dim", "decoder_depth", "decoder_heads",
+)  # fmt: skip
+_SHARES = ("momentum", "momentum_end", "center_momentum", "mask_ratio")
+_COUNTS = ("warmup_teacher_temp_epochs", "freeze_last_layer", "koleo", "num_local")
+
+
+def check_method(method: str, version: str | None) -> str:
+    """The method by its full name."""
+    if version is not None and method != "moco":
+        raise BadArgument(expected("version with method 'moco' only", f"{version!r} with {method!r}"))
+    if version not in (None, "v2", "v3"):
+        raise BadArgument(expected("version to be 'v2' or 'v3'", version))
+    if version == "v3":
+        return "moco_v3"
+    if method not in DEFAULTS:
+        raise BadArgument(
+            expected(f"method to be one of {', '.join(DEFAULTS)}", method, did_you_mean(str(method), DEFAULTS))
+        )
+    return method
+
+
+def resolve(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a method: those given (not None), the paper's otherwise."""
+    known = DEFAULTS[method]
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in known:
+            raise BadArgument(f"{name} is no option of {method} (received {value!r}). It has: {', '.join(known)}.")
+        ok = True
+        if name in _POSITIVE:
+            ok = value > 0
+        elif name in _SHARES:
+            ok = 0 <= value <= 1
+        elif name in _COUNTS:
+            ok = value >= 0
+        if not ok:
+            words = "positive" if name in _POSITIVE else "from 0 to 1" if name in _SHARES else "at least 0"
+            raise BadArgument(expected(f"{name} to be {words}", value))
+    return {name: default if given.get(name) is None else given[name] for name, default in known.items()}
+
+
+def paper_settings(method: str, is_vit: bool, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
+    """How the paper trains it, for the run's batch size and epochs.
+
+    Optimizer, rate and decay belong together: where the user chose the optimizer or the rate, all three are theirs.
+    """
+    batch = settings.batch_size * settings.accumulation_steps
+    optimizer, rate, decay, warm, clip = _RECIPES[method if method != "moco_v3" or is_vit else "moco_v3_conv"]
+    wanted: dict[str, Any] = {
+        "scheduler": "cosine",
+        "warmup_ratio": round(min(warm / settings.epochs, 0.3), 4) if settings.max_steps is None else 0.1,
+        "gradient_clip": clip,
+    }
+    if not {"lr", "optimizer"} & set(chosen):
+        wanted |= {"optimizer": optimizer, "lr": rate * batch / 256, "weight_decay": decay}
+        if method == "dino" and "weight_decay" not in chosen:
+            wanted["weight_decay_end"] = 0.4
+    return wanted
+
+
+# optimizer, rate for 256 images, weight decay, epochs of warm-up, gradient clip
+_RECIPES: dict[str, tuple[Any, float, float, int, float | None]] = {
+    "simclr": ("lars", 0.3, 1e-6, 10, None),
+    "moco": ("sgd", 0.03, 1e-4, 0, None),
+    "moco_v3": ("adamw", 1.5e-4, 0.1, 40, None),
+    "moco_v3_conv": ("lars", 0.6, 1e-6, 10, None),
+    "byol": ("lars", 0.2, 1.5e-6, 10, None),
+    "dino": ("adamw", 5e-4, 0.04, 10, 3.0),
+    "mae": ({"name": "adamw", "betas": (0.9, 0.95)}, 1.5e-4, 0.05, 40, None),
+}

@@ -1,0 +1,433 @@
+"""`SSL`: learn from images without labels.
+
+Owns the task: which method with which options, how views are made and what is measured. The methods themselves are in
+the modules beside this one, their numbers in `options`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core.errors import expected
+from trainformer.data.augment import presets
+from trainformer.data.image import ImageDataset, images_in_memory, split_sample
+from trainformer.data.info import DatasetInfo
+from trainformer.data.pixels import is_pil
+from trainformer.eval.clustering import feature_statistics
+from trainformer.eval.retrieval import knn_accuracy
+from trainformer.models.backbones import Weights, feature_width, has_fixed_size
+from trainformer.models.heads import DINOHead
+from trainformer.tasks.vision.augment import Geometry, sample_transform
+from trainformer.tasks.vision.base import VisionTask, fingerprint
+from trainformer.tasks.vision.checks import image_problems
+from trainformer.tasks.vision.classification import ImageClassification
+from trainformer.tasks.vision.ssl.byol import BYOL
+from trainformer.tasks.vision.ssl.dino import DINO
+from trainformer.tasks.vision.ssl.mae import MAE
+from trainformer.tasks.vision.ssl.method import Method, Views
+from trainformer.tasks.vision.ssl.moco import MoCo, MoCoV3
+from trainformer.tasks.vision.ssl.options import DEFAULTS, check_method, paper_settings, resolve
+from trainformer.tasks.vision.ssl.simclr import SimCLR
+from trainformer.tasks.vision.ssl.views import Showing, Shown, ViewMaker
+
+# Images from files are first brought to this much more than the model's size (256 for 224); crops are cut from that.
+_SOURCE = 8 / 7
+
+
+class Seen(NamedTuple):
+    """What the latest training step saw: features without gradients, and labels if the data have them."""
+
+    features: Tensor
+    labels: Tensor
+
+
+@dataclass(eq=False)
+class SSL(VisionTask):
+    """Pretrain a backbone without labels: SimCLR, MoCo (v2, v3), BYOL, DINO or MAE.
+
+    Make one with ``SSL.simclr("resnet50")``, ``SSL.moco(...)``, ``SSL.byol(...)``, ``SSL.dino("vit_small")`` or
+    ``SSL.mae("vit_base")``. Options left out have the values of the method's paper; one that a method does not know is
+    an error. Labels, where the data have them, are never learned from: they serve the kNN accuracy of evaluations.
+
+    Views are made on the device, each image with random numbers of its own: by the paper's augmentation, of which
+    `augment_options` change details (``{"flip": 0.0}``; see `trainformer.data.augment.Augment`), or by an `augment` of
+    your own: a function of a batch of images that returns a list of views. Images are uint8, or floats from 0 to 1.
+
+    >>> task = SSL.simclr("resnet10t", image_size=32)
+    >>> loss = task.train_step(torch.zeros(4, 3, 32, 32, dtype=torch.uint8))
+    >>> task.embed(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape
+    torch.Size([2, 512])
+    """
+
+    method: str
+    backbone: str | nn.Module = "resnet50"
+    pretrained: bool = False
+    proj_dim: int | None = None
+    temperature: float | None = None
+    momentum: float | None = None
+    _: KW_ONLY
+    version: str | None = None  # of MoCo: v2 (default) or v3
+    hidden_dim: int | None = None
+    momentum_end: float | None = None
+    # MoCo
+    queue_size: int | None = None
+    freeze_patch_embed: bool | None = None
+    # DINO
+    out_dim: int | None = None
+    bottleneck_dim: int | None = None
+    norm_last_layer: bool | None = None
+    student_temp: float | None = None
+    teacher_temp: float | None = None
+    warmup_teacher_temp: float | None = None
+    warmup_teacher_temp_epochs: int | None = None
+    center_momentum: float | None = None
+    freeze_last_layer: int | None = None
+    koleo: float | None = None
+    num_local: int | None = None
+    local_size: int | None = None
+    global_scale: tuple[float, float] | None = None
+    local_scale: tuple[float, float] | None = None
+    # MAE
+    mask_ratio: float | None = None
+    decoder_dim: int | None = None
+    decoder_depth: int | None = None
+    decoder_heads: int | None = None
+    norm_pix: bool | None = None
+    # Images and backbone
+    augment: Callable[..., Any] | None = None
+    augment_options: dict[str, Any] = field(default_factory=dict)
+    image_size: int | tuple[int, int] | None = None
+    in_chans: int | None = None
+    checkpoint: Weights | None = None
+    drop_path_rate: float | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Evaluation
+    eval_loss: bool = True  # also of the views of validation images
+    knn_k: int = 20
+
+    needs_labels = False
+    open_set = True
+
+    def __post_init__(self) -> None:
+        self.method = check_method(self.method, self.version)
+        names = {name for options in DEFAULTS.values() for name in options}
+        self._options = resolve(self.method, {name: getattr(self, name) for name in names})
+        for name, value in self._options.items():
+            setattr(self, name, value)
+        if self.augment is not None and self.augment_options:
+            raise BadArgument("Expected augment or augment_options, received both. Give your augment its options.")
+        if self.method == "dino" and self.drop_path_rate is None and isinstance(self.backbone, str):
+            self.drop_path_rate = 0.1 if has_fixed_size(self.backbone) else None  # ViTs; as in the paper
+        self._begin()
+        self._shape: tuple[int, ...] | None = None
+        self._maker: ViewMaker | None = None
+        self.seen: Seen | None = None
+
+    @classmethod
+    def simclr(cls, backbone: str | nn.Module = "resnet50", **options: Any) -> SSL:
+        """SimCLR: `proj_dim`, `hidden_dim`, `temperature`."""
+        return cls("simclr", backbone, **options)
+
+    @classmethod
+    def moco(cls, backbone: str | nn.Module = "resnet50", **options: Any) -> SSL:
+        """MoCo v2: `proj_dim`, `hidden_dim`, `temperature`, `momentum`, `queue_size`; ``version="v3"`` for v3."""
+        return cls("moco", backbone, **options)
+
+    @classmethod
+    def byol(cls, backbone: str | nn.Module = "resnet50", **options: Any) -> SSL:
+        """BYOL: `proj_dim`, `hidden_dim`, `momentum`."""
+        return cls("byol", backbone, **options)
+
+    @classmethod
+    def dino(cls, backbone: str | nn.Module = "vit_small_patch16_224", **options: Any) -> SSL:
+        """DINO: `out_dim`, `momentum`, `student_temp`, `teacher_temp`, `num_local`, `local_size`, `koleo`, ..."""
+        return cls("dino", backbone, **options)
+
+    @classmethod
+    def mae(cls, backbone: str | nn.Module = "vit_base_patch16_224", **options: Any) -> SSL:
+        """MAE: `mask_ratio`, `decoder_dim`, `decoder_depth`, `decoder_heads`, `norm_pix`."""
+        return cls("mae", backbone, **options)
+
+    # -- the model -----------------------------------------------------------------------------------------
+
+    def configure(self, info: DatasetInfo) -> None:
+        """Size the first layer from the data."""
+        self._shape = info.input_shape
+        self._build_for(self.in_chans or self._channels_for(info))
+
+    def _build(self, channels: int) -> None:
+        if isinstance(self.backbone, nn.Module):
+            backbone = self.backbone
+            self._look_at(backbone)
+        else:
+            # Crops of another size than the model's: a ViT must stretch its position embeddings.
+            stretches = self.method == "dino" and self.num_local and has_fixed_size(self.backbone)
+            backbone = self._make_backbone(
+                0, channels, drop_path_rate=self.drop_path_rate, dynamic_img_size=True if stretches else None
+            )
+        width = feature_width(backbone, channels, self._size or self._described.size)
+        self.model = self._make_method(backbone, width)
+        self._as_built = fingerprint(self.model)
+
+    def _make_method(self, backbone: nn.Module, width: int) -> Method:
+        options = dict(self._options)
+        if options.get("hidden_dim", 0) is None:
+            options["hidden_dim"] = width
+        if self.method == "simclr":
+            return SimCLR(backbone, width, **options)
+        if self.method == "moco":
+            return MoCo(backbone, width, **options)
+        if self.method == "moco_v3":
+            options["temperature"] = options["temperature"] or (0.2 if hasattr(backbone, "patch_embed") else 1.0)
+            return MoCoV3(backbone, width, **options)
+        if self.method == "byol":
+            return BYOL(backbone, width, **options)
+        if self.method == "mae":
+            return MAE(backbone, init_encoder=not self.pretrained and self.checkpoint is None, **options)
+        head = DINOHead(
+            width,
+            options["out_dim"],
+            options["hidden_dim"],
+            options["bottleneck_dim"],
+            norm_last_layer=options["norm_last_layer"],
+        )
+        return DINO(
+            backbone,
+            width,
+            head=head,
+            momentum=(options["momentum"], options["momentum_end"]),
+            student_temp=options["student_temp"],
+            teacher_temps=(options["warmup_teacher_temp"], options["teacher_temp"]),
+            warmup_epochs=options["warmup_teacher_temp_epochs"],
+            center_momentum=options["center_momentum"],
+            freeze_last_layer=options["freeze_last_layer"],
+            koleo=options["koleo"],
+        )
+
+    @property
+    def _method(self) -> Method:
+        model = self.model
+        assert isinstance(model, Method)
+        return model
+
+    def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
+        """Optimizer, rate, decay and schedule of the paper, for the batch size at hand."""
+        is_vit = has_fixed_size(self.backbone) if isinstance(self.backbone, str) else hasattr(self.backbone, "blocks")
+        return paper_settings(self.method, is_vit, settings, chosen)
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def _prepare_pixels(self, dataset: Any, image: Any, train: bool) -> Any:
+        geometry = self._geometry(image)
+        if not train:
+            return self._resized_and_augmented(dataset, image, None, geometry)
+        # Views are cut on the device, from all there is: tensors are left at their size, files come a bit larger.
+        tensors = images_in_memory(dataset, self._channels)
+        if tensors is not None:
+            return tensors
+        height, width = (round(side * _SOURCE) for side in geometry.size)
+        larger = Geometry((height, width), geometry.interpolation, crop_pct=1.0, crop_mode=geometry.crop_mode)
+        return ImageDataset(dataset, sample_transform(None, larger, from_files=is_pil(image)), self._channels)
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Images of one size; floats must be pixels from 0 to 1."""
+        prepared = super().prepare_dataset(dataset, train)
+        if train and hasattr(prepared, "__getitem__") and hasattr(prepared, "__len__") and len(prepared):
+            image, _ = split_sample(prepared[0])
+            if isinstance(image, Tensor) and image.is_floating_point() and (image.min() < 0 or image.max() > 1):
+                low, high = image.min().item(), image.max().item()
+                raise DataError(
+                    expected(
+                        "images as uint8, or as floats from 0 to 1, to make views of",
+                        f"floats from {low:.3g} to {high:.3g}",
+                        "Leave out the normalisation: it is done here, after the augmentation.",
+                    )
+                )
+        return prepared
+
+    def get_train_transforms(self) -> nn.Module:
+        """Views instead of images."""
+        return self._views()
+
+    def get_eval_transforms(self) -> nn.Module:
+        """Images, with views beside them for the loss."""
+        return Showing(self._normalize, self._views() if self.eval_loss else None)
+
+    def _views(self) -> ViewMaker:
+        if self._maker is None:
+            patches = None
+            if self.method == "mae":
+                assert isinstance(self.model, MAE)
+                height, width = self._view_size()
+                tall, wide = self.model.autoencoder.patch_size
+                patches = (height // tall) * (width // wide)
+            self._maker = ViewMaker(self.augment or self._preset(), patches)
+        return self._maker
+
+    def _view_size(self) -> tuple[int, int]:
+        if self._size is None:
+            # A loader of the user's: images have the size they have, unless the model takes only one.
+            known = self._shape is not None and not self._config.fixed_size
+            self._size = tuple(self._shape[-2:]) if known and self._shape else self._config.size  # type: ignore[assignment]
+        assert self._size is not None
+        return self._size
+
+    def _preset(self) -> Callable[..., Any]:
+        size = self._view_size()
+        options = {"mean": self._config.mean, "std": self._config.std} | self.augment_options
+        if self.method != "dino":
+            return getattr(presets, self.method)(size, **options)
+        crops = self._options
+        return presets.dino(
+            size,
+            crops["local_size"] or self._local_size(size),
+            crops["num_local"],
+            global_scale=crops["global_scale"],
+            local_scale=crops["local_scale"],
+            **options,
+        )
+
+    def _local_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """3/7 of a global crop, as 96 is of 224, in whole patches."""
+        patch = getattr(getattr(self._method.backbone, "patch_embed", None), "patch_size", (1, 1))
+        tall, wide = (
+            max(side, math.ceil(whole * 3 / 7 / side) * side) for whole, side in zip(size, patch, strict=True)
+        )
+        return tall, wide
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Schedules of the method that go by epochs."""
+        self._method.begin_epoch(epoch)
+
+    def train_step(self, batch: Any) -> Loss:
+        """The method's loss of views of the images."""
+        inputs, labels = _parts(batch)
+        views = inputs if isinstance(inputs, Views) else self._views()(inputs)
+        step = self.model(views)
+        self._method.remember(step)
+        known = step.features is not None and isinstance(labels, Tensor)
+        self.seen = Seen(step.features, labels) if known else None
+        return Loss(step.losses.sum(), len(step.losses), metrics=step.metrics)
+
+    def on_step_end(self, step: int, max_steps: int) -> None:
+        """Momentum networks, queue, centre: once per optimizer step."""
+        self._method.end_step(step, max_steps)
+
+    def on_step_dropped(self) -> None:
+        """Forget a step that is given up."""
+        self._method.drop_step()
+
+    def resting_parameters(self) -> Iterator[nn.Parameter]:
+        """DINO's last layer during its first epochs."""
+        if isinstance(self.model, DINO):
+            yield from self.model.resting()
+
+    def eval_step(self, batch: Any) -> dict[str, Any]:
+        """Embeddings of the images, and the loss of views of them (in the batches of the evaluation)."""
+        inputs, labels = _parts(batch)
+        shown = inputs if isinstance(inputs, Shown) else Showing(self._normalize, None)(inputs)
+        rows: dict[str, Any] = {"embedding": self.model(shown.images).float()}
+        if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
+            rows["label"] = labels
+        if shown.views is not None:
+            losses = self.model(shown.views).losses
+            rows["loss"] = (losses.sum(), len(losses))
+        return rows
+
+    def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """Collapse monitors, and with labels the accuracy of nearest neighbours within the set (leave-one-out)."""
+        embeddings = rows["embedding"]
+        if len(embeddings) < 2:
+            return {}
+        metrics = dict(feature_statistics(embeddings))
+        if "label" in rows:
+            k = min(self.knn_k, len(embeddings) - 1)
+            metrics["knn_accuracy"] = knn_accuracy(embeddings, rows["label"], k=k, weighted=True)
+        return metrics
+
+    def predict_step(self, batch: Any) -> dict[str, Tensor]:
+        """Embeddings, with labels beside them where there are any."""
+        inputs, labels = _parts(batch)
+        images = inputs.images if isinstance(inputs, Shown) else self._normalize.pixels(inputs)
+        rows = {"embedding": self.model(images).float()}
+        return rows | {"label": labels} if isinstance(labels, Tensor) else rows
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        """Features (N, width) of images: uint8, or floats from 0 to 1, of the size the model takes."""
+        encoder, device = self._method.encoder, next(self.model.parameters()).device
+        training = encoder.training
+        features = encoder.eval()(self._normalize.pixels(images.to(device)))
+        encoder.train(training)
+        return features
+
+    def reconstruct(self, images: Tensor, noise: Tensor | None = None) -> Any:
+        """Pictures of what a masked autoencoder sees and makes of it: (masked, pasted, original), from 0 to 1."""
+        if not isinstance(self.model, MAE):
+            raise BadArgument(expected("a masked autoencoder (SSL.mae) to reconstruct with", self.method))
+        config, device = self._config, next(self.model.parameters()).device
+        mean, std = config.mean, config.std
+        if self._channels not in (None, len(mean)):
+            mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+        ready = self._normalize.pixels(images.to(device))
+        return self.model.autoencoder.reconstruct(ready, noise, mean=mean, std=std)
+
+    # -- what is left --------------------------------------------------------------------------------------
+
+    def export_module(self, model: nn.Module) -> nn.Module:
+        """The part to deploy: a plain backbone."""
+        assert isinstance(model, Method)
+        return model.encoder
+
+    def backbone_state_dict(self) -> dict[str, Tensor]:
+        """Weights of the pretrained backbone (of DINO: the teacher's), under the names timm has for them."""
+        return {name: value.detach().cpu().clone() for name, value in self._method.encoder.state_dict().items()}
+
+    def save_backbone(self, path: str | Path) -> str:
+        """Write the pretrained backbone as safetensors: for ``ImageClassification(..., checkpoint=path)``, or timm."""
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({n: value.contiguous() for n, value in self.backbone_state_dict().items()}, path)
+        return str(path)
+
+    def linear_probe(self, num_classes: int | None = None, **options: Any) -> ImageClassification:
+        """The task of the usual test: a linear classifier on the frozen backbone."""
+        return self.fine_tune(num_classes, **{"freeze_backbone": True, **options})
+
+    def fine_tune(self, num_classes: int | None = None, **options: Any) -> ImageClassification:
+        """A classification task that begins with a copy of the pretrained backbone."""
+        if not isinstance(self.backbone, str):
+            raise BadArgument("Expected a backbone by name, received a module. Put a head on your module instead.")
+        given = {
+            "image_size": self._size,
+            "in_chans": self._channels,
+            "checkpoint": self.backbone_state_dict(),
+            "model_kwargs": dict(self.model_kwargs),
+        }
+        return ImageClassification(self.backbone, num_classes, False, **{**given, **options})
+
+    # -- records -------------------------------------------------------------------------------------------
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """What is wrong with the views of a batch, in sentences."""
+        inputs, _ = _parts(batch)
+        if not isinstance(inputs, Views):
+            return image_problems(inputs, self._channels)
+        return image_problems(inputs.images[0], self._channels)
+
+
+def _parts(batch: Any) -> tuple[Any, Any]:
+    """Images, or what the transforms made of them, and labels or None."""
+    return (batch, None) if isinstance(batch, Tensor | Views | Shown) else split_sample(batch)
