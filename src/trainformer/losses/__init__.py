@@ -1,0 +1,22 @@
+"""Losses of metric and self-supervised learning: margin softmax, contrastive, distillation, and pairs."""
+
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.losses.margin": ["ArcFaceLoss", "CosFaceLoss", "NormFaceLoss", "SubCenterArcFaceLoss"],
+        "trainformer.losses.contrastive": ["NTXentLoss", "infonce_with_queue", "moco_v3_loss", "nt_xent_loss"],
+        "trainformer.losses.distillation": [
+            "Center",
+            "byol_loss",
+            "dino_kl",
+            "dino_loss",
+            "koleo_loss",
+            "negative_cosine",
+            "teacher_entropy",
+        ],
+        "trainformer.losses.pairs": ["PairLoss", "make_miner", "make_pair_loss", "miner_names", "pair_loss_names"],
+        "trainformer.losses.factory": ["make_metric_loss", "metric_loss_names"],
+    },
+)

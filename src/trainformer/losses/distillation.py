@@ -1,0 +1,229 @@
+"""Losses that teach a student by a teacher: DINO with its centre, KoLeo, and the cosine losses of BYOL and SimSiam.
+
+Owns the losses, the centre, and the figures by which a collapse shows (entropy of the teacher, divergence from it). The
+networks, their views and the schedules of temperatures and momentum are the task's business.
+
+Caron et al., DINO, 2021; Grill et al., BYOL, 2020; Chen and He, SimSiam, 2021; Sablayrolles et al., KoLeo, 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainformer.core.errors import BadArgument, expected
+from trainformer.losses.numerics import (
+    Reduction,
+    check_count,
+    check_positive,
+    check_reduction,
+    check_rows,
+    full,
+    full_precision,
+    reduced,
+    unit_rows,
+)
+from trainformer.utils.distributed import sum_over_ranks
+
+
+class Center(nn.Module):
+    """The running mean of a teacher's raw outputs, subtracted from them so that no output wins for every image.
+
+    `add` collects outputs and leaves the centre as it is, `commit` moves it once: so all micro-batches of a step see
+    one centre, and accumulation gives what one big batch gives. `commit` is to be called on every rank, or on none.
+
+    >>> center = Center(2, momentum=0.5)
+    >>> center.add(torch.tensor([[1.0, 3.0], [3.0, 5.0]]))
+    >>> center.center
+    tensor([[0., 0.]])
+    >>> center.commit()
+    >>> center.center
+    tensor([[1., 2.]])
+    """
+
+    center: Tensor
+
+    def __init__(self, dim: int, momentum: float = 0.9) -> None:
+        super().__init__()
+        check_count("dim", dim)
+        if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum <= 1:
+            raise BadArgument(expected("momentum to be from 0 to 1", momentum, "0.9 is usual."))
+        self.momentum = float(momentum)
+        self.register_buffer("center", torch.zeros(1, dim))
+        # Sums per output, then the number of rows. No buffer: a wrapper that copies buffers of rank 0 to all ranks
+        # before each forward pass would wipe out what the others have collected.
+        self._pending = torch.zeros(dim + 1)
+
+    @torch.no_grad()
+    def add(self, logits: Tensor | Sequence[Tensor]) -> None:
+        """Collect raw outputs (..., dim) of the teacher. A row that is not finite counts as if it were not there."""
+        pending = self._pending_here()
+        for part in [logits] if isinstance(logits, Tensor) else logits:
+            if part.shape[-1] != self.center.shape[1]:
+                raise BadArgument(expected(f"outputs of width {self.center.shape[1]}", tuple(part.shape)))
+            rows = part.reshape(-1, part.shape[-1]).float()
+            finite = rows.isfinite().all(1, keepdim=True)
+            pending[:-1] += torch.where(finite, rows, 0.0).sum(0)
+            pending[-1] += finite.sum()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the centre towards the mean of what all ranks collected since the last time. Nothing: it stays."""
+        total = sum_over_ranks(self._pending_here())
+        count = total[-1]
+        old = self.center.float()
+        new = old * self.momentum + (total[:-1] / count.clamp(min=1)) * (1 - self.momentum)
+        self.center.copy_(torch.where(count > 0, new, old))
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what was collected, after a step that is not made."""
+        self._pending_here().zero_()
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"dim={self.center.shape[1]}, momentum={self.momentum:g}"
+
+    def _pending_here(self) -> Tensor:
+        if self._pending.device != self.center.device:
+            self._pending = self._pending.to(self.center.device)
+        return self._pending
+
+
+def dino_loss(
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    center: Tensor,
+    student_temp: float = 0.1,
+    teacher_temp: float | Tensor = 0.04,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross-entropy of the student's views with the teacher's, over all pairs of two different views.
+
+    Views are raw outputs (B, K), and the first views of the student are those of the teacher, in one order. The
+    teacher's outputs are centred and sharpened, and get no gradient. `reduction="none"` gives one value per image.
+
+    >>> views = [torch.eye(4), torch.eye(4)]
+    >>> dino_loss(views, views, torch.zeros(1, 4))
+    tensor(0.0001)
+    """
+    check_positive("student_temp", student_temp)
+    check_positive("teacher_temp", teacher_temp)
+    check_reduction(reduction)
+    students, teachers = _stacked(student, "student"), _stacked(teacher, "teacher")
+    if len(teachers) > len(students) or len(students) < 2 or teachers.shape[1:] != students.shape[1:]:
+        received = f"{tuple(teachers.shape)} from the teacher and {tuple(students.shape)} from the student"
+        do = "The student sees all views of the teacher, first, and at least two views in all."
+        raise BadArgument(expected("views of one shape, no more of the teacher than of the student", received, do))
+    with full_precision(students):
+        target = _sharpened(teachers, center, teacher_temp).softmax(-1)
+        log_student = (full(students) / student_temp).log_softmax(-1)
+        # The sum over all pairs is one product of two sums; pairs of a view with itself are then taken off.
+        both = (target.sum(0) * log_student.sum(0)).sum(-1)
+        same = (target * log_student[: len(target)]).sum((0, -1))
+        pairs = len(teachers) * len(students) - len(teachers)
+        return reduced((same - both) / pairs, reduction)
+
+
+@torch.no_grad()
+def dino_kl(
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    center: Tensor,
+    student_temp: float = 0.1,
+    teacher_temp: float | Tensor = 0.04,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """How far the student is from the teacher: `dino_loss` less the teacher's entropy.
+
+    To watch, not to train with: it has no gradient. At zero there is nothing left to learn, a sign of collapse.
+
+    >>> views = [torch.randn(4, 8)] * 2
+    >>> bool(dino_kl(views, views, torch.zeros(1, 8), student_temp=0.1, teacher_temp=0.1).abs() < 1e-6)
+    True
+    """
+    cross = dino_loss(student, teacher, center, student_temp, teacher_temp, "none")
+    entropy = teacher_entropy(_stacked(teacher, "teacher"), teacher_temp, center, reduction="none").mean(0)
+    return reduced(cross - entropy, reduction)
+
+
+@torch.no_grad()
+def teacher_entropy(
+    logits: Tensor, temperature: float | Tensor, center: Tensor | None = None, *, reduction: Reduction = "mean"
+) -> Tensor:
+    """Entropy, in nats, of the teacher's outputs (..., K). Collapse shows here: log K says nothing, 0 the same always.
+
+    >>> teacher_entropy(torch.zeros(2, 8), 0.04)  # log 8
+    tensor(2.0794)
+    """
+    check_positive("temperature", temperature)
+    with full_precision(logits):
+        log_target = _sharpened(logits, center, temperature).log_softmax(-1)
+        # `entr` is -p log p, and 0 for an output so unlikely that p is 0: no 0 * -inf.
+        return reduced(torch.special.entr(log_target.exp()).sum(-1), reduction)
+
+
+def koleo_loss(features: Tensor, eps: float = 1e-8, *, reduction: Reduction = "mean") -> Tensor:
+    """KoLeo: minus the logarithm of each row's distance to its nearest neighbour, so that features (B, D) spread out.
+
+    Neighbours are those of the same batch on the same rank. A single row has none: its loss is 0.
+
+    >>> koleo_loss(torch.eye(3))  # all are sqrt(2) apart
+    tensor(-0.3466)
+    """
+    check_positive("eps", eps)
+    check_reduction(reduction)
+    if features.ndim != 2:
+        raise BadArgument(expected("features of shape (B, D)", tuple(features.shape)))
+    with full_precision(features):
+        if len(features) < 2:
+            return reduced(full(features).sum(1) * 0, reduction)
+        rows = unit_rows(features, eps)
+        with torch.no_grad():
+            nearest = (rows @ rows.T).fill_diagonal_(-2).argmax(1)
+        distance = F.pairwise_distance(rows, rows.index_select(0, nearest), eps=eps)
+        return reduced(-(distance + eps).log(), reduction)
+
+
+def negative_cosine(p: Tensor, z: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """Minus the cosine of the rows of two matrices (B, D). SimSiam calls it with ``z.detach()``.
+
+    >>> negative_cosine(torch.eye(2), torch.eye(2))
+    tensor(-1.)
+    """
+    check_reduction(reduction)
+    check_rows(("p", p), ("z", z))
+    with full_precision(p):
+        return reduced(-(unit_rows(p) * unit_rows(z)).sum(1), reduction)
+
+
+def byol_loss(p: Tensor, z: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """BYOL: 2 - 2 cos of predictions and targets (B, D), the squared distance of their directions.
+
+    Targets get no gradient. BYOL adds the losses of both orders of its two views.
+
+    >>> byol_loss(torch.eye(2), -torch.eye(2))
+    tensor(4.)
+    """
+    return reduced(2 + 2 * negative_cosine(p, z.detach(), reduction="none"), reduction)
+
+
+def _stacked(views: Sequence[Tensor] | Tensor, whose: str) -> Tensor:
+    """Views (V, B, K) as one tensor."""
+    if not isinstance(views, Tensor):
+        shapes = [tuple(view.shape) for view in views]
+        if not shapes or len(set(shapes)) > 1 or len(shapes[0]) != 2:
+            raise BadArgument(expected(f"views of the {whose} of one shape (B, K)", shapes))
+        return torch.stack(list(views))
+    if views.ndim != 3:
+        raise BadArgument(expected(f"views of the {whose} as a list of (B, K), or (V, B, K)", tuple(views.shape)))
+    return views
+
+
+def _sharpened(logits: Tensor, center: Tensor | None, temperature: float | Tensor) -> Tensor:
+    """The teacher's outputs as they go into its softmax."""
+    rows = full(logits.detach())
+    return (rows if center is None else rows - center.detach()) / temperature
