@@ -1,4 +1,4 @@
-"""Evaluation: metrics of a whole data set, computed once from all its predictions."""
+"""Evaluation: metrics of a whole data set, computed once from all its predictions or embeddings."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -6,5 +6,17 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.eval.classification": ["accuracy", "confusion_matrix", "precision_recall_f1", "topk_accuracy"],
+        "trainformer.eval.neighbours": ["NeighbourIndex", "Neighbours", "nearest"],
+        "trainformer.eval.retrieval": ["faiss_retrieval_metrics", "knn_accuracy", "knn_predict", "retrieval_metrics"],
+        "trainformer.eval.clustering": ["Clusters", "feature_statistics", "kmeans", "nmi", "normalized_mutual_info"],
+        "trainformer.eval.calibration": [
+            "Reliability",
+            "brier_score",
+            "expected_calibration_error",
+            "fit_temperature",
+            "negative_log_likelihood",
+            "reliability",
+        ],
+        "trainformer.eval.probe": ["ProbeResult", "label_subset", "linear_probe"],
     },
 )
