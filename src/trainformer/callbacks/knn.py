@@ -34,6 +34,11 @@ class OnlineKNN:
             raise BadArgument(expected("OnlineKNN's temperature to be positive", self.temperature))
         self._evaluations = 0
 
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of the metrics that `measure` gives."""
+        return (self.name,)
+
     def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """The accuracy, as a further metric of an evaluation."""
         self._evaluations += 1

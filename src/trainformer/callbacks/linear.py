@@ -45,7 +45,7 @@ class OnlineLinear:
                 "OnlineLinear needs features and labels of each step: a task that keeps them as `seen` (SSL does, "
                 "except for MAE) and data with labels."
             )
-        features, labels = seen.features.detach().float(), seen.labels
+        features, labels = seen.features.detach().float(), seen.labels.long()
         if len(features) < 2:  # nothing to take batch statistics of
             return
         classifier, optimizer = self._ready(trainer, features)
@@ -53,10 +53,20 @@ class OnlineLinear:
         # magnitude, and running statistics that begin at 0 and 1 would be far off for dozens of steps.
         self._steps += 1
         classifier[0].momentum = max(0.1, 1 / self._steps)
+        # A step that the run skips for a value that is not finite still comes by here, and would spoil the classifier
+        # for good. Nobody looks at the values, which would wait for the device: such rows count nothing.
+        finite = features.isfinite().all(1)
+        features = torch.where(finite.unsqueeze(1), features, 0.0)
         with torch.enable_grad(), torch.autocast(features.device.type, enabled=False):
-            F.cross_entropy(classifier(features), labels).backward()
+            losses = F.cross_entropy(classifier(features), labels, reduction="none")
+            torch.where(finite, losses, 0.0).mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of the metrics that `measure` gives."""
+        return (self.name,)
 
     @torch.no_grad()
     def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
@@ -89,8 +99,9 @@ class OnlineLinear:
         return self.classifier, self._optimizer
 
     def _build(self, width: int, classes: int, device: torch.device | str) -> None:
-        linear = nn.Linear(width, classes)
-        nn.init.zeros_(linear.weight)  # a linear layer needs no random start, and the run's random numbers stay its own
+        # A linear layer needs no random start. `skip_init`, as the usual one would draw from the run's random numbers.
+        linear = nn.utils.skip_init(nn.Linear, width, classes)
+        nn.init.zeros_(linear.weight)
         nn.init.zeros_(linear.bias)
         self.classifier = nn.Sequential(nn.BatchNorm1d(width, affine=False), linear).to(device)
         self._optimizer = torch.optim.SGD(linear.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay)

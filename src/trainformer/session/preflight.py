@@ -257,8 +257,9 @@ def _evaluation(session: Session, report: CheckReport) -> None:
     for callback in session.callbacks:
         if getattr(callback, "monitor", None):
             wanted[callback.monitor] = type(callback).__name__
+    measured = {name for callback in session.callbacks for name in getattr(callback, "measures", ())}
     for name, who in wanted.items():
-        if name not in metrics:
+        if name not in metrics and name not in measured:
             problems.append(
                 f"{who} looks for {name!r}, which is not among {sorted(metrics)}. {did_you_mean(name, metrics)}"
             )
