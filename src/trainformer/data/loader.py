@@ -285,6 +285,23 @@ class StatefulLoaderSource(LoaderSource):
         yield from super().batches(epoch, batch, position)
 
 
+class StreamSource(StatefulLoaderSource):
+    """A stream that can say where it is, read in this process: resuming reads nothing twice."""
+
+    def __init__(self, loader: DataLoader, seed: int = 0) -> None:
+        super().__init__(loader, seed)
+        self.stream: Any = loader.dataset
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stream's own position."""
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there; the next epoch begins in the middle."""
+        self.stream.load_state_dict(state)
+        self._restored = True
+
+
 def loader_source(loader: Iterable[Any], seed: int) -> LoaderSource:
     """A source for a loader that the user brings."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -294,9 +311,10 @@ def loader_source(loader: Iterable[Any], seed: int) -> LoaderSource:
 def stream_source(
     dataset: IterableDataset, batch_size: int, *, seed: int, collate: Collate | None, num_workers: int
 ) -> LoaderSource:
-    """Batches of a data set that can only be iterated."""
+    """Batches of a data set that can only be iterated. Streams in worker processes are read again to find the place."""
     loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
-    return LoaderSource(loader, seed)
+    stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and num_workers == 0
+    return StreamSource(loader, seed) if stateful else LoaderSource(loader, seed)
 
 
 def suitable_workers(dataset: Any) -> int:

@@ -121,6 +121,8 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
     if isinstance(data, IterableDataset):
         _refuse_sampling(options, train, "a data set without a length cannot be sampled from")
         workers = options.num_workers or 0
+        if hasattr(data, "reseed"):
+            data.reseed(options.seed)
         return stream_source(data, options.batch_size, seed=options.seed, collate=collate, num_workers=workers)
     return DatasetSource(
         data,

@@ -26,6 +26,7 @@ from trainformer.data.info import DatasetInfo
 from trainformer.data.order import preserved_generators
 from trainformer.data.pixels import ImageTensors, channels_in, is_pil
 from trainformer.data.targets import is_stream
+from trainformer.data.webdataset import MappedStream
 from trainformer.models.backbones import BackboneConfig, Unbuilt, Weights, build_backbone, check_backbone, describe
 from trainformer.tasks.base import TaskBase
 from trainformer.tasks.vision.arguments import size_pair
@@ -157,7 +158,20 @@ class VisionTask(TaskBase):
         return self._resized_and_augmented(dataset, image, self._sample_augment(train), self._geometry(image))
 
     def _prepare_stream(self, dataset: Any, train: bool) -> Any:
-        return dataset
+        """The same for a stream: shuffled for training, each image brought to size and augmented as it comes."""
+        first = dataset.first() if hasattr(dataset, "first") else next(iter(dataset), None)
+        if first is None:
+            return dataset
+        image, label = split_sample(first)
+        if train and label is None and self.needs_labels:
+            raise DataError("Expected images with labels to train on, received a stream of images alone.")
+        if _is_float(image):
+            return dataset
+        return MappedStream(dataset, self._pipeline(image, train), channels=self._channels, shuffle=train)
+
+    def _pipeline(self, image: Any, train: bool) -> Callable[[Any], Any]:
+        """What is done to single images like this one where they are read."""
+        return sample_transform(self._sample_augment(train), self._geometry(image), from_files=is_pil(image))
 
     def _sample_augment(self, train: bool) -> Augment:
         """What is done at random to single images where they are read."""

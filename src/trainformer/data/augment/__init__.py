@@ -1,0 +1,12 @@
+"""Augmentation of whole batches on their device, every sample with random numbers of its own."""
+
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.data.augment.draws": ["fresh_keys", "uniforms"],
+        "trainformer.data.augment.pipeline": ["Augment", "MultiView"],
+        "trainformer.data.augment.presets": ["byol", "classification", "dino", "mae", "moco", "moco_v3", "simclr"],
+    },
+)
