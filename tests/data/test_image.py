@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import os
 import warnings
@@ -16,9 +17,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data import ImageDataset, extract_info, find_corrupt_images, load_images
-from trainformer.data.image import ImageFiles, ImageFolder, ImageTensors, images_in_memory
+from trainformer.data.image import ImageFiles, ImageFolder, ImageTensors, hf_images, images_in_memory
 from trainformer.data.pixels import image_tensor, tensor_channels, with_channels
-from trainformer.data.samples import load_sample
+from trainformer.data.samples import load_sample, read_idx, sample_names
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -343,6 +344,148 @@ def test_hf_datasets_are_read() -> None:
     assert np.array_equal(image.permute(1, 2, 0).numpy(), np.asarray(images[2]))
 
 
+# -- HF datasets by name -----------------------------------------------------------------------------------
+
+
+def hf_data(images: str = "image", labels: str = "label", names: bool = True, size: int = 4) -> Any:
+    """Pictures of which the first is gray, with labels 1, 0, 1, ..., as numbers with names or as names."""
+    datasets = pytest.importorskip("datasets")
+    pictures = [Image.fromarray(pixels(4, 5, 3, seed=i)) for i in range(size)]
+    pictures[0] = pictures[0].convert("L")
+    label = datasets.ClassLabel(names=["x", "y"]) if names else datasets.Value("string")
+    features = datasets.Features({images: datasets.Image(), "id": datasets.Value("int64"), labels: label})
+    values = [(i + 1) % 2 for i in range(size)]
+    rows = {images: pictures, "id": list(range(size)), labels: values if names else ["xy"[v] for v in values]}
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def assert_is_hf_data(data: Any, size: int = 4) -> None:
+    info = extract_info(data)
+    assert (info.num_samples, info.num_classes, info.class_names) == (size, 2, ["x", "y"])
+    assert info.class_counts == [size // 2, size - size // 2]
+    assert info.input_shape == (3, 4, 5)  # though the first picture is gray
+    for i in range(size):
+        image, label = ImageDataset(data)[i]
+        assert label == (i + 1) % 2
+        assert i == 0 or np.array_equal(image.permute(1, 2, 0).numpy(), pixels(4, 5, 3, seed=i))
+    part = Subset(data, [0, 2])
+    assert extract_info(part).class_counts == [0, 2]
+    assert ImageDataset(part).classes == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "names"),
+    [("image", "label", True), ("img", "fine_label", True), ("photo", "species", True), ("image", "class", False)],
+)
+def test_hf_columns_of_any_name_become_image_and_label(images: str, labels: str, names: bool) -> None:
+    assert_is_hf_data(hf_images(hf_data(images, labels, names)))
+
+
+def test_hf_images_with_other_channels_and_without_labels() -> None:
+    assert hf_images(hf_data(), channels=1)[1]["image"].mode == "L"
+    assert [image["image"].mode for image in hf_images(hf_data(), channels=None)] == ["L", "RGB", "RGB", "RGB"]
+    bare = hf_images(hf_data(), labels=False)
+    assert list(bare[0]) == ["image"]
+    assert extract_info(bare).num_classes is None
+
+
+def test_hf_columns_that_cannot_be_guessed() -> None:
+    data = hf_data("a")
+    with pytest.raises(DataError, match=r"one column of images, received \['a', 'b'\].*Rename"):
+        hf_images(data.add_column("b", [None] * 4).cast_column("b", data.features["a"]))
+    with pytest.raises(DataError, match=r"a column of images, received \['id', 'label'\]"):
+        hf_images(data.remove_columns("a"))
+    with pytest.raises(DataError, match=r"a column of labels, received \['a', 'id'\]"):
+        hf_images(data.remove_columns("label"), labels=True)
+    assert list(hf_images(data.remove_columns("label"))[0]) == ["image"]
+
+
+def test_folders_saved_by_hf_datasets(tmp_path: Path) -> None:
+    data = hf_data("img")
+    data.save_to_disk(tmp_path / "one")
+    assert_is_hf_data(load_images(tmp_path / "one"))
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "two")
+    with pytest.raises(DataError, match=r"one split, received \['train', 'test'\]. Pass one of them: '.*two/train'"):
+        load_images(tmp_path / "two")
+    assert_is_hf_data(load_images(tmp_path / "two" / "train"))
+
+
+def test_hf_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of Parquet files is a data set to HF: the same function loads it as would load one of the hub."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    hf_data().to_parquet(tmp_path / "set" / "train.parquet")
+    hf_data(size=6).to_parquet(tmp_path / "set" / "test.parquet")
+    assert_is_hf_data(load_images(f"hf:{tmp_path / 'set'}"))
+    assert_is_hf_data(load_images(f"hf:{tmp_path / 'set'}:test"), 6)
+    with pytest.raises(DataError, match=r"split 'valid', of the .* received ValueError: Unknown split"):
+        load_images(f"hf:{tmp_path / 'set'}:valid")
+
+
+def test_a_hub_that_cannot_be_reached() -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=r"'nobody/nothing' of the Hugging Face hub, received .*can the hub be reached"):
+        load_images("hf:nobody/nothing")
+
+
+# -- torchvision by name -----------------------------------------------------------------------------------
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">u4").tobytes()
+    data = header + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def write_mnist(folder: Path, part: str, size: int, ending: str = "") -> tuple[np.ndarray, np.ndarray]:
+    images, labels = pixels(size, 28, 28, seed=size), np.arange(size) % 10
+    write_idx(folder / f"{part}-images-idx3-ubyte{ending}", images)
+    write_idx(folder / f"{part}-labels-idx1-ubyte{ending}", labels)
+    return images, labels
+
+
+def test_torchvision_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train, _ = write_mnist(tmp_path / "data" / "FashionMNIST" / "raw", "train", 20)
+    write_mnist(tmp_path / "data" / "FashionMNIST" / "raw", "t10k", 10)
+    data = load_images("torchvision:FashionMNIST")
+    info = extract_info(data)
+    assert (info.num_samples, info.num_classes, info.class_counts) == (20, 10, [2] * 10)
+    assert info.class_names is not None
+    assert info.class_names[9] == "Ankle boot"
+    assert info.input_shape == (3, 28, 28)
+    assert np.array_equal(np.asarray(data[3][0])[..., 0], train[3])
+    assert len(load_images("torchvision:fashionmnist:test")) == 10
+    assert load_images("torchvision:FashionMNIST", channels=1)[0][0].mode == "L"
+    monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir("/")
+    assert len(load_images("torchvision:FashionMNIST:train")) == 20
+    assert len(load_images("torchvision:FakeData")) == 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "torchvision:CIFAR10",
+            r"files of torchvision's CIFAR10 below 'data', received: .*CIFAR10\('data', .*download=True",
+        ),
+        ("torchvision:Food101", "files of torchvision's Food101 below 'data'"),
+        ("torchvision:CIFAR", "data set of torchvision, received 'CIFAR'. Did you mean 'CIFAR10"),
+        ("torchvision:CIFAR10:valid", "the split 'train' or 'test' of torchvision's CIFAR10, received 'valid'"),
+        ("torchvision:SVHN:valid", "a split of torchvision's SVHN, received 'valid'"),
+        ("torchvision:Caltech101:test", "no split, since torchvision's Caltech101 has none"),
+        ("torchvision:EMNIST", "received EMNIST, which needs split"),
+        ("torchvison:CIFAR10", "Did you mean 'torchvision:CIFAR10'"),
+    ],
+)
+def test_torchvision_sets_that_cannot_be_had(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_images(name)
+
+
 # -- in memory ---------------------------------------------------------------------------------------------
 
 
@@ -391,11 +534,84 @@ def test_digits_are_those_of_sklearn() -> None:
     assert extract_info(data).input_shape == (1, 8, 8)
 
 
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.mark.skipif(not FASHION.is_dir(), reason="needs the Debian package dataset-fashion-mnist")
+def test_fashion_mnist_is_that_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import FashionMNIST
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TRAINFORMER_DATA", raising=False)
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in FASHION.glob("*.gz"):
+        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    for name, train in (("fashion-mnist", True), ("fashion-mnist:test", False)):
+        data, theirs = load_images(name), FashionMNIST(tmp_path, train=train)
+        assert torch.equal(data.images[:, 0], theirs.data)
+        assert torch.equal(data.targets, theirs.targets)
+        assert data.classes == theirs.classes
+        info = extract_info(data)
+        assert (info.num_classes, info.input_shape) == (10, (1, 28, 28))
+        assert info.class_counts == [len(theirs) // 10] * 10
+
+
+def test_fashion_mnist_is_found_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = write_mnist(tmp_path / "mine" / "fashion-mnist", "train", 12, ".gz")
+    monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path / "mine"))
+    data = load_sample("fashion-mnist")
+    assert np.array_equal(data.images[:, 0].numpy(), images)
+    assert data.targets.tolist() == labels.tolist()
+    monkeypatch.delenv("TRAINFORMER_DATA")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "mine").rename(tmp_path / ".cache" / "trainformer")
+    assert len(load_sample("fashion-mnist")) == 12
+
+
+def test_missing_fashion_mnist_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+    monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path))
+    with pytest.raises(DataError, match=r"t10k-images.*dataset-fashion-mnist.*zalandoresearch"):
+        load_sample("fashion-mnist:test")
+    assert sample_names() == ["digits", "fashion-mnist", "fashion-mnist:test"]
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (3, 4, 5), (0, 28, 28)])
+@pytest.mark.parametrize("name", ["x", "x.gz"])
+def test_idx_files(tmp_path: Path, shape: tuple[int, ...], name: str) -> None:
+    array = pixels(*shape)
+    write_idx(tmp_path / name, array)
+    got = read_idx(tmp_path / name)
+    assert np.array_equal(got, array)
+    assert got.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x", b"", "begin like an IDX file"),
+        ("x", b"\0\0\x0d\1\0\0\0\1\0", "begin like an IDX file"),  # floats
+        ("x", b"\0\0\x08\2\0\0\0\1", "begin like an IDX file"),  # one of two sizes
+        ("x", b"\0\0\x08\1\0\0\0\3\1\2", r"3 values of shape \(3,\).*received 2"),
+        ("x.gz", b"not compressed", "cannot be read"),
+        ("x.gz", gzip.compress(bytes(1000))[:-9], "cannot be read"),
+    ],
+)
+def test_files_that_are_no_idx(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_idx(tmp_path / name)
+
+
 def test_unknown_sample_names() -> None:
     with pytest.raises(BadArgument, match=r"received 'digit'. Did you mean 'digits'[?] Built-in samples: 'digits'"):
         load_sample("digit")
     with pytest.raises(DataError, match="Did you mean 'digits'"):
         load_images("digts")
+    with pytest.raises(DataError, match="Did you mean 'fashion-mnist:test'"):
+        load_images("fashion-mnist:tets")
 
 
 def test_a_folder_may_have_the_name_of_a_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

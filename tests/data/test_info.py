@@ -111,7 +111,7 @@ def test_the_first_attribute_that_holds_labels_counts() -> None:
     assert labels_of(dataset).tolist() == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("attribute", ["samples", "imgs"])
+@pytest.mark.parametrize("attribute", ["samples", "imgs", "_samples"])
 def test_lists_of_paths_and_labels(attribute: str) -> None:
     assert labels_of(Unreadable(**{attribute: [("a.png", 1), ("b.png", 0)] * 2})).tolist() == [1, 0, 1, 0]
     assert labels_of(Unreadable(**{attribute: ["a line", "two", "of", "text"]})) is None
@@ -206,7 +206,7 @@ def hf(column: str = "label", names: list[str] | None = None, **more: list[Any])
     return dataset.cast_column(column, datasets.ClassLabel(names=names)) if names else dataset
 
 
-@pytest.mark.parametrize("column", ["label", "labels", "target", "fine_label"])
+@pytest.mark.parametrize("column", ["label", "labels", "target", "targets", "fine_label", "class", "y"])
 def test_hf_columns(column: str) -> None:
     dataset = hf(column)
     assert labels_of(dataset).tolist() == list(dataset[column])
@@ -469,6 +469,17 @@ def test_streams_are_not_consumed() -> None:
     assert extract_info(Stream()) == DatasetInfo(num_samples=0, num_classes=2, class_names=["a", "b"])
     assert extract_info(LongStream()).num_samples == 12
     assert labels_of(Stream()) is None
+
+
+class CountedStream(LongStream):
+    class_counts = (5, 7)
+    input_shape = (3, 4, 4)
+
+
+def test_streams_may_say_what_they_have_counted() -> None:
+    info = extract_info(CountedStream())
+    assert (info.num_samples, info.class_counts, info.input_shape) == (12, [5, 7], (3, 4, 4))
+    assert info.class_weights is not None
 
 
 def test_loaders_and_generators_tell_nothing() -> None:

@@ -6,8 +6,18 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.data.info": ["DatasetInfo", "extract_info", "labels_of"],
+        "trainformer.data.folder": ["ImageFiles", "ImageFolder"],
         "trainformer.data.image": ["ImageDataset", "find_corrupt_images", "load_images"],
+        "trainformer.data.lists": ["ImageList"],
         "trainformer.data.loader": ["DatasetSource", "LoaderSource"],
+        "trainformer.data.samplers": [
+            "ClassBalancedSampler",
+            "EpochSampler",
+            "PKSampler",
+            "RepeatedAugmentSampler",
+            "make_sampler",
+        ],
         "trainformer.data.split": ["split_dataset"],
+        "trainformer.data.webdataset": ["MappedStream", "WebDataset"],
     },
 )

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from trainformer.core.errors import DataError
+from trainformer.data.targets import targets_of
 
 
 def align_classes(dataset: Any, classes: Sequence[str] | None, open_set: bool = False) -> Any:
@@ -22,7 +23,7 @@ def align_classes(dataset: Any, classes: Sequence[str] | None, open_set: bool = 
     base = dataset
     while isinstance(base, Subset):
         base = base.dataset
-    own = getattr(base, "classes", None)
+    own = targets_of(base).names  # also of data sets that name their classes elsewhere, as HF's do
     if classes is None or own is None or list(own) == list(classes):
         return dataset
     unknown = [str(name) for name in own if name not in classes]

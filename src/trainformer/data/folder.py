@@ -7,12 +7,13 @@ either. Files are decoded when a sample is read, and stay PIL images: cropping a
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -131,13 +132,31 @@ def read_image(path: str | Path, channels: int | None = 3) -> Image.Image:
     return converted  # type: ignore[return-value]
 
 
+def decode_image(data: bytes, channels: int | None, name: str) -> Image.Image:
+    """Decode an image that lies in something else than a file of its own; `name` says where, should that fail."""
+    try:
+        image = _decode(io.BytesIO(data))
+    except Exception as error:
+        raise DataError(
+            f"Expected a readable image, received {name}, which cannot be decoded ({_reason(error)}). Remove it, or "
+            "write it anew."
+        ) from error
+    converted = with_channels(image, channels)
+    return converted  # type: ignore[return-value]
+
+
 def holds_class_folders(root: str | Path) -> bool:
     """Whether a folder has images in folders, and not only directly inside."""
     root = _existing_folder(root)
     return any(next(_images_below(root / name), None) is not None for name in _folders_in(root))
 
 
-def _decode(path: str | Path) -> Image.Image:
+def holds_images(root: str | Path) -> bool:
+    """Whether there is an image anywhere below a folder."""
+    return next(_images_below(_existing_folder(root)), None) is not None
+
+
+def _decode(path: str | Path | BinaryIO) -> Image.Image:
     pil = require("PIL.Image", "vision", "to read images")
     with pil.open(path) as image:
         image.load()

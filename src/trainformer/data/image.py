@@ -7,16 +7,20 @@ for every single sample. Normalising is not done here but on the device, by the 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainformer.core.errors import DataError, did_you_mean, expected
+from trainformer.core.optional import require
 from trainformer.data.fetch import is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.folder import (
     CorruptImage,
@@ -24,25 +28,32 @@ from trainformer.data.folder import (
     ImageFolder,
     find_corrupt_images,
     holds_class_folders,
+    holds_images,
     read_image,
 )
+from trainformer.data.lists import IMAGE_COLUMNS, LABEL_COLUMNS, ImageList, is_list
 from trainformer.data.pixels import ImageTensors, channels_in, image_tensor, tensor_channels, with_channels
 from trainformer.data.samples import load_sample, sample_names
-from trainformer.data.targets import targets_of
+from trainformer.data.shards import names_shards
+from trainformer.data.targets import label_column, targets_of
+from trainformer.data.webdataset import LABEL_KEYS, WebDataset
 
 __all__ = [
     "CorruptImage",
     "ImageDataset",
     "ImageFiles",
     "ImageFolder",
+    "ImageList",
     "ImageTensors",
     "find_corrupt_images",
+    "hf_images",
     "images_in_memory",
     "load_images",
     "read_image",
     "split_sample",
 ]
 
+_MOST_SCANNED_BYTES = 4 << 30
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x", "input")
 _LABEL_KEYS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
 
@@ -52,7 +63,8 @@ class ImageDataset(Dataset):
 
     Samples of the source may be tuples, dicts or bare images; images may be PIL images, arrays or tensors of any of
     the usual kinds. `transform` is called with a PIL image or a tensor that has `channels` channels already, and
-    returns either. The result is a (C, H, W) tensor, uint8 as long as nobody made it float.
+    returns either. The result is a (C, H, W) tensor, uint8 as long as nobody made it float. A mark for queries
+    (`is_query` of a dict, or a third part that is true or false) is passed on as a third part.
 
     >>> data = ImageDataset([(torch.zeros(8, 8, dtype=torch.uint8), 3)], channels=3)
     >>> image, label = data[0]
@@ -68,14 +80,17 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Any] | Tensor:
-        image, label = split_sample(self.source[index])
+    def __getitem__(self, index: int) -> tuple[Tensor, Any] | tuple[Tensor, Any, bool] | Tensor:
+        sample = self.source[index]
+        image, label = split_sample(sample)
         image = with_channels(image, self.channels)
         if self.transform is not None:
             image = self.transform(image)
         tensor = image_tensor(image)
-        # A batch of Nones cannot be collated; unlabelled images make batches of images.
-        return tensor if label is None else (tensor, label)
+        if label is None:
+            return tensor  # a batch of Nones cannot be collated; unlabelled images make batches of images
+        is_query = query_mark(sample)
+        return (tensor, label) if is_query is None else (tensor, label, is_query)
 
     @property
     def targets(self) -> Any:
@@ -99,28 +114,192 @@ class ImageDataset(Dataset):
         return value
 
 
-def load_images(path_or_name: str | Path, *, labels: bool | None = None, channels: int | None = 3) -> Dataset:
-    """Images from a folder, or a built-in sample by its name (`"digits"`; write `"./digits"` for a folder).
+def load_images(path_or_name: str | Path, *, labels: bool | None = None, channels: int | None = 3) -> Any:
+    """Images by path or name:
 
-    `labels=True` insists on class folders, `False` takes all images in the order of their names, and `None` decides
-    by what is there.
+    - a folder of images, with one folder per class or without classes;
+    - a list of images: `.csv`, `.tsv`, `.json`, `.jsonl`, `.parquet` (see `ImageList`);
+    - tar shards: a file, a pattern such as `"train-{000..012}.tar"`, or a folder of them (see `WebDataset`); up to
+      4 GiB they are scanned for their length and classes;
+    - a folder that HF `datasets` saved (`save_to_disk`), or a data set by name: `"hf:name"`, `"hf:name:split"`;
+    - a data set of torchvision: `"torchvision:CIFAR10"`, `"torchvision:CIFAR10:test"`, whose files lie below
+      `$TRAINFORMER_DATA` or the folder `data`; nothing is downloaded;
+    - a built-in sample: `"digits"`, `"fashion-mnist"`, `"fashion-mnist:test"` (write `"./digits"` for a folder).
+
+    `labels=True` insists on labels, `False` leaves them aside, and `None` decides by what is there. Images from files
+    have `channels` channels (None: each what it has); built-in samples are gray.
     """
-    if isinstance(path_or_name, str) and path_or_name in sample_names():
-        return load_sample(path_or_name)
-    _refuse_misspelt_sample(path_or_name)
+    if isinstance(path_or_name, str):
+        if path_or_name in sample_names():
+            return load_sample(path_or_name)
+        kind, _, name = path_or_name.partition(":")
+        if kind in _NAMED and not os.path.exists(path_or_name):
+            return _NAMED[kind](name, labels, channels)
+    if is_list(path_or_name):
+        images = ImageList(path_or_name, label_key=False if labels is False else None, channels=channels)
+        if labels and images.label_key is None:
+            raise DataError(f"Expected a column of labels in '{path_or_name}', received none with a usual name.")
+        return images
+    _refuse_misspelt_name(path_or_name)
+    path = Path(path_or_name).expanduser()
+    if _is_saved_by_hf(path):
+        return _load_saved(path, labels, channels)
+    if names_shards(path) and not (path.is_dir() and holds_images(path)):
+        return _load_shards(path_or_name, labels, channels)
     if labels is None:
         labels = holds_class_folders(path_or_name)
     return ImageFolder(path_or_name, channels) if labels else ImageFiles(path_or_name, channels)
 
 
-def _refuse_misspelt_sample(name: str | Path) -> None:
+def _refuse_misspelt_name(name: str | Path) -> None:
     if isinstance(name, str) and os.sep not in name and not os.path.exists(os.path.expanduser(name)):
-        close = did_you_mean(name, sample_names())
+        kind, colon, rest = name.partition(":")
+        kinds = {f"{known}:{rest}": known for known in _NAMED} if colon and kind not in sample_names() else {}
+        close = did_you_mean(name, [*sample_names(), *kinds])
         if close:
             known = ", ".join(map(repr, sample_names()))
             raise DataError(
                 expected("a folder of images or a built-in sample", name, f"{close} Built-in samples: {known}.")
             )
+
+
+def _load_shards(urls: str | Path, labels: bool | None, channels: int | None) -> WebDataset:
+    stream = WebDataset(urls, channels=channels, label_key=() if labels is False else LABEL_KEYS)
+    if sum(os.path.getsize(shard) for shard in stream.shards) <= _MOST_SCANNED_BYTES:
+        stream.scan()
+    return stream
+
+
+# -- HF datasets -------------------------------------------------------------------------------------------
+
+
+def _load_from_hub(spec: str, labels: bool | None, channels: int | None) -> Any:
+    datasets = require("datasets", "datasets", "to load data from the Hugging Face hub")
+    name, _, split = spec.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, split=split or None)
+    except Exception as error:  # of the network, the hub, the file system, or a split that is none: many types
+        raise DataError(
+            f"Expected the data set '{name}'{f', split {split!r},' if split else ''} of the Hugging Face hub, received "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Is the name right, and can the hub be reached? What "
+            "was loaded once is found without it; a folder written by save_to_disk can be passed as a path."
+        ) from error
+    return hf_images(_one_split(loaded, f"'hf:{name}:{{}}'", prefer_train=True), labels=labels, channels=channels)
+
+
+def _is_saved_by_hf(path: Path) -> bool:
+    names = {"dataset_dict.json", "state.json", "dataset_info.json"}
+    found = {name for name in names if (path / name).is_file()}
+    return "dataset_dict.json" in found or len(found) == 2
+
+
+def _load_saved(path: Path, labels: bool | None, channels: int | None) -> Any:
+    datasets = require("datasets", "datasets", "to load a data set that it saved")
+    loaded = _one_split(datasets.load_from_disk(str(path)), f"'{path}/{{}}'", prefer_train=False)
+    return hf_images(loaded, labels=labels, channels=channels)
+
+
+def _one_split(loaded: Any, form: str, prefer_train: bool) -> Any:
+    """Of several splits the one that must be meant. Two folders on disk are as likely to be meant one as the other."""
+    if not isinstance(loaded, Mapping):
+        return loaded
+    if len(loaded) == 1:
+        return next(iter(loaded.values()))
+    if prefer_train and "train" in loaded:
+        return loaded["train"]
+    raise DataError(
+        expected("one split", list(loaded), f"Pass one of them: {', '.join(form.format(name) for name in loaded)}.")
+    )
+
+
+def hf_images(dataset: Any, *, labels: bool | None = None, channels: int | None = 3) -> Any:
+    """An HF data set with the columns `image` and `label` alone, whatever they were called.
+
+    Labels that are names become classes. Images are decoded when they are read, and stay PIL images.
+    """
+    features = dataset.features
+    images = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
+    image = next(
+        (name for name in IMAGE_COLUMNS if name in (images or features)), images[0] if len(images) == 1 else None
+    )
+    if image is None:
+        what = "one column of images" if images else "a column of images"
+        raise DataError(expected(what, images or list(features), "Rename the column you mean to 'image'."))
+    label = None if labels is False else label_column(features)
+    if label is None and labels is not False:
+        names = (name for name in LABEL_COLUMNS if getattr(features.get(name), "dtype", None) == "string")
+        label = next(names, None)
+        if label is not None:
+            dataset = dataset.class_encode_column(label)
+    if label is None and labels:
+        raise DataError(expected("a column of labels", list(features), "Rename the column you mean to 'label'."))
+    names_now = {"image": image} | ({} if label is None else {"label": label})
+    dataset = dataset.select_columns(list(names_now.values()))
+    renamed = {old: new for new, old in names_now.items() if old != new}
+    dataset = dataset.rename_columns(renamed) if renamed else dataset
+    return dataset.with_transform(partial(_with_channels_each, channels=channels))
+
+
+def _with_channels_each(rows: dict[str, list[Any]], channels: int | None) -> dict[str, list[Any]]:
+    if "image" in rows:
+        rows["image"] = [with_channels(image, channels) for image in rows["image"]]
+    return rows
+
+
+# -- torchvision -------------------------------------------------------------------------------------------
+
+
+def _load_from_torchvision(spec: str, labels: bool | None, channels: int | None) -> Any:
+    module = require("torchvision.datasets", "vision", "to load data sets of torchvision")
+    name, _, split = spec.partition(":")
+    known = {other.lower(): other for other in module.__all__}
+    if name.lower() not in known:
+        raise DataError(expected("the name of a data set of torchvision", name, did_you_mean(name, module.__all__)))
+    kind = getattr(module, known[name.lower()])
+    root = os.environ.get("TRAINFORMER_DATA") or "data"
+    options = _torchvision_options(kind, split, {"root": root, "transform": partial(with_channels, channels=channels)})
+    try:
+        return kind(**options)
+    except ValueError as error:  # which names the splits there are
+        raise DataError(f"Expected a split of torchvision's {kind.__name__}, received {split!r}. {error}") from error
+    except (RuntimeError, OSError) as error:
+        raise DataError(
+            f"Expected the files of torchvision's {kind.__name__} below '{root}', received: {error} Get them once with "
+            f"torchvision.datasets.{kind.__name__}({root!r}, ..., download=True) where it has that argument, or set "
+            "TRAINFORMER_DATA to the folder they are in."
+        ) from error
+
+
+def _torchvision_options(kind: Any, split: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a data set's constructor; its train split by default. They are not alike from set to set."""
+    parameters = inspect.signature(kind).parameters
+    chosen = {name: value for name, value in options.items() if name in parameters}
+    if "train" in parameters:
+        if split not in ("", "train", "test"):
+            raise DataError(expected(f"the split 'train' or 'test' of torchvision's {kind.__name__}", split))
+        chosen["train"] = split != "test"
+    elif split and "split" in parameters:
+        chosen["split"] = split
+    elif split:
+        raise DataError(expected(f"no split, since torchvision's {kind.__name__} has none", split))
+    needed = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    missing = [name for name in needed if name not in chosen]
+    if missing:
+        raise DataError(
+            f"Expected a data set of torchvision that needs no more than its name, received {kind.__name__}, which "
+            f"needs {', '.join(missing)}. Make it yourself and pass it as the data."
+        )
+    return chosen
+
+
+_NAMED: dict[str, Callable[[str, bool | None, int | None], Any]] = {
+    "hf": _load_from_hub,
+    "torchvision": _load_from_torchvision,
+}
 
 
 def split_sample(sample: Any) -> tuple[Any, Any]:
@@ -142,6 +321,22 @@ def split_sample(sample: Any) -> tuple[Any, Any]:
             raise DataError(expected("a sample (image, label)", sample))
         return sample[0], sample[1] if len(sample) > 1 else None
     return sample, None
+
+
+def query_mark(sample: Any) -> bool | None:
+    """Whether a sample is a query among a gallery, if it says so.
+
+    >>> query_mark(("pixels", 3, True)), query_mark({"image": "pixels", "is_query": 0}), query_mark(("pixels", 3, "x"))
+    (True, False, None)
+    """
+    if isinstance(sample, Mapping):
+        mark = sample.get("is_query")
+        return None if mark is None else bool(mark)
+    if isinstance(sample, tuple | list) and len(sample) == 3:
+        mark = sample[2]
+        if isinstance(mark, bool | np.bool_) or (isinstance(mark, Tensor) and mark.dtype == torch.bool):
+            return bool(mark)
+    return None
 
 
 def images_in_memory(dataset: Any, channels: int | None = None) -> ImageTensors | None:

@@ -77,7 +77,8 @@ class DatasetInfo:
 def extract_info(dataset: Any) -> DatasetInfo:
     """Everything that can be learnt from a data set by reading its metadata and at most one sample.
 
-    Random generators are left as they were, and nothing is taken from an iterable data set.
+    Random generators are left as they were, and nothing is taken from an iterable data set: of such a one is known
+    what it says of itself (`classes`, `num_classes`, `class_counts`, `input_shape`, and its length).
 
     >>> info = extract_info([(0.5, 0), (0.1, 2), (0.3, 2)])
     >>> info.num_samples, info.num_classes, info.class_counts
@@ -92,11 +93,20 @@ def extract_info(dataset: Any) -> DatasetInfo:
         values = targets.continuous
         info.num_targets = 1 if values.ndim == 1 else values.shape[1]
         info.target_mean, info.target_std = float(values.mean()), float(values.std())
-    if info.num_samples and not is_stream(dataset):
+    if is_stream(dataset):
+        _ask_stream(dataset, info)
+    elif info.num_samples:
         sample = _first_sample(dataset)
         info.input_shape = _shape(_input_of(sample))
         info.max_length = _max_length(dataset, sample)
     return info
+
+
+def _ask_stream(stream: Any, info: DatasetInfo) -> None:
+    """What a stream has counted already, by itself."""
+    counts, shape = getattr(stream, "class_counts", None), getattr(stream, "input_shape", None)
+    info.class_counts = list(counts) if isinstance(counts, list | tuple) else None
+    info.input_shape = tuple(shape) if isinstance(shape, list | tuple) else None
 
 
 def _count(labels: np.ndarray, num_classes: int) -> list[int]:

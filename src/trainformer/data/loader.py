@@ -236,8 +236,10 @@ class LoaderSource:
             # is read outside, with the generators as the checkpoint left them.
             seed_generators(sample_key(self.seed, epoch, 0))
             iterator = iter(self.loader)
-            head = list(islice(iterator, max(batch, 1)))
-        yield from self._sized(epoch, chain(head[batch:], iterator), position)
+            for _ in islice(iterator, batch):
+                pass
+            head = list(islice(iterator, 1)) if batch == 0 else []
+        yield from self._sized(epoch, chain(head, iterator), position)
 
     def _sized(self, epoch: int, batches: Iterable[Any], position: int) -> Iterator[Sized]:
         """Nobody knows which samples these are; their places in the epoch stand for them."""

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the step of splitmix64
+
+# Stands in for NumPy's generator where that must stay as it is: to swap two costs nothing, to save a state 250 us.
+_spare = np.random.MT19937(0)
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -28,12 +32,12 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 def sample_key(seed: int, epoch: int, index: int) -> int:
     """A 64-bit number that belongs to one sample of one epoch (splitmix64 over the three).
 
-    >>> sample_key(0, 0, 1) != sample_key(0, 1, 0)
-    True
+    >>> len({sample_key(0, 0, 1), sample_key(0, 1, 0), sample_key(1, 0, 0)})
+    3
     """
-    key = seed & _MASK
-    for part in (epoch, index):
-        key = _mix((key + 0x9E3779B97F4A7C15 + part) & _MASK)
+    key = 0
+    for part in (seed, epoch, index):
+        key = _mix((key + _GOLDEN + part) & _MASK)
     return key
 
 
@@ -49,8 +53,8 @@ def sample_keys(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
     >>> sample_keys(3, 1, np.array([5, 9])).tolist() == [sample_key(3, 1, 5), sample_key(3, 1, 9)]
     True
     """
-    base = np.uint64(_mix(((seed & _MASK) + 0x9E3779B97F4A7C15 + epoch) & _MASK))
-    z: np.ndarray = samples.astype(np.uint64) + (np.array([base]) + np.uint64(0x9E3779B97F4A7C15))
+    of_epoch = _mix((_mix((_GOLDEN + seed) & _MASK) + _GOLDEN + epoch) & _MASK)
+    z: np.ndarray = samples.astype(np.uint64) + np.array([(of_epoch + _GOLDEN) & _MASK], dtype=np.uint64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -85,10 +89,12 @@ def seed_generators(key: int) -> None:
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Leave the process's CPU generators as they were, whatever happens inside."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, cpu = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()
+    nested = numpy is _spare
+    np.random.set_bit_generator(np.random.MT19937(0) if nested else _spare)
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        np.random.set_bit_generator(numpy)
         torch.set_rng_state(cpu)

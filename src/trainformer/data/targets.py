@@ -21,8 +21,8 @@ HF_DATASET = "datasets.arrow_dataset.Dataset"
 HF_STREAM = "datasets.iterable_dataset.IterableDataset"
 
 _LABEL_ATTRIBUTES = ("targets", "labels", "y", "_labels")  # the last is torchvision's Food101, Flowers102 and others
-_SAMPLE_ATTRIBUTES = ("samples", "imgs")  # ImageFolder: a list of (path, label)
-_LABEL_COLUMNS = ("label", "labels", "target", "fine_label")
+_SAMPLE_ATTRIBUTES = ("samples", "imgs", "_samples")  # lists of (path, label): ImageFolder; torchvision's GTSRB
+_LABEL_COLUMNS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
 _MOST_CLASSES = 10_000_000  # beyond, integers are identifiers: counting them would take 80 MB and more
 
 
@@ -111,7 +111,7 @@ def _number_of_classes(dataset: Any, labels: np.ndarray | None, names: list[str]
 def _class_names(dataset: Any) -> list[str] | None:
     features = getattr(dataset, "features", None) if _comes_from(dataset, "datasets") else None
     if isinstance(features, Mapping):
-        column = _label_column(features)
+        column = label_column(features)
         names = None if column is None else getattr(features[column], "names", None)
     else:
         names = getattr(dataset, "classes", None)
@@ -207,7 +207,7 @@ def _as_array(values: Any) -> np.ndarray | None:
 # -- HF datasets -------------------------------------------------------------------------------------------
 
 
-def _label_column(features: Mapping[str, Any]) -> str | None:
+def label_column(features: Mapping[str, Any]) -> str | None:
     """A column of whole numbers with a usual name, else the only column that has class names."""
     for name in _LABEL_COLUMNS:
         if str(getattr(features.get(name), "dtype", "")).startswith(("int", "uint", "bool")):
@@ -217,7 +217,7 @@ def _label_column(features: Mapping[str, Any]) -> str | None:
 
 
 def _column_labels(dataset: Any) -> np.ndarray | None:
-    column = _label_column(dataset.features)
+    column = label_column(dataset.features)
     if column is None:
         return None
     # Selecting the column first keeps images and texts unread; "arrow" also sets a transform of the user's aside.
