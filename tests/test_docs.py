@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trainformer.session import RunSettings
-from trainformer.tasks import ImageClassification
+from trainformer.tasks import ImageClassification, MetricLearning
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -125,7 +125,12 @@ def anchors(page):
 
 
 @pytest.mark.parametrize(
-    ("page", "record"), [("trainer.md", RunSettings), ("image-classification.md", ImageClassification)]
+    ("page", "record"),
+    [
+        ("trainer.md", RunSettings),
+        ("image-classification.md", ImageClassification),
+        ("metric-learning.md", MetricLearning),
+    ],
 )
 def test_every_setting_is_in_the_table_with_its_default(page, record):
     written = {name: ast.literal_eval(text) for name, text in ROW.findall((ROOT / "docs" / page).read_text())}

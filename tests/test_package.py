@@ -8,9 +8,17 @@ import pytest
 
 PUBLIC = {
     "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
-    "trainformer.tasks": "DatasetInfo ImageClassification Loss Task TaskBase",
-    "trainformer.callbacks": "Callback CallbackList EMA EarlyStopping GradientMonitor LRFinder LRMonitor "
-    "ModelCheckpoint ProgressBar Throughput",
+    "trainformer.tasks": "DatasetInfo ImageClassification Loss MetricLearning SSL Task TaskBase",
+    "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor LRFinder "
+    "LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar Throughput",
+    "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss SubCenterArcFaceLoss "
+    "byol_loss dino_kl dino_loss infonce_with_queue koleo_loss make_metric_loss make_miner make_pair_loss "
+    "metric_loss_names miner_names moco_v3_loss negative_cosine nt_xent_loss pair_loss_names teacher_entropy",
+    "trainformer.models": "AvgPool BNNeck ClassToken ClassificationHead DINOHead EmbeddingModel GeM MLPHead "
+    "MaskedAutoencoder MaxPool MomentumCopy byol_predictor byol_projector cosine_momentum feature_width load_weights "
+    "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
+    "trainformer.data.augment": "Augment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
+    "uniforms",
     "trainformer.utils": "MemoryRecord count_parameters get_device move_to_device profile_memory seed_everything",
     "trainformer.context": "ConfigSource ConfigValue Lifecycle PipelineConfig PipelineContext ScopedContext StateEntry "
     "UnknownKey record_arguments",
@@ -37,7 +45,19 @@ def test_every_listed_name_exists(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["trainformer", "trainformer.tasks", "trainformer.callbacks", "trainformer.loggers", "trainformer.engine"]
+    "module",
+    [
+        "trainformer",
+        "trainformer.tasks",
+        "trainformer.callbacks",
+        "trainformer.loggers",
+        "trainformer.engine",
+        "trainformer.losses",
+        "trainformer.models",
+        "trainformer.eval",
+        "trainformer.data",
+        "trainformer.data.augment",
+    ],
 )
 def test_importing_is_light(module):
     """Neither torch nor anything else that takes seconds is imported before it is used."""

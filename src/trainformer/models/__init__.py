@@ -7,5 +7,20 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.models.backbones": ["feature_width", "load_weights"],
         "trainformer.models.embedding": ["EmbeddingModel"],
+        "trainformer.models.heads": [
+            "BNNeck",
+            "ClassificationHead",
+            "DINOHead",
+            "MLPHead",
+            "byol_predictor",
+            "byol_projector",
+            "moco_projector",
+            "moco_v3_predictor",
+            "moco_v3_projector",
+            "simclr_projector",
+        ],
+        "trainformer.models.masked_autoencoder": ["MaskedAutoencoder"],
+        "trainformer.models.momentum": ["MomentumCopy", "cosine_momentum"],
+        "trainformer.models.poolers": ["AvgPool", "ClassToken", "GeM", "MaxPool", "make_pooler"],
     },
 )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.core.optional import require
 
 logger = logging.getLogger("trainformer")
@@ -102,11 +102,11 @@ def build_backbone(
     pretrained = pretrained and checkpoint is None
     try:
         model = _timm().create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
-    except TypeError as error:
-        given = ", ".join(sorted(options)) or "none"
+    except (TypeError, AssertionError) as error:  # timm asserts what it takes, mostly without a word
+        given = ", ".join(f"{option}={value!r}" for option, value in sorted(options.items())) or "none"
         raise BadArgument(
-            f"Expected arguments that {name!r} takes, received one it does not ({error}). Look through image_size, "
-            f"drop_rate, drop_path_rate and model_kwargs (passed on: {given})."
+            f"Expected arguments that {name!r} takes, received one it does not ({error or 'it does not say which'}). "
+            f"Look through image_size, pooling, drop_rate, drop_path_rate and model_kwargs (passed on: {given})."
         ) from error
     except Exception as error:  # whatever a download, a hub or a file may raise
         if not pretrained:
@@ -143,22 +143,37 @@ def outputs_of(model: nn.Module) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def feature_shape(model: nn.Module, channels: int, size: tuple[int, int]) -> torch.Size:
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The type of a model's weights, and of the images it takes; float32 where it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def feature_shape(model: nn.Module, channels: int, size: tuple[int, ...]) -> torch.Size:
     """Shape of what a model gives for one image, by a run without data or arithmetic (on torch's meta device).
 
     timm's `num_features` is not the width of every model: mobilenetv3_small has 576 and gives 1024.
     """
+    dtype = dtype_of(model)
     try:
         ghost = copy.deepcopy(model).to("meta").eval()
         with torch.no_grad():
-            return ghost(torch.empty(1, channels, *size, device="meta")).shape
-    except (RuntimeError, NotImplementedError):  # a part that looks at values: then on real, black images
+            return ghost(torch.empty(1, channels, *size, device="meta", dtype=dtype)).shape
+    except Exception:  # a part that looks at values, whatever that raises: then on real, black images
+        modes = {part: part.training for part in model.modules()}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        training = model.training
-        with torch.no_grad():
-            shape = model.eval()(torch.zeros(1, channels, *size, device=device)).shape
-        model.train(training)
-        return shape
+        try:
+            with torch.no_grad():
+                return model.eval()(torch.zeros(1, channels, *size, device=device, dtype=dtype)).shape
+        except TrainformerError:
+            raise
+        except Exception as error:
+            raise BadArgument(
+                f"Expected a backbone that takes images of shape {(channels, *size)}, received {type(error).__name__}: "
+                f"{error}. Pass image_size and in_chans as it wants them, or a backbone for images of any size."
+            ) from error
+        finally:
+            for part, training in modes.items():
+                part.training = training
 
 
 def feature_width(model: nn.Module, channels: int = 3, size: tuple[int, int] | None = None) -> int:

@@ -22,6 +22,7 @@ from trainformer.callbacks.base import CallbackList, handlers_of
 from trainformer.context import PipelineContext
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.align import align_classes
+from trainformer.data.targets import is_stream
 from trainformer.engine import Cadence, Control, Event, EventBus, Loop, Plan, RunState
 from trainformer.engine.checkpoint import CheckpointStore, Manifest, Retention, StateComponent
 from trainformer.loggers.base import BaseLogger, NoOpLogger
@@ -29,7 +30,16 @@ from trainformer.loggers.registry import make_loggers
 from trainformer.session.checkpoints import Checkpointer, give_back, read_checkpoint, read_states, versions
 from trainformer.session.components import TRAINED, state_components
 from trainformer.session.console import messages_on
-from trainformer.session.data import LoadOptions, Source, is_open, load, load_training_data, make_source, size_of
+from trainformer.session.data import (
+    LoadOptions,
+    Source,
+    is_loader,
+    is_open,
+    load,
+    load_training_data,
+    make_source,
+    size_of,
+)
 from trainformer.session.folder import RunFolder
 from trainformer.session.inference import Inference
 from trainformer.session.probe import Probe
@@ -84,6 +94,9 @@ class Session:
         self.suited = self._suit_to_task()
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
         self.info = loaded.info
+        if "sampler" in self.suited and (is_loader(loaded.train) or is_stream(loaded.train)):
+            del self.suited["sampler"]  # the task's wish, not the user's: nobody can sample there
+            self.settings.sampler = None
         self.declared = declared_arguments(task)
         if provides(task, "configure"):
             task.configure(loaded.info)
