@@ -21,7 +21,9 @@ SdpaChoice = str | SDPBackend | Sequence[str | SDPBackend] | None
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass: models of transformers and of timm know how."""
+    """Recompute activations in the backward pass: models of transformers and of timm know how, also as a `backbone`."""
+    if not hasattr(model, "gradient_checkpointing_enable") and not hasattr(model, "set_grad_checkpointing"):
+        model = getattr(model, "backbone", model)
     if hasattr(model, "gradient_checkpointing_enable"):
         # The reentrant variant gives no gradients when the inputs need none (frozen embeddings, adapters).
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
