@@ -447,9 +447,9 @@ class Session:
         chosen = known[data] if isinstance(data, str) and data in known else load(self.task, data)
         if chosen is None:
             raise DataError("There is no validation data to embed. Pass val_data or val_split, or data to embed().")
-        if most is not None and size_of(chosen) is not None and size_of(chosen) > most:  # type: ignore[operator]
+        if most is not None and not is_loader(chosen) and not is_stream(chosen) and len(chosen) > most:
             # Evenly over the set, which may be sorted by class.
-            places = torch.linspace(0, len(chosen) - 1, most).round().long().tolist()
+            places = torch.linspace(0, len(chosen) - 1, most, dtype=torch.float64).round().long().tolist()
             chosen = torch.utils.data.Subset(chosen, places)
         source = make_source(self.task, chosen, self._load_options(self.settings.eval_batch_size), train=False)
         rows = self._inference.rows(source)
