@@ -96,6 +96,10 @@ class Trainer(RunSettings):
         """Metrics named ``val/...`` on the validation data, or on other data."""
         return self._session.evaluate_on(data, batch_size)
 
+    def evaluate_trained(self) -> dict[str, float]:
+        """The same for the weights being trained, on the validation data, where `evaluate` judges an average (EMA)."""
+        return self._session.evaluate_trained()
+
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
         """What the task predicts: one dict per sample, in input order."""
         return self._session.predict(data, batch_size)

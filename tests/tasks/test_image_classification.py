@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Iterator
@@ -13,16 +14,28 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torchvision.transforms import v2
 
+from trainformer.backends.torch.placement import Feeder
 from trainformer.core import BadArgument, DataError
 from trainformer.data import DatasetInfo, DatasetSource, ImageDataset, extract_info, load_images
 from trainformer.data.fetch import tensors_of
+from trainformer.eval.calibration import expected_calibration_error
 from trainformer.tasks import ImageClassification
 from trainformer.tasks.base import Task, provides
-from trainformer.tasks.vision.batch import Mixed, Normalize, RandomErasing, cross_entropy, mix
+from trainformer.tasks.vision.batch import (
+    Mixed,
+    Normalize,
+    RandomErasing,
+    binary_cross_entropy,
+    cross_entropy,
+    mix,
+    views,
+)
+from trainformer.tasks.vision.report import calibration_error
 
 SMALL = "test_resnet"  # 0.4 million parameters
 
@@ -207,6 +220,17 @@ def test_record_with_logits_is_unpacked() -> None:
         ({"label_smoothing": 1.5}, "label_smoothing to be from 0 to 1, received 1.5"),
         ({"mixup": -1}, "mixup to be at least 0, received -1"),
         ({"random_erasing": 2}, "random_erasing"),
+        ({"mixup_prob": 1.5}, "mixup_prob to be from 0 to 1"),
+        ({"mixup_off_last": -1}, "mixup_off_last to be at least 0"),
+        ({"loss": "bec"}, r"'ce' or 'bce', received 'bec'. Did you mean"),
+        ({"loss": "bce", "class_weights": "balanced"}, r"class_weights with loss='ce'.*sampler='balanced'"),
+        ({"bce_sum": True}, "bce_sum with loss='bce'"),
+        ({"bce_target_threshold": 0.2}, "bce_target_threshold and bce_sum with loss='bce'"),
+        ({"tta": "flop"}, "tta to be 'flip' or a number of views up to 64"),
+        ({"tta": True}, "tta to be 'flip'"),
+        ({"topk": (1, 0)}, "topk to be some positive integers"),
+        ({"topk": 5}, "topk to be some positive integers"),
+        ({"recipe": "modren"}, "recipe to be 'modern', or None, received 'modren'. Did you mean 'modern'"),
         ({"num_classes": 0}, "num_classes to be at least 1"),
         ({"augment": "bassic"}, "Did you mean 'basic'"),
         ({"image_size": -3}, "image_size to be a positive integer"),
@@ -220,7 +244,7 @@ def test_record_with_logits_is_unpacked() -> None:
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadArgument, match=message):
-        ImageClassification(SMALL, **{"pretrained": False, **options})
+        assert ImageClassification(SMALL, **{"pretrained": False, **options}).model  # built when it is asked for
 
 
 @pytest.mark.parametrize("channels", [3, 1])
@@ -242,7 +266,7 @@ def test_pretrained_weights_are_loaded_and_the_head_replaced(tmp_path: Path, cha
 def test_missing_pretrained_weights_say_what_to_do(tmp_path: Path) -> None:
     overlay = {"pretrained_cfg_overlay": {"file": str(tmp_path / "nowhere.pth")}}
     with pytest.raises(BadArgument, match=r"pretrained weights of 'test_resnet'.*Pass pretrained=False"):
-        ImageClassification(SMALL, 4, model_kwargs=overlay)
+        assert ImageClassification(SMALL, 4, model_kwargs=overlay).model
 
 
 # -- normalising -------------------------------------------------------------------------------------------
@@ -401,6 +425,7 @@ def test_preparing_draws_no_random_numbers() -> None:
             return torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), 0
 
     task = ImageClassification(SMALL, 2, False)
+    assert task.model  # whose weights are random
     before = torch.get_rng_state()
     task.prepare_dataset(Random([0, 1]), train=True)
     assert torch.equal(torch.get_rng_state(), before)
@@ -452,15 +477,61 @@ def test_evaluation_is_never_augmented() -> None:
     assert all(torch.equal(data[0][0], data[i][0]) for i in range(8))
 
 
-def test_crop_shifts_and_never_flips() -> None:
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_crop_shifts_and_never_flips(in_memory: bool) -> None:
     ramp = torch.arange(32, dtype=torch.uint8).expand(1, 32, 32) + 100
-    task = ImageClassification(SMALL, 2, False, in_chans=1, augment="crop")
-    data = task.prepare_dataset(TensorDataset(ramp.expand(50, 1, 32, 32), torch.zeros(50)), train=True)
-    for i in range(50):
-        row = data[i][0][0, 16].int()
+    task = ImageClassification(Linear(1024, 2), 2, in_chans=1, augment="crop")
+    tensors = TensorDataset(ramp.expand(50, 1, 32, 32), torch.zeros(50))
+    data = task.prepare_dataset(tensors if in_memory else list(tensors), train=True)
+    images = default_collate([data[i] for i in range(50)])[0]
+    assert torch.equal(images, tensors.tensors[0]) == in_memory  # those are augmented on the device
+    pixels = task.get_train_transforms()(images) * (0.229 + 0.224 + 0.225) / 3 + (0.485 + 0.456 + 0.406) / 3
+    rows = (pixels[:, 0, 16] * 255).round().int()
+    for row in rows:
         inside = row[row > 0]
         assert len(inside) >= 28  # an eighth of 32 is 4
         assert (inside.diff() == 1).all()
+    assert len({tuple(row.tolist()) for row in rows}) == 9
+
+
+@pytest.mark.parametrize("augment", ["basic", "crop"])
+def test_tensors_in_memory_are_augmented_on_the_device(augment: str) -> None:
+    """Views are functions of (seed, epoch, sample): neither of the batch, nor of the order."""
+    task = ImageClassification(SMALL, 2, False, augment=augment, random_erasing=0.5)
+    images = pixels(1, 3, 40, 40).expand(12, -1, -1, -1)
+    data = task.prepare_dataset(TensorDataset(images, torch.zeros(12, dtype=torch.long)), train=True)
+    assert tensors_of(data)[0].data_ptr() == images.data_ptr()  # type: ignore[index]
+    transform = task.get_train_transforms()
+
+    def epoch(number: int, batch_size: int, seed: int = 5) -> Tensor:
+        source = DatasetSource(data, batch_size, seed=seed, num_workers=0)
+        feeder = Feeder(torch.device("cpu"), channels_last=False)
+        return torch.cat([placed.data[0] for placed in feeder.feed(source.batches(number), transform)])
+
+    batch = epoch(0, 12)
+    assert batch.shape == (12, 3, 40, 40)
+    assert len({tuple(image.flatten().tolist()) for image in batch}) == 12
+    assert torch.equal(batch, epoch(0, 5))
+    assert not torch.equal(batch, epoch(1, 12))
+    assert not torch.equal(batch, epoch(0, 12, seed=6))
+    erased = (batch == 0).all(1).flatten(1).sum(1) > 20  # pixels at the mean of all three channels hardly occur
+    assert 1 <= erased.sum() <= 11
+    # Policies of single images stay where those are read, and so do the images of evaluation.
+    assert isinstance(
+        ImageClassification(SMALL, 2, False, augment="trivial").prepare_dataset(data, train=True), ImageDataset
+    )
+    assert torch.equal(task.get_eval_transforms()(images[:1]), task._normalize(images[:1]))
+
+
+def test_without_random_numbers_the_device_gives_what_evaluation_sees() -> None:
+    """Normalising and resizing agree on both ways; crops are those of torchvision (see the tests of `data.augment`)."""
+    digits = load_images("digits")
+    task = digits_task(augment="crop")
+    data = task.prepare_dataset(digits, train=True)
+    view = task.get_train_transforms()
+    view.shift = None  # type: ignore[assignment]
+    same = task.prepare_dataset(digits, train=False)
+    torch.testing.assert_close(view(data[:64][0]), task.get_eval_transforms()(same[:64][0]), rtol=1e-5, atol=1e-5)
 
 
 def test_function_as_augmentation_gets_the_image_and_is_resized_after(folder: Path) -> None:
@@ -489,6 +560,9 @@ def test_random_erasing_is_drawn_per_image() -> None:
         rows, columns = mask.any(1), mask.any(0)
         assert torch.equal(mask, rows[:, None] & columns[None])
         assert (rows.int().diff() != 0).sum() <= 2
+    keys = np.arange(200)
+    alone = RandomErasing(0.5)(torch.ones(7, 3, 20, 20), keys[50:57])
+    assert torch.equal(alone, RandomErasing(0.5)(torch.ones(200, 3, 20, 20), keys)[50:57])  # by its key alone
     assert not (RandomErasing(0.0)(torch.ones(50, 3, 20, 20)) == 0).any()
     assert (RandomErasing(1.0)(torch.ones(50, 3, 20, 20)) == 0).flatten(1).any(1).all()
 
@@ -601,10 +675,88 @@ def test_cutmix_pastes_one_box_of_the_size_it_says() -> None:
         assert torch.equal(foreign, rows[:, None] & columns[None])
 
 
-def test_mixup_and_cutmix_take_turns() -> None:
-    images = torch.arange(8.0)[:, None, None, None].expand(8, 1, 16, 16)
-    cut = [bool((mix(images, 0.5, 0.5).images % 1 == 0).all()) for _ in range(200)]  # boxes keep values whole
-    assert 70 < sum(cut) < 130
+def test_each_image_is_mixed_in_its_own_way() -> None:
+    """Of one batch, half by mixup, half by cutmix, each with its own share, and some not at all."""
+    torch.manual_seed(0)
+    images = torch.arange(400.0)[:, None, None, None].expand(400, 1, 16, 16) * 7
+    images = images + torch.rand(400, 1, 1, 1)
+    mixed = mix(images, 0.8, 1.0, prob=0.75)
+    whole = (mixed.images == images).flatten(1).all(1)
+    pasted = ((mixed.images == images) | (mixed.images == images[mixed.partner])).flatten(1).all(1) & ~whole
+    blended = ~pasted & ~whole
+    assert 60 < whole.sum() < 160  # a quarter, and boxes that fell outside
+    assert 100 < pasted.sum() < 200
+    assert 100 < blended.sum() < 200
+    assert (mixed.share[whole] == 1).all()
+    assert len(mixed.share[blended].unique()) == blended.sum()
+    share = mixed.share[:, None, None, None]
+    want = images * share + images[mixed.partner] * (1 - share)
+    torch.testing.assert_close(mixed.images[blended], want[blended])
+    # What was pasted has the share of its area, which the mean of the image shows.
+    torch.testing.assert_close(mixed.images[pasted].mean((2, 3)), want[pasted][..., 0, 0], rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(("alphas", "kinds"), [((1.0, 0.0), 1), ((0.0, 1.0), 1), ((1, 1), 2)])
+def test_alphas_of_zero_switch_a_kind_off(alphas: tuple[float, float], kinds: int) -> None:
+    images = torch.rand(64, 1, 8, 8)
+    mixed = mix(images, *alphas)
+    blended = (mixed.images != images).flatten(1).all(1)
+    assert len(blended.unique()) == kinds
+    assert torch.equal(mix(images, *alphas, prob=0.0).images, images)
+
+
+def test_mixed_targets_of_a_step_are_those_of_timm() -> None:
+    """The whole way of a step: images mixed per element, targets by their shares, smoothing."""
+    from timm.data.mixup import one_hot
+    from timm.loss import SoftTargetCrossEntropy
+
+    task = exact_task(label_smoothing=0.1, mixup=0.8, cutmix=1.0, mixup_prob=0.7)
+    images, labels = exact_batch(32)
+    torch.manual_seed(3)
+    got = task.train_step((images, labels))
+    torch.manual_seed(3)
+    mixed = mix(images, 0.8, 1.0, 0.7)
+    share = mixed.share.double()[:, None]
+    own, other = (one_hot(y, 5, on_value=0.92, off_value=0.02).double() for y in (labels, labels[mixed.partner]))
+    want = SoftTargetCrossEntropy()(task.model(mixed.images), own * share + other * (1 - share))
+    torch.testing.assert_close(got.sum / got.weight, want, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("sum_classes", [False, True])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_binary_loss_is_that_of_timm(smoothing: float, threshold: Any, sum_classes: bool, is_mixed: bool) -> None:
+    from timm.data.mixup import mixup_target
+    from timm.loss import BinaryCrossEntropy
+
+    logits = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
+    labels, share = torch.randint(0, 5, (8,)), torch.rand(8, dtype=torch.float64)
+    reference = BinaryCrossEntropy(smoothing, threshold, sum_classes=sum_classes)
+    mixed = Mixed(torch.empty(0), torch.arange(8).flip(0), share) if is_mixed else None
+    target = mixup_target(labels, 5, share[:, None], smoothing) if is_mixed else labels
+    want = reference(logits, target)
+    got = binary_cross_entropy(
+        logits, labels, mixed, label_smoothing=smoothing, target_threshold=threshold, sum_classes=sum_classes
+    )
+    torch.testing.assert_close(got.sum / got.weight, want, rtol=1e-7, atol=0)
+    grads = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (got.sum / got.weight, want)]
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[12], [1, 11], [5, 7]])
+def test_binary_loss_of_a_step_however_it_is_sliced(sizes: list[int]) -> None:
+    from timm.loss import BinaryCrossEntropy
+
+    task = exact_task(loss="bce", label_smoothing=0.1, bce_sum=True)
+    images, labels = exact_batch()
+    parts = [task.train_step(pair) for pair in zip(images.split(sizes), labels.split(sizes), strict=True)]
+    got = sum(part.sum for part in parts) / sum(part.weight for part in parts)
+    want = BinaryCrossEntropy(0.1, sum_classes=True)(task.model(images), labels)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
+    total, count = task.eval_step((images, labels))["loss"]  # plain: without smoothing
+    plain = BinaryCrossEntropy(0.0, sum_classes=True)(task.model(images), labels)
+    torch.testing.assert_close(total / count, plain, rtol=1e-10, atol=0)
 
 
 def test_mixing_stops_with_its_epoch() -> None:
@@ -620,11 +772,22 @@ def test_mixing_stops_with_its_epoch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("alphas", [{}, {"mixup": 0.4}, {"cutmix": 1.0}])
-def test_no_step_waits_for_the_device(alphas: dict[str, float]) -> None:
-    task = ImageClassification(Linear(), 5, label_smoothing=0.1, class_weights=[1.0] * 5, random_erasing=0.5, **alphas)
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"class_weights": [1.0] * 5},
+        {"mixup": 0.4, "cutmix": 1.0, "mixup_prob": 0.5, "tta": 5},
+        {"loss": "bce", "cutmix": 1.0, "bce_target_threshold": 0.2, "tta": "flip"},
+    ],
+)
+def test_no_step_waits_for_the_device(options: dict[str, Any], in_memory: bool) -> None:
+    task = ImageClassification(Linear(), 5, label_smoothing=0.1, random_erasing=0.5, **options)
     task.model.cuda()
+    if in_memory:
+        task.prepare_dataset(TensorDataset(pixels(8, 3, 2, 2), torch.arange(8) % 5), train=True)
     transform = task.get_train_transforms().cuda()
+    task.get_eval_transforms().cuda()
     images, labels = pixels(8, 3, 2, 2).cuda(), torch.arange(8).cuda() % 5
     task.train_step((transform(images), labels))  # moves the class weights over, once
     torch.cuda.set_sync_debug_mode("error")
@@ -670,15 +833,121 @@ def test_evaluation_matches_sklearn_however_it_is_sliced(sizes: list[int]) -> No
     assert means["loss"] == pytest.approx(sk.log_loss(labels, logits.softmax(1), labels=range(8)))
     assert means["accuracy"] == pytest.approx(sk.accuracy_score(labels, logits.argmax(1)))
     assert means["top5"] == pytest.approx(sk.top_k_accuracy_score(labels, logits.numpy(), k=5))
-    rows = {name: torch.cat([part[name] for part in parts]) for name in ("prediction", "label")}
+    rows = {name: torch.cat([part[name] for part in parts]) for name in ("prediction", "confidence", "label")}
     final = task.on_eval_end(rows)
-    assert final == {"f1": pytest.approx(sk.f1_score(labels, logits.argmax(1), average="macro"))}
+    assert final == {
+        "f1": pytest.approx(sk.f1_score(labels, logits.argmax(1), average="macro")),
+        "ece": pytest.approx(expected_calibration_error(logits.softmax(1), labels)),
+    }
     assert task.confusion is not None
     assert task.confusion.tolist() == sk.confusion_matrix(labels, logits.argmax(1), labels=range(8)).tolist()
 
 
 def test_top5_is_left_out_where_it_is_always_right() -> None:
     assert "top5" not in exact_task().eval_step(exact_batch())
+
+
+def test_topk_is_for_the_user_to_choose() -> None:
+    import sklearn.metrics as sk
+
+    task = exact_task(topk=[2, 3, 5])
+    images, labels = exact_batch()
+    metrics = task.eval_step((images, labels))
+    logits = task.model(images).detach().numpy()
+    for k in (2, 3):
+        right, count = metrics[f"top{k}"]
+        assert float(right) / count == pytest.approx(sk.top_k_accuracy_score(labels, logits, k=k, labels=range(5)))
+    assert "top5" not in metrics
+    assert "top1" not in metrics  # the accuracy, which is always there
+
+
+def test_rows_kept_of_an_evaluation_are_three_numbers_per_sample() -> None:
+    rows = {k: v for k, v in exact_task().eval_step(exact_batch()).items() if isinstance(v, Tensor)}
+    assert {name: row.shape for name, row in rows.items()} == dict.fromkeys(
+        ("prediction", "confidence", "label"), torch.Size([12])
+    )
+
+
+@pytest.mark.parametrize("bins", [1, 4, 15])
+def test_calibration_error_from_confidences_is_that_from_probabilities(bins: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    probabilities = (3 * torch.randn(300, 7, generator=generator)).softmax(1)
+    labels = torch.randint(0, 7, (300,), generator=generator)
+    confidence, predictions = probabilities.max(1)
+    want = expected_calibration_error(probabilities, labels, bins)
+    assert want > 0.1
+    assert calibration_error(confidence, predictions == labels, bins) == pytest.approx(want, rel=1e-5)
+
+
+def printed(table: Any) -> str:
+    file = io.StringIO()
+    Console(file=file, width=100).print(table)
+    return file.getvalue()
+
+
+def test_confusion_table_names_the_classes() -> None:
+    task = ImageClassification(Linear(classes=3), 3)
+    with pytest.raises(BadArgument, match=r"Call trainer.evaluate\(\) first"):
+        task.confusion_table()
+    labels = torch.tensor([0, 0, 0, 1, 1, 2])
+    task.class_names = ["cat", "[dog]"]  # what rich would take for markup
+    task.on_eval_end({"prediction": torch.tensor([0, 0, 1, 1, 1, 1]), "confidence": torch.ones(6), "label": labels})
+    lines = [line.split() for line in printed(task.confusion_table()).splitlines()]
+    assert ["cat", "│", "2", "│", "1", "│", "·", "│", "66.7%"] in lines
+    assert ["[dog]", "│", "·", "│", "2", "│", "·", "│", "100.0%"] in lines
+    assert ["2", "│", "·", "│", "1", "│", "0", "│", "0.0%"] in lines
+    mistakes = [line.split() for line in printed(task.confusion_table(most=2)).splitlines()]
+    assert ["cat", "│", "[dog]", "│", "1", "│", "33.3%"] in mistakes
+    assert ["2", "│", "[dog]", "│", "1", "│", "100.0%"] in mistakes
+
+
+# -- test-time augmentation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["ce", "bce"])
+def test_flips_average_the_probabilities(loss: Any) -> None:
+    task, plain = (exact_task(loss=loss, tta=tta) for tta in ("flip", 0))
+    images, labels = exact_batch()
+    squash = torch.sigmoid if loss == "bce" else (lambda x: x.softmax(1))
+    with torch.no_grad():
+        want = (squash(plain.model(images)) + squash(plain.model(images.flip(-1)))) / 2
+        got = task._scores(images)
+        rows, metrics = task.predict_step(images), task.eval_step((images, labels))
+        assert not torch.allclose(rows["probabilities"], plain.predict_step(images)["probabilities"])
+    torch.testing.assert_close(squash(got), want, rtol=1e-10, atol=0)
+    torch.testing.assert_close(rows["probabilities"].sum(1), torch.ones(12).double())
+    assert torch.equal(rows["prediction"], want.argmax(1))
+    total = metrics["loss"][0]
+    if loss == "ce":
+        torch.testing.assert_close(rows["probabilities"], want)
+        torch.testing.assert_close(total, nn.functional.nll_loss(want.log(), labels, reduction="sum"))
+    else:
+        target = nn.functional.one_hot(labels, 5).double()
+        torch.testing.assert_close(total, nn.functional.binary_cross_entropy(want, target, reduction="sum") / 5)
+
+
+def test_views_are_close_to_the_image_and_differ_from_each_other() -> None:
+    y, x = torch.meshgrid(torch.linspace(0, 3, 32), torch.linspace(0, 3, 32), indexing="ij")
+    images = (x + 2 * y).sin().expand(2, 3, 32, 32)
+    looks = list(views(images, 7, mirror=False))
+    assert torch.equal(looks[0], images)
+    for i, look in enumerate(looks):
+        assert look.shape == images.shape
+        assert (look - images).abs().mean() < 0.35
+        assert all((look - other).abs().mean() > 0.02 for other in looks[:i])
+    both = list(views(images, 6, mirror=True))
+    for i in range(0, 6, 2):
+        assert torch.equal(both[i].flip(-1), both[i + 1])
+    moved = list(views(torch.nn.functional.pad(torch.ones(1, 1, 2, 2), [7] * 4), 2, mirror=False))[1]
+    assert moved.sum() == pytest.approx(4, abs=0.01)  # moved by a pixel in all, nothing lost
+
+
+@pytest.mark.parametrize(("augment", "mirrored"), [("basic", True), ("crop", False)])
+def test_views_are_mirrored_where_training_mirrors(augment: str, mirrored: bool) -> None:
+    task = exact_task(tta=2, augment=augment)
+    images, _ = exact_batch()
+    assert torch.equal(list(task._views(images))[1], images.flip(-1)) == mirrored
+    assert len(list(exact_task(tta=5)._views(images))) == 5
 
 
 @pytest.mark.parametrize("form", [lambda x, y: x, lambda x, y: (x,), lambda x, y: [x, y], lambda x, y: {"image": x}])
@@ -721,7 +990,9 @@ def test_a_good_batch_has_no_problems() -> None:
 def test_problems_of_a_batch_are_told(images: Any, labels: Any, sentence: str) -> None:
     import re
 
-    problems = ImageClassification(SMALL, 5, False).check_batch((images, labels))
+    task = ImageClassification(SMALL, 5, False)
+    assert task.model
+    problems = task.check_batch((images, labels))
     assert len(problems) == 1
     assert re.search(sentence, problems[0])
 

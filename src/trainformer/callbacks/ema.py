@@ -21,7 +21,8 @@ class EMA:
     catch the wrong ones. It is updated after every `update_every`-th optimizer step (not micro-batch). With `warmup`
     the decay grows as (1 + n) / (10 + n) up to `decay`, so that the first steps do not linger. Running statistics
     (floating-point buffers) are averaged as well, other buffers copied. With ``evaluate=False`` the average is only
-    kept (`ema.model`).
+    kept (`ema.model`). With ``compare=True`` each evaluation during the run is done with the trained weights as well,
+    whose metrics are named ``val/without_ema/...``.
     """
 
     decay: float = 0.9999
@@ -29,6 +30,7 @@ class EMA:
     start_step: int = 0
     warmup: bool = True
     evaluate: bool = True
+    compare: bool = False
 
     model: nn.Module | None = field(init=False, default=None, repr=False)
     updates: int = field(init=False, default=0, repr=False)
@@ -39,6 +41,10 @@ class EMA:
             raise BadArgument(expected("EMA's decay to be at least 0 and below 1", self.decay))
         if self.update_every < 1:
             raise BadArgument(expected("EMA's update_every to be at least 1", self.update_every))
+        if self.compare and not self.evaluate:
+            raise BadArgument(
+                expected("EMA's compare with evaluate=True", self.evaluate, "There is nothing to compare with.")
+            )
 
     def attach(self, trainer: TrainerLike) -> None:
         """Make the second model, with the weights as they are."""
@@ -72,6 +78,13 @@ class EMA:
     def inference_model(self) -> nn.Module | None:
         """The model that evaluation, prediction and export should use."""
         return self.model if self.evaluate else None
+
+    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+        """What the trained weights would have scored, if that is asked for."""
+        if not self.compare:
+            return {}
+        trained = trainer.evaluate_trained()
+        return {f"val/without_ema/{name.removeprefix('val/')}": value for name, value in trained.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The average itself, under the model's own names."""

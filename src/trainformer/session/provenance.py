@@ -63,9 +63,11 @@ def _record_task(session: Session) -> None:
     if not provides(task, "config_dict"):
         return
     defaults = {f.name: _default(f) for f in dataclasses.fields(task)} if declared else {}
+    passed = getattr(task, "_passed", None)  # of tasks that set some of their arguments themselves (by a recipe)
     for key, value in task.config_dict().items():
         name = f"task/{key}"
-        if declared and (key not in declared or _differs(value, declared[key])):
+        by_itself = passed is not None and key not in passed and key in defaults and _differs(value, defaults[key])
+        if declared and (key not in declared or _differs(value, declared[key]) or by_itself):
             config.set_derived(name, value, ("task_type", "num_samples"), filterable=True)
         elif key in defaults and not _differs(value, defaults[key]):
             config.set_default(name, value, filterable=True)

@@ -19,6 +19,7 @@ from torch import nn
 
 from trainformer.backends.torch import TorchBackend, TorchSettings
 from trainformer.callbacks.base import CallbackList, handlers_of
+from trainformer.callbacks.ema import EMA
 from trainformer.context import PipelineContext
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.align import align_classes
@@ -92,6 +93,8 @@ class Session:
 
         self._check_task()
         self.suited = self._suit_to_task()
+        if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
+            callbacks.add(EMA(decay=settings.ema))
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
         self.info = loaded.info
         if "sampler" in self.suited and (is_loader(loaded.train) or is_stream(loaded.train)):

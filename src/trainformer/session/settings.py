@@ -34,6 +34,7 @@ class RunSettings:
     accumulation_steps: int = 1
     optimizer: Any = "adamw"  # name, {"name": ..., options}, class, factory or instance
     scheduler: Any = "onecycle"  # name, factory or instance; None: constant
+    ema: float | None = None  # decay of an average of the weights to evaluate and export with (the callback EMA)
     nonfinite: str = "raise"  # raise, skip, retry, retry:N
     oom: str = "split"  # out of memory: split the micro-batch and repeat the step, or raise
     bad_samples: str = "raise"  # a sample that cannot be read: raise, or skip, count and name it
@@ -95,6 +96,8 @@ class RunSettings:
             self._number("weight_decay_end", lambda v: v >= 0, "a number of at least 0, or None")
         if self.layer_decay is not None:
             self._number("layer_decay", lambda v: 0 < v <= 1, "a number above 0 and up to 1, or None")
+        if self.ema is not None:
+            self._number("ema", lambda v: 0 <= v < 1, "a number from 0 and below 1, or None")
         self._number("warmup_ratio", lambda v: 0 <= v <= 1, "a number from 0 to 1")
         if self.gradient_clip is not None:
             self._number("gradient_clip", lambda v: v >= 0, "a number of at least 0, or None")

@@ -30,7 +30,15 @@ from trainformer.data.webdataset import MappedStream
 from trainformer.models.backbones import BackboneConfig, Unbuilt, Weights, build_backbone, check_backbone, describe
 from trainformer.tasks.base import TaskBase
 from trainformer.tasks.vision.arguments import size_pair
-from trainformer.tasks.vision.augment import Augment, Geometry, is_random, resizes_first, sample_transform
+from trainformer.tasks.vision.augment import (
+    Augment,
+    Geometry,
+    device_transform,
+    is_random,
+    resizes_first,
+    runs_on_batches,
+    sample_transform,
+)
 from trainformer.tasks.vision.batch import Normalize
 from trainformer.tasks.vision.checks import image_problems
 
@@ -61,6 +69,7 @@ class VisionTask(TaskBase):
         self._size = size_pair(self.image_size, self.model_kwargs.get("img_size"))
         self._channels = self.in_chans
         self._model: nn.Module | None = None
+        self._augments_on_device = False
         self._as_built: list[tuple[int, int]] = []
         self._look_at(nn.Identity())
 
@@ -140,6 +149,8 @@ class VisionTask(TaskBase):
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Images of one size as uint8 tensors, augmented for training. Float images are left as they are."""
+        if train:
+            self._augments_on_device = False
         if is_stream(dataset):
             return self._prepare_stream(dataset, train)
         if len(dataset) == 0:
@@ -155,7 +166,12 @@ class VisionTask(TaskBase):
 
     def _prepare_pixels(self, dataset: Any, image: Any, train: bool) -> Any:
         """A data set of pixels, of which `image` is one, as the model wants it."""
-        return self._resized_and_augmented(dataset, image, self._sample_augment(train), self._geometry(image))
+        augment, geometry = self._sample_augment(train), self._geometry(image)
+        tensors = images_in_memory(dataset, self._channels) if train and runs_on_batches(augment) else None
+        if tensors is None:
+            return self._resized_and_augmented(dataset, image, augment, geometry)
+        self._augments_on_device = True
+        return resized(tensors, geometry) if augment == "crop" else tensors
 
     def _prepare_stream(self, dataset: Any, train: bool) -> Any:
         """The same for a stream: shuffled for training, each image brought to size and augmented as it comes."""
@@ -208,8 +224,12 @@ class VisionTask(TaskBase):
         return (self._channels, *self._size)
 
     def get_train_transforms(self) -> nn.Module:
-        """Normalising on the device."""
-        return self._normalize
+        """Normalising on the device, with augmentation where it runs there."""
+        if not self._augments_on_device:
+            return self._normalize
+        assert self._size is not None  # which preparing the data has settled
+        statistics, erase = (self._config.mean, self._config.std), getattr(self, "random_erasing", 0.0)
+        return device_transform(self._sample_augment(train=True), Geometry(self._size), statistics, erase)
 
     def get_eval_transforms(self) -> nn.Module:
         """Normalising on the device."""

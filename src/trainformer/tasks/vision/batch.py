@@ -1,17 +1,23 @@
-"""What is done to a whole batch of images on the device: normalising, erasing, mixing, and the loss of what was mixed.
+"""What is done to a whole batch of images on the device: normalising, erasing, mixing and its loss, several views.
 
-Random numbers are drawn on the CPU from torch's global generator, one per sample, and sent over without waiting: a run
-is the same on every device, and no step waits for one.
+Random numbers are drawn on the CPU, for every sample its own, and sent over without waiting: a run is the same on every
+device, and no step waits for one. Those of erasing belong to the sample (its key); those of mixing, which makes one
+sample of two, come from torch's global generator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trainformer.data.augment import filters
+from trainformer.data.augment.draws import Keys, uniforms
 
 
 class Normalize(nn.Module):
@@ -44,28 +50,36 @@ class Normalize(nn.Module):
             return images.float() * self.gray_scale + self.gray_shift
         return torch.addcmul(self.shift.to(images.device), images.float(), self.scale.to(images.device))
 
+    def pixels(self, images: Tensor) -> Tensor:
+        """The same for images that are pixels for certain: floats are from 0 to 1 then, and are normalised too."""
+        if images.dtype == torch.uint8:
+            return self(images)
+        if images.shape[-3] != len(self.scale):
+            return images * (255 * self.gray_scale) + self.gray_shift
+        return torch.addcmul(self.shift.to(images), images, 255 * self.scale.to(images))
+
 
 class RandomErasing(nn.Module):
-    """With probability `p`, each image of its own accord, set a random rectangle to 0: the mean, after normalising."""
+    """With probability `p`, each image of its own accord, set a random rectangle to 0: the mean, after normalising.
 
-    def __init__(self, p: float, area: tuple[float, float] = (0.02, 1 / 3), aspect: float = 0.3) -> None:
+    `first` is done to the images before. Draws are functions of the samples' keys, where there are any.
+    """
+
+    takes_keys = True
+
+    def __init__(self, p: float, first: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.p = p
-        self.area = area
-        self.aspect = aspect
+        self.first = first
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, keys: Keys | None = None) -> Tensor:
         """The batch with rectangles erased."""
-        count, height, width = len(images), *images.shape[-2:]
-        chosen, size, shape, y, x = torch.rand(5, count)
-        pixels = (self.area[0] + size * (self.area[1] - self.area[0])) * height * width
-        ratio = self.aspect ** (2 * shape - 1)  # height over width, from aspect to 1 / aspect, even in logarithm
-        tall = (pixels * ratio).sqrt().round().clamp(1, height)
-        wide = (pixels / ratio).sqrt().round().clamp(1, width)
-        top, left = (y * (height - tall + 1)).floor(), (x * (width - wide + 1)).floor()
-        tall = torch.where(chosen < self.p, tall, 0)
-        box = torch.stack([top, top + tall, left, left + wide])
-        return images.masked_fill(_inside(box, images), 0)
+        if self.first is not None:
+            images = self.first(images)
+        draws = uniforms(keys, 5, samples=len(images)).numpy()
+        boxes = filters.erase_boxes(draws[:, 1:], (images.shape[-2], images.shape[-1]))
+        boxes[:, 1] = np.where(draws[:, 0] < self.p, boxes[:, 1], boxes[:, 0])  # an empty one erases nothing
+        return filters.erase(images, send(torch.from_numpy(boxes), images.device))
 
 
 class Mixed(NamedTuple):
@@ -76,26 +90,38 @@ class Mixed(NamedTuple):
     share: Tensor
 
 
-def mix(images: Tensor, mixup: float, cutmix: float) -> Mixed:
-    """Mixup or cutmix with these alphas, chosen per batch where both are above 0; each sample has its own share."""
-    cut = cutmix > 0 and (mixup <= 0 or bool(torch.rand(()) < 0.5))
-    alpha = torch.tensor(cutmix if cut else mixup)
-    partner = torch.randperm(len(images))
-    share = torch.distributions.Beta(alpha, alpha, validate_args=False).sample((len(images),))
-    if not cut:
-        partner, share = _send(partner, images.device), _send(share, images.device)
-        per_image = share.to(images.dtype).reshape(-1, *[1] * (images.ndim - 1))
-        return Mixed(torch.lerp(images[partner], images, per_image), partner, share)
-    height, width = images.shape[-2:]
-    box = _cut_boxes(share, height, width)
+def mix(images: Tensor, mixup: float, cutmix: float, prob: float = 1.0) -> Mixed:
+    """Mixup or cutmix with these alphas, `prob` being the share of samples that are mixed at all.
+
+    Each sample has its own partner, its own share and, where both alphas are above 0, its own choice between the two.
+
+    >>> mixed = mix(torch.rand(4, 3, 8, 8), mixup=0.8, cutmix=1.0, prob=0.5)
+    >>> mixed.images.shape, mixed.share.shape
+    (torch.Size([4, 3, 8, 8]), torch.Size([4]))
+    """
+    count, (height, width) = len(images), images.shape[-2:]
+    partner = torch.randperm(count)
+    chosen, coin = torch.rand(2, count)
+    whole = chosen >= prob
+    cut = coin < (0.5 if mixup > 0 else 1.0) if cutmix > 0 else torch.zeros(count, dtype=torch.bool)
+    alpha = torch.where(cut, float(cutmix), float(mixup))
+    share = torch.distributions.Beta(alpha, alpha, validate_args=False).sample().masked_fill(whole, 1.0)
+    blends, cuts = bool((~cut & ~whole).any()), bool((cut & ~whole).any())  # on the CPU: nothing waits
+    box = _cut_boxes(share.masked_fill(~cut, 1.0), height, width)
     # The border may cut a box off: what counts is the area that was really replaced.
-    share = 1 - (box[1] - box[0]) * (box[3] - box[2]) / (height * width)
-    partner, share = _send(partner, images.device), _send(share, images.device)
-    return Mixed(torch.where(_inside(box, images), images[partner], images), partner, share)
+    share = torch.where(cut, 1 - (box[1] - box[0]) * (box[3] - box[2]) / (height * width), share)
+    there = send(partner, images.device)
+    others, result = images[there], images
+    if blends:
+        kept = send(share.masked_fill(cut, 1.0), images.device).to(images.dtype)
+        result = torch.lerp(others, images, kept.reshape(-1, *[1] * (images.ndim - 1)))
+    if cuts:
+        result = torch.where(_inside(box, images), others, result)
+    return Mixed(result, there, send(share, images.device))
 
 
 class ClassLoss(NamedTuple):
-    """Sum of the cross-entropy over a batch, and the weight it is to be divided by."""
+    """Sum of the loss over a batch, and the weight it is to be divided by."""
 
     sum: Tensor
     weight: Tensor | int
@@ -127,12 +153,67 @@ def cross_entropy(
     return ClassLoss(total, torch.lerp(class_weights[labels[mixed.partner]], class_weights[labels], share).sum())
 
 
+def binary_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    mixed: Mixed | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    target_threshold: float | None = None,
+    sum_classes: bool = False,
+) -> ClassLoss:
+    """Every class as a yes or no of its own, as in "ResNet strikes back" (Wightman et al. 2021).
+
+    The loss of an image is averaged over the classes, or summed with `sum_classes`. With a threshold, (mixed, smoothed)
+    targets above it are 1 and all others 0.
+
+    >>> loss = binary_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
+    >>> round((loss.sum / loss.weight).item(), 4)
+    0.6931
+    """
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    target = (labels.unsqueeze(-1) == classes).to(logits.dtype)
+    if mixed is not None:
+        other = (labels[mixed.partner].unsqueeze(-1) == classes).to(logits.dtype)
+        target = torch.lerp(other, target, mixed.share.to(logits.dtype).unsqueeze(-1))
+    target = target * (1 - label_smoothing) + label_smoothing / logits.shape[-1]
+    if target_threshold is not None:
+        target = (target > target_threshold).to(logits.dtype)
+    total = F.binary_cross_entropy_with_logits(logits, target, reduction="sum")
+    return ClassLoss(total if sum_classes else total / logits.shape[-1], len(labels))
+
+
 def correct(predictions: Tensor, labels: Tensor, mixed: Mixed | None = None) -> Tensor:
     """How many predictions are right; of a mixture, each label counts by its share."""
     right = predictions == labels
     if mixed is None:
         return right.sum()
     return torch.lerp((predictions == labels[mixed.partner]).float(), right.float(), mixed.share).sum()
+
+
+def views(images: Tensor, count: int, mirror: bool) -> Iterator[Tensor]:
+    """The images as they are, and `count` - 1 other looks at them.
+
+    With `mirror` every second one is mirrored. All but the first (pair) are moved by a sixteenth of their sides, each
+    in a direction of its own, by turns also enlarged by a tenth.
+
+    >>> [view.shape[0] for view in views(torch.zeros(2, 3, 8, 8), 3, mirror=True)]
+    [2, 2, 2]
+    """
+    for number in range(count):
+        place, mirrored = divmod(number, 2) if mirror else (number, 0)
+        look = images if place == 0 else _moved(images, place)
+        yield look.flip(-1) if mirrored else look
+
+
+def averaged(scores: Sequence[Tensor], binary: bool) -> Tensor:
+    """Logits of the averaged probabilities of several views (N, classes): of one class in all, or of each by itself."""
+    if len(scores) == 1:
+        return scores[0]
+    stacked = torch.stack(list(scores))
+    if binary:
+        return F.logsigmoid(stacked).logsumexp(0) - F.logsigmoid(-stacked).logsumexp(0)
+    return stacked.log_softmax(-1).logsumexp(0) - math.log(len(scores))
 
 
 def _per_channel(values: Sequence[float]) -> Tensor:
@@ -151,14 +232,25 @@ def _cut_boxes(share: Tensor, height: int, width: int) -> Tensor:
 
 def _inside(box: Tensor, images: Tensor) -> Tensor:
     """Mask (N, 1, H, W) of the pixels in a box per image, given as top, bottom, left, right."""
-    top, bottom, left, right = _send(box, images.device).unsqueeze(-1)
+    top, bottom, left, right = send(box, images.device).unsqueeze(-1)
     y = torch.arange(images.shape[-2], device=images.device)
     x = torch.arange(images.shape[-1], device=images.device)
     rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
     return (rows.unsqueeze(-1) & columns.unsqueeze(-2)).unsqueeze(1)
 
 
-def _send(values: Tensor, device: torch.device) -> Tensor:
+def _moved(images: Tensor, place: int) -> Tensor:
+    """Look number `place`. From one to the next the direction turns by the golden angle: any few spread evenly."""
+    angle, size = place * math.pi * (3 - math.sqrt(5)), 1 / 1.1 if place % 2 == 0 else 1.0
+    shift = 2 / 16  # of coordinates from -1 to 1
+    table = [[size, 0.0, shift * math.cos(angle)], [0.0, size, shift * math.sin(angle)]]
+    theta = send(torch.tensor(table), images.device).to(images.dtype).expand(len(images), 2, 3)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """A small tensor to the device, without waiting for it."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
