@@ -181,3 +181,32 @@ def test_a_task_may_bring_settings_which_count_where_the_user_did_not_choose():
 
     with pytest.raises(BadArgument, match="settings of the run, received 'learning_rate'"):
         Trainer(Wrong(), classes(), log="none")
+
+
+def test_fused_sgd_takes_parameters_whose_first_gradient_comes_late():
+    class Late(MeanTask):
+        """Its last layer rests in the first two steps."""
+
+        steps = 0
+
+        def train_step(self, batch):
+            x, y = batch
+            self.steps += 1
+            hidden = self.model[1](self.model[0](x))
+            last = self.model[2]
+            weight, bias = (last.weight, last.bias) if self.steps > 2 else (last.weight.detach(), last.bias.detach())
+            return nn.functional.cross_entropy(nn.functional.linear(hidden, weight, bias), y)
+
+    data = classes(32)
+    task = Late()
+    options = {"max_steps": 4, "batch_size": 32, "scheduler": None, "gradient_clip": None, "log": "none"}
+    Trainer(task, data, optimizer="sgd", lr=0.1, weight_decay=0.0, save_best=0, **options).fit()
+    by_hand = Late()
+    optimizer = torch.optim.SGD(by_hand.model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    order = [data]
+    for _ in range(4):
+        optimizer.zero_grad()
+        by_hand.train_step(order[0]).backward()
+        optimizer.step()
+    for a, b in zip(task.model.parameters(), by_hand.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -151,3 +151,44 @@ def test_a_run_that_failed_can_go_on():
 def test_unknown_policies_are_refused(policy):
     with pytest.raises(BadArgument, match="nonfinite"):
         make(Poisoned([]), nonfinite=policy)
+
+
+@pytest.mark.parametrize("policy", ["skip", "retry:1"])
+def test_running_statistics_are_those_of_the_steps_that_were_made(policy):
+    """One NaN in BatchNorm's statistics would stay for good, and spoil every evaluation after it."""
+
+    def task():
+        torch.manual_seed(3)
+        return MeanTask(
+            torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)).double()
+        )
+
+    x, y = classes(32)
+    spoilt = x.clone()
+    spoilt[8:16] = float("nan")
+
+    class InOrder:
+        def __init__(self, *parts):
+            self.parts = parts
+
+        def __iter__(self):
+            return iter(self.parts)
+
+        def __len__(self):
+            return len(self.parts)
+
+    good = [(x[i : i + 8], y[i : i + 8]) for i in (0, 16, 24)]
+    options = {"max_steps": 3, "lr": 1e-2, "scheduler": None, "log": "none", "save_best": 0, "optimizer": "sgd"}
+    clean = task()
+    Trainer(clean, InOrder(*good), **options).fit()
+    other = task()
+    bad = (spoilt[8:16], y[8:16])
+    run = Trainer(other, InOrder(good[0], bad, *good[1:]), **{**options, "max_steps": 4}, nonfinite=policy)
+    if policy == "skip":
+        run.fit()
+        for name, value in clean.model.state_dict().items():
+            assert torch.equal(value, other.model.state_dict()[name]), name
+    else:
+        with pytest.raises(NonFiniteError):
+            run.fit()
+        assert all(torch.isfinite(v).all() for v in other.model.state_dict().values())

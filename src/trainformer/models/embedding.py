@@ -66,7 +66,7 @@ class EmbeddingModel(nn.Module):
         own = getattr(self.backbone, "no_weight_decay", None)
         return {f"backbone.{name}" for name in own()} if callable(own) else set()
 
-    def _width(self, channels: int, size: tuple[int, int]) -> int:
+    def _width(self, channels: int, size: tuple[int, ...]) -> int:
         shape = feature_shape(nn.Sequential(self.backbone, self.pool), channels, size)
         if len(shape) != 2:
             raise BadArgument(

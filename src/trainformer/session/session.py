@@ -90,9 +90,11 @@ class Session:
         self._checkpointer: Checkpointer | None = None
         self._loop: Loop | None = None
         self._last_metrics: dict[str, float] = {}
+        self.suited: dict[str, Any] = {}  # settings that follow from task or data, where the user chose none
 
         self._check_task()
-        self.suited = self._suit_to_task()
+        self._learn_batch_size(data)
+        self.suited |= self._suit_to_task()
         if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
             callbacks.add(EMA(decay=settings.ema))
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
@@ -121,6 +123,12 @@ class Session:
             raise BadArgument(
                 expected("a task: an object with `model`, `train_step` and `eval_step`", what, "See trainformer.tasks.")
             )
+
+    def _learn_batch_size(self, data: Any) -> None:
+        """A loader of the user's has a batch size of its own, from which others may derive."""
+        size = getattr(data, "batch_size", None)
+        if is_loader(data) and isinstance(size, int) and "batch_size" not in self.passed:
+            self.suited["batch_size"] = self.settings.batch_size = size
 
     def _suit_to_task(self) -> dict[str, Any]:
         """Settings that the user left alone, as the task wants them."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients, memory
-from trainformer.backends.torch.nonfinite import NonFiniteGuard
+from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, resolve_device
 from trainformer.backends.torch.precision import make_precision
@@ -87,6 +87,9 @@ class TorchBackend:
         obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._skips_on_device = obeys_flag and not self.guard.on_host
         self._uniform = len({(p.device, p.dtype) for p in self.parameters}) == 1
+        # Under "raise" the run ends anyway; to watch over a hundred small tensors in every step would cost time.
+        watched = self.guard.policy != "raise"
+        self._statistics = RunningStatistics(modules_of(task).values()) if watched else None
         self._window = _Window()
         self.grad_norm: Tensor | None = None
 
@@ -160,6 +163,8 @@ class TorchBackend:
     def accumulate(self, batch: Placed) -> bool:
         """Forward and backward of one micro-batch. False: it did not fit, and will come again in smaller pieces."""
         scaler = self.precision.scaler
+        if self._statistics is not None and not self._window.entries:
+            self._statistics.keep()
         try:
             for piece in self.splitter.cut(batch):
                 with self._forward():
@@ -221,6 +226,8 @@ class TorchBackend:
         elif not self.guard.forbids():
             self.optimizer.step()
         self.schedule.advance()
+        if self._statistics is not None:
+            self._statistics.settle(self.guard)
         window, norm = self._window, self.grad_norm
         window.entries.append(Entry("grad_norm", norm, 1, True))
         return StepResult(window.entries, lr, window.samples, window.tokens, window.bad)
@@ -246,6 +253,8 @@ class TorchBackend:
     def drop_step(self) -> None:
         """The same for a window that is given up; the task forgets what it saw of it."""
         self.end_step()
+        if self._statistics is not None:
+            self._statistics.restore()
         if self._forget is not None:
             self._forget()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 
@@ -99,6 +100,44 @@ class NonFiniteGuard:
         self.skipped += bad
         logger.warning("%d steps with a non-finite loss or gradient were skipped (%d in all)", bad, self.skipped)
         return {"skipped_steps": float(self.skipped)}
+
+
+class RunningStatistics:
+    """BatchNorm's running statistics, which a forward pass changes: kept, to be put back if the step is not made.
+
+    One NaN in them never goes away again, and everything that is evaluated afterwards is NaN.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        parts = {id(part): part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
+        self._live = [buffer for part in parts.values() for buffer in part.buffers(recurse=False)]
+        self._kept: list[Tensor] = []
+        self._open = False
+
+    def keep(self) -> None:
+        """Before a step: remember how they are."""
+        if not self._kept:
+            self._kept = [buffer.clone() for buffer in self._live]
+        elif self._live:
+            torch._foreach_copy_(self._kept, self._live)
+        self._open = True
+
+    def settle(self, guard: NonFiniteGuard) -> None:
+        """After a step: put them back if it was not made."""
+        if guard.on_host:
+            if guard.forbids():
+                self.restore()
+        else:
+            bad = guard.flag > 0
+            for buffer, before in zip(self._live, self._kept, strict=True):
+                buffer.copy_(torch.where(bad, before, buffer))
+        self._open = False
+
+    def restore(self) -> None:
+        """Put them back, if a step has begun since they were settled."""
+        if self._open and self._live:
+            torch._foreach_copy_(self._live, self._kept)
+        self._open = False
 
 
 _ADVICE = (

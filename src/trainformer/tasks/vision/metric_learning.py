@@ -7,27 +7,33 @@ the search and the metrics in `trainformer.eval`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from trainformer.core import BadArgument, Loss
-from trainformer.core.errors import expected
+from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core.errors import did_you_mean, expected
+from trainformer.data.folder import LAYOUT
 from trainformer.data.image import split_sample
 from trainformer.data.info import DatasetInfo
+from trainformer.data.order import preserved_generators
 from trainformer.eval.clustering import feature_statistics, nmi
 from trainformer.eval.neighbours import IndexKind
 from trainformer.eval.retrieval import knn_accuracy, retrieval_metrics
 from trainformer.losses.factory import make_metric_loss
 from trainformer.losses.pairs import is_pair_loss
 from trainformer.models.backbones import Weights
-from trainformer.models.embedding import EmbeddingModel
+from trainformer.models.embedding import EmbeddingModel, check_neck
 from trainformer.models.heads import single_sample_batchnorm
+from trainformer.models.poolers import make_pooler
 from trainformer.tasks.vision.augment import Augment, check_augment
 from trainformer.tasks.vision.base import VisionTask, check_counts, fingerprint
 from trainformer.tasks.vision.checks import label_problems
+from trainformer.tasks.vision.ssl.method import spread
 
 _MOST_CLUSTERED = 20_000  # k-means over more embeddings takes longer than everything else in an evaluation
 
@@ -45,8 +51,8 @@ class MetricLearning(VisionTask):
 
     `pooling` (`"gem"`, `"avg"`, `"max"`) takes the place of the backbone's, `neck="bn"` is a BNNeck, and
     ``embedding_dim=None`` takes the features as they are. Evaluation looks at the whole validation set at once, whose
-    classes need not be those of training; where batches have a third part, or a key `is_query`, those samples search
-    among the others.
+    classes need not be those of training; where batches have a third part of true and false, or a key `is_query`, the
+    samples marked in it search among the others.
 
     >>> task = MetricLearning("resnet10t", embedding_dim=64, pretrained=False, num_classes=5)
     >>> task.embed(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).norm(dim=1)
@@ -83,11 +89,19 @@ class MetricLearning(VisionTask):
     def __post_init__(self) -> None:
         check_augment(self.augment)
         check_counts(self, "embedding_dim", "num_classes", "knn_k", "in_chans")
-        if not self.recall_at or any(k < 1 for k in self.recall_at):
-            raise BadArgument(expected("recall_at to be numbers of at least 1", self.recall_at))
+        _check_recall_at(self.recall_at)
+        if self.index not in get_args(IndexKind):
+            hint = did_you_mean(str(self.index), get_args(IndexKind))
+            raise BadArgument(expected("index to be 'auto', 'torch', 'exact' or 'ivf'", self.index, hint))
+        check_neck(self.neck)
         self._begin()
         self._criterion: nn.Module | None = None
-        self._make_loss(self.embedding_dim or 8, self.num_classes or 2)  # a wrong name or option is found here and now
+        self._seen_shape: tuple[int, ...] | None = None
+        # A wrong name or option is found here and now. Two classes will do: the centres of a million take 2 GB.
+        with preserved_generators():
+            if self.pooling is not None:
+                make_pooler(self.pooling)
+            self._make_loss(self.embedding_dim or 8, 2)
 
     # -- the model -----------------------------------------------------------------------------------------
 
@@ -102,8 +116,17 @@ class MetricLearning(VisionTask):
         if self.num_classes is not None and found > self.num_classes:
             words = f"num_classes to be at least {found}, the number of classes in the data"
             raise BadArgument(expected(words, self.num_classes))
+        if (self.num_classes or found) < 2:
+            raise DataError(
+                expected(
+                    "at least two classes to tell apart",
+                    f"{self.num_classes or found} in the data",
+                    f"For a folder: {LAYOUT}",
+                )
+            )
         self.num_classes = self.num_classes or found
         self.class_names = info.class_names or self.class_names
+        self._seen_shape = info.input_shape
         self._build_for(self.in_chans or self._channels_for(info))
         assert self.criterion is not None
 
@@ -116,15 +139,20 @@ class MetricLearning(VisionTask):
             unpooled = {} if self.pooling is None else {"global_pool": ""}
             rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
             backbone = self._make_backbone(0, channels, **rates, **unpooled)
-        self.model = EmbeddingModel(
-            backbone,
-            self.embedding_dim,
-            pooling=self.pooling,
-            neck=self.neck,
-            channels=channels,
-            size=self._size or self._described.size,
-        )
+        self.model = self._assembled(backbone, channels)
         self._as_built = fingerprint(self.model)
+
+    def _assembled(self, backbone: nn.Module, channels: int) -> EmbeddingModel:
+        """The backbone and what comes behind it, whose width a dry run tells.
+
+        A module of the user's may take images of one size only: those of the data, which are given to it as they are
+        if they are tensors, or else of the usual size, to which files are brought.
+        """
+        build = partial(EmbeddingModel, backbone, self.embedding_dim, pooling=self.pooling, neck=self.neck)
+        if isinstance(self.backbone, nn.Module) and self._size is None and self._seen_shape:
+            with suppress(BadArgument):
+                return build(channels=self._seen_shape[0], size=self._seen_shape[1:])
+        return build(channels=channels, size=self._size or self._described.size)
 
     @property
     def criterion(self) -> nn.Module | None:
@@ -167,8 +195,8 @@ class MetricLearning(VisionTask):
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Any) -> Loss | Tensor:
-        """The loss of the embeddings of a batch: a sum over its samples, or a mean where it is one over pairs."""
+    def train_step(self, batch: Any) -> Loss:
+        """The loss of the embeddings of a batch, and how far they are from a collapse (see `CollapseMonitor`)."""
         images, labels = self._images_and_labels(batch)
         if self.criterion is None:
             raise BadArgument(
@@ -177,9 +205,10 @@ class MetricLearning(VisionTask):
             )
         with single_sample_batchnorm(self.model, size=len(images)):
             embeddings = self.model(images)
+        metrics = {"feature_std": spread(embeddings)}
         if getattr(self.criterion, "per_sample", False):
-            return Loss(self.criterion(embeddings, labels, reduction="sum"), len(labels))
-        return self.criterion(embeddings, labels)
+            return Loss(self.criterion(embeddings, labels, reduction="sum"), len(labels), metrics)
+        return Loss(self.criterion(embeddings, labels) * len(labels), len(labels), metrics)
 
     def eval_step(self, batch: Any) -> dict[str, Tensor]:
         """Embeddings and labels, for the metrics of the whole set."""
@@ -194,10 +223,13 @@ class MetricLearning(VisionTask):
         queries = rows.get("is_query")
         if queries is None:
             return self.evaluate_retrieval(embeddings, labels)
-        queries = queries.bool()
+        queries = _checked_marks(queries)
         if not bool(queries.any()) or bool(queries.all()):
             raise BadArgument(
-                expected("both queries and others among the validation data", f"{int(queries.sum())} queries")
+                expected(
+                    "both queries and others among the validation data",
+                    f"{int(queries.sum())} queries among {len(queries)} samples",
+                )
             )
         return self.evaluate_retrieval(
             embeddings[queries], labels[queries], gallery=embeddings[~queries], gallery_labels=labels[~queries]
@@ -213,14 +245,16 @@ class MetricLearning(VisionTask):
     ) -> dict[str, float]:
         """recall@k, MAP@R, R-precision, kNN accuracy, NMI, and how evenly the embeddings are spread.
 
-        Every embedding searches among all others, or among those of a `gallery`.
+        Every embedding searches among all others, or among those of a `gallery`. Arrays will do as well as tensors.
         """
-        others: dict[str, Any] = {"gallery": gallery, "gallery_labels": gallery_labels}
+        embeddings, labels = torch.as_tensor(embeddings), torch.as_tensor(labels)
+        found = {"gallery": gallery, "gallery_labels": gallery_labels}
+        others: dict[str, Any] = {name: torch.as_tensor(rows) for name, rows in found.items() if rows is not None}
         metrics = retrieval_metrics(embeddings, labels, recall_at=self.recall_at, index=self.index, **others)
-        metrics["knn_accuracy"] = knn_accuracy(embeddings, labels, k=self.knn_k, **others)
+        metrics["knn_accuracy"] = knn_accuracy(embeddings, labels, k=self.knn_k, index=self.index, **others)
         if len(embeddings) <= _MOST_CLUSTERED and len(labels.unique()) > 1:
             metrics["nmi"] = nmi(embeddings, labels)
-        return metrics | feature_statistics(embeddings)
+        return metrics | (feature_statistics(embeddings) if len(embeddings) > 1 else {})
 
     def predict_step(self, batch: Any) -> dict[str, Tensor]:
         """Embeddings, with labels beside them where there are any."""
@@ -257,14 +291,55 @@ class MetricLearning(VisionTask):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+        if self.criterion is not None:
+            _check_fits(self.criterion, state["loss"])
+            self.criterion.load_state_dict(state["loss"])
         super().load_state_dict(state)
         self.class_names = state["class_names"]
-        if self.criterion is not None:
-            self.criterion.load_state_dict(state["loss"])
+
+
+def _check_recall_at(numbers: Any) -> None:
+    fits = isinstance(numbers, tuple | list) and len(numbers) > 0
+    if not fits or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in numbers):
+        raise BadArgument(
+            expected("recall_at to be whole numbers of at least 1", numbers, "Pass (1, 5), for instance.")
+        )
+
+
+def _check_fits(criterion: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse the state of another loss, or of one with other classes."""
+    own = {name: tuple(value.shape) for name, value in criterion.state_dict().items() if isinstance(value, Tensor)}
+    given = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+    if own != given:
+        raise DataError(
+            expected(
+                f"the state of a loss with {own or 'no parameters'}",
+                given or "none",
+                "It was saved with another loss, another embedding_dim or another number of classes. To take over the "
+                "model alone, load components=['model'].",
+            )
+        )
+
+
+def _checked_marks(marks: Tensor) -> Tensor:
+    """Which of all validation samples are queries."""
+    if marks.ndim != 1 or (marks.dtype != torch.bool and not bool(((marks == 0) | (marks == 1)).all())):
+        what = f"{marks.dtype} of shape {tuple(marks.shape)}, from {marks.min().item():g} to {marks.max().item():g}"
+        raise DataError(
+            expected(
+                "is_query to be true or 1 for queries, and false or 0 for others",
+                what,
+                "If it means something else, call it something else.",
+            )
+        )
+    return marks.bool()
 
 
 def _queries_in(batch: Any) -> Tensor | None:
     """Which samples of a batch are queries, if it says so."""
     if isinstance(batch, Mapping):
-        return batch.get("is_query")
-    return batch[2] if isinstance(batch, tuple | list) and len(batch) > 2 and isinstance(batch[2], Tensor) else None
+        marks = batch.get("is_query")
+        return marks if marks is None or isinstance(marks, Tensor) else torch.as_tensor(marks)
+    # A third part may be anything else: a camera, a box, the number of a sample.
+    third = batch[2] if isinstance(batch, tuple | list) and len(batch) == 3 else None
+    return third if isinstance(third, Tensor) and third.dtype == torch.bool else None

@@ -36,11 +36,11 @@ class BYOL(Method):
         return self.online.backbone
 
     def step(self, views: Views) -> Step:
-        """Predict the target's projection of view 2 from view 1, and the other way round; the mean of the two."""
+        """Predict the target's projection of view 2 from view 1, and the other way round; the sum of the two losses."""
         features, projections = in_batches(self.online, views.images)
         p1, p2 = self.predictor(projections).chunk(2)
         t1, t2 = in_batches(self.target, views.images)[1].chunk(2)
-        losses = (byol_loss(p1, t2, reduction="none") + byol_loss(p2, t1, reduction="none")) / 2
+        losses = byol_loss(p1, t2, reduction="none") + byol_loss(p2, t1, reduction="none")
         own = features[: len(p1)].detach()
         return Step(losses, own, {"feature_std": spread(own), "target_std": spread(t1)})
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.distillation import Center, dino_loss, koleo_loss, teacher_entropy
 from trainformer.models.heads import DINOHead
 from trainformer.models.momentum import MomentumCopy
@@ -22,6 +23,7 @@ class DINO(Method):
     The teacher sees the two global views, the student all. The teacher is the network to keep.
     """
 
+    most_views = None
     teacher_temp: Tensor
 
     def __init__(
@@ -48,9 +50,9 @@ class DINO(Method):
         self.warmup_epochs = warmup_epochs
         self.freeze_last_layer = freeze_last_layer
         self.koleo = koleo
-        # A tensor, and not saved: a number that changes by epoch would make torch.compile begin anew each time, and
-        # the epoch says what it is.
-        self.register_buffer("teacher_temp", torch.tensor(teacher_temps[0]), persistent=False)
+        # A tensor, as a number that changes by epoch would make torch.compile begin anew each time; and saved, so that
+        # a checkpoint that is only evaluated has the loss it had when it was written.
+        self.register_buffer("teacher_temp", torch.tensor(teacher_temps[0]))
         self.begin_epoch(0)
 
     @property
@@ -75,7 +77,8 @@ class DINO(Method):
     def begin_epoch(self, epoch: int) -> None:
         """Warm the teacher's temperature up, and free the last layer after its first epochs."""
         start, end = self.teacher_temps
-        share = min(epoch / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
+        # As the authors' linspace: the last epoch of the warm-up has the final value already.
+        share = min(epoch / max(self.warmup_epochs - 1, 1), 1.0) if self.warmup_epochs else 1.0
         self.teacher_temp.fill_(start + (end - start) * share)
         self.head.last_layer_frozen = epoch < self.freeze_last_layer
 
@@ -113,3 +116,19 @@ class DINO(Method):
     def drop_step(self) -> None:
         """Forget outputs of a step that is given up."""
         self.center.discard()
+
+
+def check_local_size(backbone: nn.Module, size: int) -> None:
+    """Refuse small crops that a transformer cannot take, in which every step would fail."""
+    patches = getattr(backbone, "patch_embed", None)
+    patch = getattr(patches, "patch_size", None)
+    if patch is not None and any(size % side for side in patch) and not getattr(patches, "dynamic_img_pad", False):
+        do = "Leave it out for 3/7 of the image, or pass num_local=0 for no small crops."
+        raise BadArgument(expected(f"local_size to be a multiple of the backbone's patch {tuple(patch)}", size, do))
+
+
+def check_takes_crops(backbone: nn.Module) -> None:
+    """Refuse a module that was built for images of one size: it cannot take small crops."""
+    if getattr(getattr(backbone, "patch_embed", None), "strict_img_size", False):
+        do = "Build it with dynamic_img_size=True, or pass num_local=0 for no small crops."
+        raise BadArgument(expected("a backbone that takes crops of several sizes", "one that takes one size", do))

@@ -13,6 +13,8 @@ from trainformer.tasks.vision.ssl.method import Method, Step, Views
 class MAE(Method):
     """A masked autoencoder as a method; the options are those of `MaskedAutoencoder`."""
 
+    fewest_views = most_views = 1
+
     def __init__(self, backbone: nn.Module, **options: Any) -> None:
         super().__init__()
         self.autoencoder = MaskedAutoencoder(backbone, **options)
@@ -21,6 +23,10 @@ class MAE(Method):
     def backbone(self) -> nn.Module:
         """The encoder."""
         return self.autoencoder.backbone
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute activations, of the decoder too."""
+        self.autoencoder.set_grad_checkpointing(enable)
 
     def step(self, views: Views) -> Step:
         """Mean squared error of the hidden patches, per image. There are no features of whole images here."""

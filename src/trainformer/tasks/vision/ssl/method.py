@@ -52,6 +52,9 @@ class Tower(nn.Module):
 class Method(nn.Module):
     """Base of the methods. Called with `Views` it makes a training step, called with images it gives features."""
 
+    fewest_views = 2
+    most_views: int | None = 2
+
     def forward(self, inputs: Views | Tensor) -> Step | Tensor:
         """A step for `Views`, features for a batch of images."""
         if isinstance(inputs, Tensor):

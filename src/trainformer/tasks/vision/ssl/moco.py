@@ -171,10 +171,13 @@ class MoCoV3(Method):
 
 
 def scheduled(momentum: tuple[float, float], step: int, total: int) -> float:
-    """Momentum after `step` of `total` steps: a cosine from the first value to the second, or the first for good.
+    """Momentum of the update after step `step` (from 1) of `total`: a cosine from the first value towards the second.
 
-    >>> scheduled((0.5, 1.0), 10, 10), scheduled((0.5, 1.0), 10, 0)
-    (1.0, 0.5)
+    The first update has the first value, and the last one all but reaches the second, as in the authors' code: with
+    the second, 1.0, it would do nothing. Nobody knows the total (0): the first value for good.
+
+    >>> scheduled((0.5, 1.0), 1, 10), scheduled((0.5, 1.0), 6, 10), scheduled((0.5, 1.0), 10, 0)
+    (0.5, 0.75, 0.5)
     """
     base, end = momentum
-    return base if base == end or total < 1 else cosine_momentum(base, end, step, total)
+    return base if base == end or total < 1 else cosine_momentum(base, end, step - 1, total)

@@ -5,7 +5,8 @@ Owns numbers and which method knows which option. An option that a method does n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
@@ -58,21 +59,31 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What is allowed, where a wrong number would only show later.
-_POSITIVE = (
-    "proj_dim", "hidden_dim", "temperature", "queue_size", "out_dim", "bottleneck_dim", "student_temp", "teacher_temp",
-    "warmup_teacher_temp", "local_size", "decoder_dim", "decoder_depth", "decoder_heads",
+# What is allowed, where a wrong value would only show later.
+_SIZES = (
+    "proj_dim", "hidden_dim", "queue_size", "out_dim", "bottleneck_dim", "local_size", "decoder_dim", "decoder_depth",
+    "decoder_heads",
 )  # fmt: skip
+_COUNTS = ("warmup_teacher_temp_epochs", "freeze_last_layer", "num_local")
+_POSITIVE = ("temperature", "student_temp", "teacher_temp", "warmup_teacher_temp")
 _SHARES = ("momentum", "momentum_end", "center_momentum", "mask_ratio")
-_COUNTS = ("warmup_teacher_temp_epochs", "freeze_last_layer", "koleo", "num_local")
+_WEIGHTS = ("koleo",)
+_ALLOWED: tuple[tuple[tuple[str, ...], tuple[type, ...], Callable[[Any], bool], str], ...] = (
+    (_SIZES, (int,), lambda value: value > 0, "a whole number of at least 1"),
+    (_COUNTS, (int,), lambda value: value >= 0, "a whole number of at least 0"),
+    (_POSITIVE, (int, float), lambda value: 0 < value < math.inf, "a positive number"),
+    (_SHARES, (int, float), lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    (_WEIGHTS, (int, float), lambda value: 0 <= value < math.inf, "a number of at least 0"),
+)
 
 
 def check_method(method: str, version: str | None) -> str:
     """The method by its full name."""
-    if version is not None and method != "moco":
+    allowed = {"moco": (None, "v2", "v3"), "moco_v3": (None, "v3")}.get(method, (None,))
+    if version not in allowed:
+        if method == "moco":
+            raise BadArgument(expected("version to be 'v2' or 'v3'", version))
         raise BadArgument(expected("version with method 'moco' only", f"{version!r} with {method!r}"))
-    if version not in (None, "v2", "v3"):
-        raise BadArgument(expected("version to be 'v2' or 'v3'", version))
     if version == "v3":
         return "moco_v3"
     if method not in DEFAULTS:
@@ -90,16 +101,9 @@ def resolve(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name not in known:
             raise BadArgument(f"{name} is no option of {method} (received {value!r}). It has: {', '.join(known)}.")
-        ok = True
-        if name in _POSITIVE:
-            ok = value > 0
-        elif name in _SHARES:
-            ok = 0 <= value <= 1
-        elif name in _COUNTS:
-            ok = value >= 0
-        if not ok:
-            words = "positive" if name in _POSITIVE else "from 0 to 1" if name in _SHARES else "at least 0"
-            raise BadArgument(expected(f"{name} to be {words}", value))
+        for names, kinds, fits, words in _ALLOWED:
+            if name in names and (isinstance(value, bool) or not isinstance(value, kinds) or not fits(value)):
+                raise BadArgument(expected(f"{name} to be {words}", value))
     return {name: default if given.get(name) is None else given[name] for name, default in known.items()}
 
 

@@ -21,6 +21,7 @@ from trainformer.data.augment import presets
 from trainformer.data.image import ImageDataset, images_in_memory, split_sample
 from trainformer.data.info import DatasetInfo
 from trainformer.data.pixels import is_pil
+from trainformer.data.targets import is_stream
 from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
 from trainformer.models.backbones import Weights, feature_width, has_fixed_size
@@ -30,7 +31,7 @@ from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.checks import image_problems
 from trainformer.tasks.vision.classification import ImageClassification
 from trainformer.tasks.vision.ssl.byol import BYOL
-from trainformer.tasks.vision.ssl.dino import DINO
+from trainformer.tasks.vision.ssl.dino import DINO, check_local_size, check_takes_crops
 from trainformer.tasks.vision.ssl.mae import MAE
 from trainformer.tasks.vision.ssl.method import Method, Views
 from trainformer.tasks.vision.ssl.moco import MoCo, MoCoV3
@@ -173,6 +174,10 @@ class SSL(VisionTask):
             backbone = self._make_backbone(
                 0, channels, drop_path_rate=self.drop_path_rate, dynamic_img_size=True if stretches else None
             )
+        if self.method == "dino" and self.num_local:
+            check_takes_crops(backbone)
+            if self.local_size is not None:
+                check_local_size(backbone, self.local_size)
         width = feature_width(backbone, channels, self._size or self._described.size)
         self.model = self._make_method(backbone, width)
         self._as_built = fingerprint(self.model)
@@ -220,7 +225,8 @@ class SSL(VisionTask):
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
         """Optimizer, rate, decay and schedule of the paper, for the batch size at hand."""
-        is_vit = has_fixed_size(self.backbone) if isinstance(self.backbone, str) else hasattr(self.backbone, "blocks")
+        named = isinstance(self.backbone, str)
+        is_vit = has_fixed_size(self.backbone) if named else hasattr(self.backbone, "patch_embed")  # type: ignore[arg-type]
         return paper_settings(self.method, is_vit, settings, chosen)
 
     # -- data ----------------------------------------------------------------------------------------------
@@ -233,14 +239,20 @@ class SSL(VisionTask):
         tensors = images_in_memory(dataset, self._channels)
         if tensors is not None:
             return tensors
+        return ImageDataset(dataset, self._pipeline(image, train), self._channels)
+
+    def _pipeline(self, image: Any, train: bool) -> Callable[[Any], Any]:
+        if not train:
+            return super()._pipeline(image, train)
+        geometry = self._geometry(image)
         height, width = (round(side * _SOURCE) for side in geometry.size)
         larger = Geometry((height, width), geometry.interpolation, crop_pct=1.0, crop_mode=geometry.crop_mode)
-        return ImageDataset(dataset, sample_transform(None, larger, from_files=is_pil(image)), self._channels)
+        return sample_transform(None, larger, from_files=is_pil(image))
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Images of one size; floats must be pixels from 0 to 1."""
         prepared = super().prepare_dataset(dataset, train)
-        if train and hasattr(prepared, "__getitem__") and hasattr(prepared, "__len__") and len(prepared):
+        if train and not is_stream(prepared) and len(prepared):
             image, _ = split_sample(prepared[0])
             if isinstance(image, Tensor) and image.is_floating_point() and (image.min() < 0 or image.max() > 1):
                 low, high = image.min().item(), image.max().item()
@@ -258,7 +270,7 @@ class SSL(VisionTask):
         return self._views()
 
     def get_eval_transforms(self) -> nn.Module:
-        """Images, with views beside them for the loss."""
+        """Images, with views to be had of them for the loss."""
         return Showing(self._normalize, self._views() if self.eval_loss else None)
 
     def _views(self) -> ViewMaker:
@@ -269,7 +281,8 @@ class SSL(VisionTask):
                 height, width = self._view_size()
                 tall, wide = self.model.autoencoder.patch_size
                 patches = (height // tall) * (width // wide)
-            self._maker = ViewMaker(self.augment or self._preset(), patches)
+            method, augment = self._method, self.augment or self._preset()
+            self._maker = ViewMaker(augment, method.fewest_views, method.most_views, patches=patches)
         return self._maker
 
     def _view_size(self) -> tuple[int, int]:
@@ -312,6 +325,8 @@ class SSL(VisionTask):
     def train_step(self, batch: Any) -> Loss:
         """The method's loss of views of the images."""
         inputs, labels = _parts(batch)
+        if self._shape is None and isinstance(inputs, Tensor):
+            self._shape = tuple(inputs.shape[1:])  # a loop written by hand: views are as large as the images
         views = inputs if isinstance(inputs, Views) else self._views()(inputs)
         step = self.model(views)
         self._method.remember(step)
@@ -339,8 +354,8 @@ class SSL(VisionTask):
         rows: dict[str, Any] = {"embedding": self.model(shown.images).float()}
         if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
             rows["label"] = labels
-        if shown.views is not None:
-            losses = self.model(shown.views).losses
+        if shown.make_views is not None:
+            losses = self.model(shown.make_views()).losses
             rows["loss"] = (losses.sum(), len(losses))
         return rows
 
@@ -366,10 +381,12 @@ class SSL(VisionTask):
     def embed(self, images: Tensor) -> Tensor:
         """Features (N, width) of images: uint8, or floats from 0 to 1, of the size the model takes."""
         encoder, device = self._method.encoder, next(self.model.parameters()).device
-        training = encoder.training
-        features = encoder.eval()(self._normalize.pixels(images.to(device)))
-        encoder.train(training)
-        return features
+        training = [part for part in encoder.modules() if part.training]  # some may be in evaluation mode on purpose
+        try:
+            return encoder.eval()(self._normalize.pixels(images.to(device)))
+        finally:
+            for part in training:
+                part.training = True
 
     def reconstruct(self, images: Tensor, noise: Tensor | None = None) -> Any:
         """Pictures of what a masked autoencoder sees and makes of it: (masked, pasted, original), from 0 to 1."""

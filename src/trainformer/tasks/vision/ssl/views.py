@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,20 +17,31 @@ _NOISE = 1 << 20  # a stream of random numbers that no view uses
 
 
 class Shown(NamedTuple):
-    """A batch for evaluation: the images as the model takes them, and views for the loss (None: not wanted)."""
+    """A batch for evaluation: the images as the model takes them, and what makes views for the loss (None: not wanted).
+
+    Views are made when they are asked for: who only embeds images does not pay for ten crops of each.
+    """
 
     images: Tensor
-    views: Views | None
+    make_views: Callable[[], Views] | None
 
 
 class ViewMaker(nn.Module):
-    """Views of a batch, by the keys of its samples. `patches`: how many random numbers a masked autoencoder needs."""
+    """Views of a batch, by the keys of its samples.
+
+    `fewest` and `most` (None: any number) say how many views there must be of an image, `patches` how many random
+    numbers a masked autoencoder needs.
+    """
 
     takes_keys = True
 
-    def __init__(self, augment: Callable[..., Any], patches: int | None = None) -> None:
+    def __init__(
+        self, augment: Callable[..., Any], fewest: int = 1, most: int | None = None, *, patches: int | None = None
+    ) -> None:
         super().__init__()
         self.augment = augment
+        self.fewest = fewest
+        self.most = most
         self.patches = patches
 
     def forward(self, images: Tensor, keys: Any = None) -> Views:
@@ -39,14 +51,23 @@ class ViewMaker(nn.Module):
             raise BadArgument(
                 expected("augment to return a list of views, each a batch of images", type(views).__name__)
             )
+        self._check([tuple(view.shape) for view in views], len(images))
         if self.patches is None:
             return Views(list(views))
         noise = uniforms(keys, self.patches, _NOISE, samples=len(images))
         return Views(list(views), send(noise, images.device))
 
+    def _check(self, shapes: list[tuple[int, ...]], count: int) -> None:
+        """Refuse what would be taken for something else: views are told apart by their number and order alone."""
+        if len(shapes) < self.fewest or (self.most is not None and len(shapes) > self.most):
+            number = str(self.fewest) if self.fewest == self.most else f"at least {self.fewest}"
+            raise BadArgument(expected(f"augment to return {number} view(s) for this method", f"{len(shapes)} of them"))
+        if any(shape[0] != count for shape in shapes):
+            raise BadArgument(expected(f"every view to have the {count} images of the batch", shapes))
+
 
 class Showing(nn.Module):
-    """The evaluation transform: images normalised, with views beside them if there is a `make_views`."""
+    """The evaluation transform: images normalised, and views to be had of them if there is a `make_views`."""
 
     takes_keys = True
 
@@ -57,5 +78,5 @@ class Showing(nn.Module):
 
     def forward(self, images: Tensor, keys: Any = None) -> Shown:
         """Both."""
-        views = None if self.make_views is None else self.make_views(images, keys)
-        return Shown(self.normalize.pixels(images), views)
+        make_views = None if self.make_views is None else partial(self.make_views, images, keys)
+        return Shown(self.normalize.pixels(images), make_views)
