@@ -199,6 +199,11 @@ class Trainer(RunSettings):
         """Optimizer steps of the whole run, where that is known."""
         return self._session.total_steps()
 
+    @property
+    def labels_comparable(self) -> bool:
+        """Whether a label of the validation data means the class it means in training, as far as names tell."""
+        return self._session.labels_comparable
+
     def was_set(self, name: str) -> bool:
         """Whether the user set a setting, to whatever value."""
         return name in self.__dict__["_passed"]

@@ -335,7 +335,7 @@ def test_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "classes", "p", "k"), [(32, 10, 8, 4), (64, 10, 8, 8), (7, 3, 1, 7), (2, 5, 1, 2)]
+    ("batch_size", "classes", "p", "k"), [(32, 10, 8, 4), (64, 10, 8, 8), (6, 10, 2, 3), (9, 4, 3, 3), (4, 5, 2, 2)]
 )
 def test_pk_alone_chooses_numbers_that_fit(batch_size: int, classes: int, p: int, k: int) -> None:
     sampler = make_sampler("pk", Labels(np.arange(200) % classes), batch_size=batch_size, seed=0)

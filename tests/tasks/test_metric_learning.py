@@ -328,7 +328,6 @@ def test_a_state_of_other_classes_is_refused_in_words(tmp_path: Path) -> None:
     assert torch.equal(other.task.criterion.weight, before)
 
 
-@pytest.mark.xfail(reason="the task's state is looked at only after the model's was loaded", strict=True)
 def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     path = Trainer(plain_task(), samples(), **settings()).fit().save(tmp_path / "five.pt")
     other = Trainer(plain_task(), samples(classes=3), **settings())
@@ -389,7 +388,6 @@ def test_a_row_of_zeros_does_not_drown_the_others() -> None:
     torch.testing.assert_close(embeddings, F.normalize(task.model.features(images)).detach())
 
 
-@pytest.mark.xfail(reason="what is not finite is kept in the memory of earlier batches", strict=True)
 @pytest.mark.parametrize("loss", ["xbm:ntxent", "xbm:supcon"])
 def test_a_batch_that_is_not_finite_does_not_stay_in_the_memory(loss: str) -> None:
     images, labels = samples(40)
@@ -562,7 +560,6 @@ def test_classes_that_training_never_saw(tmp_path: Path) -> None:
     assert trainer.best_metrics["val/map@r"] == pytest.approx(metrics["val/map@r"])
 
 
-@pytest.mark.xfail(reason="classes of a foreign folder must be numbered as in training, or be unknown", strict=True)
 def test_some_of_the_classes_in_a_folder_of_torchvision(tmp_path: Path) -> None:
     from torchvision.datasets import ImageFolder
 
@@ -667,9 +664,6 @@ def test_a_chosen_sampler_is_kept() -> None:
     own.fit()
 
 
-ONE_CLASS = pytest.mark.xfail(reason="sampler='pk' falls back to batches of one class", strict=True)
-
-
 def pk_of(trainer: Trainer) -> tuple[int, int]:
     sampler = trainer._session.train_source.sampler
     return sampler.p, sampler.k
@@ -677,7 +671,7 @@ def pk_of(trainer: Trainer) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("classes", "batch_size"),
-    [(3, 64), (2, 64), (10, 36), (5, 10), pytest.param(5, 6, marks=ONE_CLASS), pytest.param(5, 4, marks=ONE_CLASS)],
+    [(3, 64), (2, 64), (10, 36), (5, 10), (5, 6), (5, 4)],
 )
 def test_batches_for_pairs_adapt_to_the_data(classes: int, batch_size: int) -> None:
     """At least two classes and at least two images of each: a batch of one class teaches nothing about others."""
@@ -689,7 +683,6 @@ def test_batches_for_pairs_adapt_to_the_data(classes: int, batch_size: int) -> N
     assert not same(everything(trainer.fit().task), before)
 
 
-@ONE_CLASS
 @pytest.mark.parametrize(("classes", "batch_size"), [(10, 5), (10, 37), (2, 9)])
 def test_a_batch_size_that_cannot_be_divided_is_refused(classes: int, batch_size: int) -> None:
     with pytest.raises(BadArgument, match="batch_size"):
@@ -961,7 +954,6 @@ def test_labels_out_of_range_are_found_before_training(wrong: int) -> None:
         trainer.check()
 
 
-@pytest.mark.xfail(reason="check() judges the first validation batch as if it were the whole set", strict=True)
 @pytest.mark.parametrize("order", ["queries first", "every class once"])
 def test_checking_looks_further_than_the_first_batch_for_what_belongs_together(order: str) -> None:
     images, labels = samples(40, 10)

@@ -437,6 +437,8 @@ def test_online_knn_weighs_votes_by_similarity() -> None:
     """One image of class 0 is the same as the query, two of class 1 are further off: few, but near, win."""
 
     class Stub:
+        labels_comparable = True
+
         def embed(self, data: str, most: int | None = None) -> dict[str, Tensor]:
             bank = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
             return (
@@ -459,6 +461,8 @@ def test_online_knn_every_and_max_train() -> None:
     embed = run.embed
 
     class Counting:
+        labels_comparable = True
+
         def embed(self, *args: Any) -> dict[str, Tensor]:
             rows = embed(*args)
             sizes.append(len(rows["label"]))
@@ -532,7 +536,7 @@ def test_a_collapse_is_seen_and_stops_the_run(caplog: pytest.LogCaptureFixture) 
 
 
 def test_feature_std_is_one_for_all_directions_and_zero_for_one() -> None:
-    from trainformer.tasks.vision.ssl.method import spread
+    from trainformer.tasks.vision.features import spread
 
     torch.manual_seed(0)
     assert spread(torch.randn(4000, 32)).item() == pytest.approx(1.0, abs=0.01)

@@ -44,6 +44,11 @@ class OnlineKNN:
         self._evaluations += 1
         if self._evaluations % self.every:
             return {}
+        if not trainer.labels_comparable:
+            raise DataError(
+                "OnlineKNN votes with the labels of the training data, but the validation data have other classes. "
+                "Leave it out: the metrics of the task itself (retrieval, kNN among the validation data) go without."
+            )
         bank, queries = trainer.embed("train", self.max_train), trainer.embed("val")
         if "label" not in bank or "label" not in queries:
             raise DataError("OnlineKNN needs training and validation data with labels, and received some without.")

@@ -89,12 +89,12 @@ def seed_generators(key: int) -> None:
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Leave the process's CPU generators as they were, whatever happens inside."""
-    python, numpy, cpu = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()
+    python, numpy, cpu = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()  # type: ignore[attr-defined]
     nested = numpy is _spare
-    np.random.set_bit_generator(np.random.MT19937(0) if nested else _spare)
+    np.random.set_bit_generator(np.random.MT19937(0) if nested else _spare)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_bit_generator(numpy)
+        np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
         torch.set_rng_state(cpu)

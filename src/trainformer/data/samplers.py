@@ -449,9 +449,12 @@ def _named(spec: str, dataset: Any, batch_size: int, seed: int) -> EpochSampler:
 
 
 def _suitable_k(batch_size: int, classes: int) -> int:
-    """The smallest number of samples per class from 4 on that divides the batch and needs no more classes than are."""
-    fitting = (k for k in range(_K, batch_size + 1) if batch_size % k == 0 and batch_size // k <= classes)
-    return next(fitting, batch_size)
+    """The smallest number of samples per class from 4 on that divides the batch, if not the largest below that.
+
+    A batch has at least two classes: with one there would be nothing to tell apart.
+    """
+    fitting = [k for k in range(2, batch_size) if batch_size % k == 0 and 2 <= batch_size // k <= classes]
+    return min((k for k in fitting if k >= _K), default=max(fitting, default=_K))
 
 
 def _made_by(spec: Callable[[Any], Any], dataset: Any, batch_size: int, seed: int) -> Any:

@@ -64,7 +64,7 @@ def targets_of(dataset: Any) -> Targets:
             labels = _after_target_transform(dataset, stored)
             names = names if np.array_equal(labels, stored) else None  # they belong to the labels before
         elif is_a(dataset, TENSORS) and len(dataset.tensors) > 1:
-            labels, continuous = _tensor_targets(dataset.tensors[-1])
+            labels, continuous = _tensor_targets(_target_tensor(dataset.tensors))
     return Targets(labels, continuous, names, _number_of_classes(dataset, labels, names))
 
 
@@ -171,6 +171,12 @@ def _after_target_transform(dataset: Any, labels: np.ndarray) -> np.ndarray:
             return labels
     shown = _as_labels(results, len(unique))
     return labels if shown is None else shown[inverse]
+
+
+def _target_tensor(tensors: Sequence[Any]) -> Any:
+    """The last tensor, but for marks of queries behind the labels."""
+    marked = len(tensors) == 3 and str(tensors[-1].dtype) == "torch.bool"
+    return tensors[-2] if marked else tensors[-1]
 
 
 def _tensor_targets(tensor: Any) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -138,8 +138,13 @@ class MemoryPairLoss(PairLoss):
             do = f"Pass memory_size={len(embeddings)} or more."
             raise BadArgument(expected(f"at most {memory.memory_size} embeddings", len(embeddings), do))
         # Autograd keeps the memory for the backward pass, and the next batch is written into it: into a copy, rather.
-        memory.embedding_memory = memory.embedding_memory.clone()
+        before, labels_before = memory.embedding_memory, memory.label_memory.clone()
+        memory.embedding_memory = before.clone()
         value = memory(embeddings, labels)
+        # What is not finite would make every later loss NaN, or hide it: such rows stay what they were.
+        finite = memory.embedding_memory.isfinite().all(1)
+        memory.embedding_memory = torch.where(finite.unsqueeze(1), memory.embedding_memory, before)
+        memory.label_memory.copy_(torch.where(finite, memory.label_memory, labels_before))
         self.memory_state[0].fill_(memory.queue_idx)
         self.memory_state[1].fill_(int(memory.has_been_filled))
         return value

@@ -75,7 +75,8 @@ def state_components(session: Session) -> list[StateComponent]:
         ),
     ]
     if provides(task, "state_dict"):
-        components.append(StateComponent("task", Held(task.state_dict, task.load_state_dict), required=False))
+        held = Held(task.state_dict, task.load_state_dict, getattr(task, "check_state", None))
+        components.append(StateComponent("task", held, required=False))
     if hasattr(session.train_source, "state_dict"):
         source: Any = session.train_source
         components.append(StateComponent("data", Held(source.state_dict, source.load_state_dict), required=False))

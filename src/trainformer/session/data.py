@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.align import align_classes
+from trainformer.data.align import align_classes, numbered_alike
 from trainformer.data.info import DatasetInfo, extract_info
 from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, stream_source
 from trainformer.data.split import split_dataset
@@ -41,6 +41,7 @@ class TrainingData:
     train: Any
     val: Any
     info: DatasetInfo
+    comparable: bool = True  # whether a label means the same class in both
 
 
 def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | int | None, seed: int) -> TrainingData:
@@ -60,7 +61,8 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
             )
         train, val = split_dataset(train, val_split, seed)
         info = extract_info(train)
-    return TrainingData(train, align_classes(val, info.class_names, is_open(task)), info)
+    val = align_classes(val, info.class_names, is_open(task))
+    return TrainingData(train, val, info, numbered_alike(val, info.class_names))
 
 
 def is_open(task: Any) -> bool:

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.core.errors import CheckFailed, did_you_mean
+from trainformer.core.errors import CheckFailed, TrainformerError, did_you_mean
 from trainformer.core.types import Placed
 from trainformer.engine import Cadence
 from trainformer.session.probe import Probe
@@ -247,10 +247,9 @@ def _evaluation(session: Session, report: CheckReport) -> None:
     """One validation batch: the metrics are there, finite, and those that are monitored are among them."""
     if session.val_source is None:
         return
-    try:
-        metrics = session.evaluate_first_batch()
-    except Exception as error:
-        report.add("evaluation", [_words(error)], "")
+    metrics, problem = _first_metrics(session)
+    if metrics is None:
+        report.add("evaluation", [problem], "")
         return
     problems = [f"{name} is {value}." for name, value in metrics.items() if not math.isfinite(value)]
     wanted = {session.settings.monitor_metric: "monitor_metric"} if session.settings.save_best else {}
@@ -264,6 +263,20 @@ def _evaluation(session: Session, report: CheckReport) -> None:
                 f"{who} looks for {name!r}, which is not among {sorted(metrics)}. {did_you_mean(name, metrics)}"
             )
     report.add("evaluation", problems, "metrics: " + ", ".join(sorted(metrics)))
+
+
+def _first_metrics(session: Session) -> tuple[dict[str, float] | None, str]:
+    """Metrics of as few validation batches as will do: some need samples that belong together, which may lie apart."""
+    assert session.val_source is not None
+    total, problem = session.val_source.batches_per_epoch, ""
+    for most in (1, 8, 64):
+        try:
+            return session.evaluate_first_batches(most), ""
+        except Exception as error:
+            problem = _words(error)
+            if not isinstance(error, TrainformerError) or (total is not None and total <= most):
+                break
+    return None, problem
 
 
 class _SavedBytes(AbstractContextManager[None]):

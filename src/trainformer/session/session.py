@@ -110,6 +110,7 @@ class Session:
         self.train_source = make_source(task, loaded.train, self._load_options(), train=True)
         self.val_source = None if loaded.val is None else self._evaluation_source(loaded.val)
         self._train_data, self._val_data = loaded.train, loaded.val
+        self.labels_comparable = loaded.comparable
         self._train_size = size_of(loaded.train)
         self.backend.schedule_for(self.total_steps())
         record_config(self)
@@ -471,10 +472,10 @@ class Session:
             )
         return rows
 
-    def evaluate_first_batch(self) -> dict[str, float]:
-        """The metrics of one validation batch, to see which there are."""
+    def evaluate_first_batches(self, most: int) -> dict[str, float]:
+        """The metrics of a few validation batches, to see which there are."""
         assert self.val_source is not None
-        return self._inference.evaluate(self.val_source, most=1)
+        return self._inference.evaluate(self.val_source, most=most)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, torch.Tensor]]:
         """One dict per sample, in input order."""

@@ -150,6 +150,9 @@ class TaskBase:
         """State of the task outside `model`: parameters of the loss, queues, centres."""
         return {}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if `load_state_dict` could not take this, before anything else is loaded."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 

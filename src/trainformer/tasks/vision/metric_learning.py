@@ -33,7 +33,7 @@ from trainformer.models.poolers import make_pooler
 from trainformer.tasks.vision.augment import Augment, check_augment
 from trainformer.tasks.vision.base import VisionTask, check_counts, fingerprint
 from trainformer.tasks.vision.checks import label_problems
-from trainformer.tasks.vision.ssl.method import spread
+from trainformer.tasks.vision.features import spread
 
 _MOST_CLUSTERED = 20_000  # k-means over more embeddings takes longer than everything else in an evaluation
 
@@ -289,10 +289,15 @@ class MetricLearning(VisionTask):
         loss = {} if self.criterion is None else self.criterion.state_dict()
         return super().state_dict() | {"loss": loss, "class_names": self.class_names}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse the state of another loss, or of one with other classes."""
         if self.criterion is not None:
             _check_fits(self.criterion, state["loss"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.check_state(state)
+        if self.criterion is not None:
             self.criterion.load_state_dict(state["loss"])
         super().load_state_dict(state)
         self.class_names = state["class_names"]

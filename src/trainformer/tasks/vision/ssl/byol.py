@@ -7,7 +7,8 @@ from torch import nn
 from trainformer.losses.distillation import byol_loss
 from trainformer.models.heads import byol_predictor, byol_projector
 from trainformer.models.momentum import MomentumCopy
-from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches, spread
+from trainformer.tasks.vision.features import spread
+from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches
 from trainformer.tasks.vision.ssl.moco import scheduled
 
 

@@ -11,7 +11,8 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.distillation import Center, dino_loss, koleo_loss, teacher_entropy
 from trainformer.models.heads import DINOHead
 from trainformer.models.momentum import MomentumCopy
-from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches, spread
+from trainformer.tasks.vision.features import spread
+from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches
 from trainformer.tasks.vision.ssl.moco import scheduled
 
 _GLOBAL_VIEWS = 2

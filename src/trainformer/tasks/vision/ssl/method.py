@@ -9,11 +9,9 @@ large batch gives, and a step that is repeated or given up leaves no trace.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainformer.models.heads import single_sample_batchnorm
@@ -106,13 +104,3 @@ def in_batches(network: nn.Module, views: list[Tensor]) -> tuple[Tensor, Tensor]
     parts = [network(torch.cat(group)) for group in groups]
     features, outputs = zip(*parts, strict=True)
     return torch.cat(features), torch.cat(outputs)
-
-
-def spread(features: Tensor) -> Tensor:
-    """How evenly features lie on the sphere: 1 for all directions alike, 0 when all images look the same.
-
-    >>> spread(torch.eye(4)) > 0.8, spread(torch.ones(4, 4))
-    (tensor(True), tensor(0.))
-    """
-    unit = F.normalize(features.detach().float(), dim=-1)
-    return unit.std(0, correction=0).mean() * math.sqrt(features.shape[-1])

@@ -10,7 +10,8 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.contrastive import infonce_with_queue, moco_v3_loss
 from trainformer.models.heads import moco_projector, moco_v3_predictor, moco_v3_projector
 from trainformer.models.momentum import MomentumCopy, cosine_momentum
-from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches, spread
+from trainformer.tasks.vision.features import spread
+from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches
 from trainformer.utils.distributed import gather_rows, shuffle_rows, unshuffle_rows
 
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from trainformer.losses.contrastive import nt_xent_loss
 from trainformer.models.heads import simclr_projector
-from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches, spread
+from trainformer.tasks.vision.features import spread
+from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches
 
 
 class SimCLR(Method):

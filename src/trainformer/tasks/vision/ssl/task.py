@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,9 +179,15 @@ class SSL(VisionTask):
             check_takes_crops(backbone)
             if self.local_size is not None:
                 check_local_size(backbone, self.local_size)
-        width = feature_width(backbone, channels, self._size or self._described.size)
-        self.model = self._make_method(backbone, width)
+        self.model = self._make_method(backbone, self._width(backbone, channels))
         self._as_built = fingerprint(self.model)
+
+    def _width(self, backbone: nn.Module, channels: int) -> int:
+        """Width of the features. A module of the user's may take one size only: that of the data is tried first."""
+        if isinstance(self.backbone, nn.Module) and self._size is None and self._shape and len(self._shape) == 3:
+            with suppress(BadArgument):
+                return feature_width(backbone, self._shape[0], self._shape[1:])
+        return feature_width(backbone, channels, self._size or self._described.size)
 
     def _make_method(self, backbone: nn.Module, width: int) -> Method:
         options = dict(self._options)
