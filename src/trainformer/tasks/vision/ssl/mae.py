@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainformer.models.masked_autoencoder import MaskedAutoencoder
 from trainformer.tasks.vision.ssl.method import Method, Step, Views
@@ -23,6 +23,13 @@ class MAE(Method):
     def backbone(self) -> nn.Module:
         """The encoder."""
         return self.autoencoder.backbone
+
+    def features(self, images: Tensor) -> Tensor:
+        """The mean over the patches: nothing in the loss teaches the class token to stand for an image."""
+        vit: Any = self.backbone
+        if getattr(vit, "global_pool", "token") != "token":
+            return vit(images)
+        return vit.forward_features(images)[:, vit.num_prefix_tokens :].mean(1)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations, of the decoder too."""

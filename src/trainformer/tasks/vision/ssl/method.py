@@ -56,7 +56,7 @@ class Method(nn.Module):
     def forward(self, inputs: Views | Tensor) -> Step | Tensor:
         """A step for `Views`, features for a batch of images."""
         if isinstance(inputs, Tensor):
-            return self.encoder(inputs)
+            return self.features(inputs)
         with single_sample_batchnorm(self, size=len(inputs.images[0])):
             return self.step(inputs)
 
@@ -69,6 +69,10 @@ class Method(nn.Module):
     def encoder(self) -> nn.Module:
         """The network to use afterwards."""
         return self.backbone
+
+    def features(self, images: Tensor) -> Tensor:
+        """One row of features per image."""
+        return self.encoder(images)
 
     def step(self, views: Views) -> Step:
         """Losses of a batch."""

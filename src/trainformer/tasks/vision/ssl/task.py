@@ -390,7 +390,8 @@ class SSL(VisionTask):
         encoder, device = self._method.encoder, next(self.model.parameters()).device
         training = [part for part in encoder.modules() if part.training]  # some may be in evaluation mode on purpose
         try:
-            return encoder.eval()(self._normalize.pixels(images.to(device)))
+            encoder.eval()
+            return self.model(self._normalize.pixels(images.to(device)))
         finally:
             for part in training:
                 part.training = True
