@@ -614,10 +614,14 @@ def test_a_saved_backbone_is_a_plain_timm_model(method: str, backbone: str, tmp_
     plain.load_state_dict(load_file(path), strict=True)
     config = timm.data.resolve_model_data_config(plain)
     mean, std = (torch.tensor(config[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
-    with torch.no_grad():
-        ready = (images / 255 - mean) / std
+    ready = (images / 255 - mean) / std
+
+    @torch.no_grad()
+    def features() -> Tensor:
         # Of a masked autoencoder the features are those of the patches, whose mean timm gives with `global_pool="avg"`.
-        expected = plain.eval().forward_features(ready)[:, 1:].mean(1) if method == "mae" else plain.eval()(ready)
+        return plain.eval().forward_features(ready)[:, 1:].mean(1) if method == "mae" else plain.eval()(ready)
+
+    expected = features()
     torch.testing.assert_close(task.embed(images), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(run.embed("val")["embedding"], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(task.embed(images / 255), expected, rtol=1e-4, atol=1e-5)
@@ -626,8 +630,7 @@ def test_a_saved_backbone_is_a_plain_timm_model(method: str, backbone: str, tmp_
 
     nn.init.zeros_(next(plain.parameters()))
     plain.load_state_dict(torch.load(run.export(tmp_path / "exported"), weights_only=True), strict=True)
-    with torch.no_grad():
-        torch.testing.assert_close(plain((images / 255 - mean) / std), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(features(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_embed_leaves_every_mode_as_it_was() -> None:
