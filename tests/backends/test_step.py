@@ -1,5 +1,7 @@
 """The step against hand-written loops: slicing does not matter, and one micro-batch is bit for bit the plain loop."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -208,3 +210,22 @@ def test_sparse_gradients_are_refused_with_advice():
     data = torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
     with pytest.raises(BadArgument, match="sparse=False"):
         train(Words(), data, batch_size=4, optimizer="sgd")
+
+
+def test_an_overflow_of_fp16_is_no_norm_to_log():
+    """The scaler begins high on purpose and lowers itself; the record of these steps must not be NaN."""
+
+    class Steep(MeanTask):
+        def train_step(self, batch):
+            return super().train_step(batch) * 50
+
+    trainer = Trainer(
+        Steep(mlp(dtype=torch.float32)), classes(64, dtype=torch.float32), precision="fp16", device="cpu", max_steps=6,
+        batch_size=8, log_every=3, log="none", save_best=0,
+    ).fit()  # fmt: skip
+    assert trainer.active_optimizer.state  # some steps were made
+    records = [r for r in trainer.state.log_history if "train/loss" in r]
+    assert records[-1]["train/loss_scale"] < 65536  # and some were not
+    norms = [r["train/grad_norm"] for r in records if "train/grad_norm" in r]
+    assert norms
+    assert all(math.isfinite(norm) for norm in norms)

@@ -229,8 +229,15 @@ class TorchBackend:
         if self._statistics is not None:
             self._statistics.settle(self.guard)
         window, norm = self._window, self.grad_norm
-        window.entries.append(Entry("grad_norm", norm, 1, True))
+        window.entries.append(self._norm_entry(norm))
         return StepResult(window.entries, lr, window.samples, window.tokens, window.bad)
+
+    def _norm_entry(self, norm: Any) -> Entry:
+        """The norm for the log. An overflow of scaled gradients is the scaler's business, and no number to average."""
+        if self.precision.scaler is None:
+            return Entry("grad_norm", norm, 1, True)
+        finite = norm.isfinite()
+        return Entry("grad_norm", torch.where(finite, norm, 0.0), finite.to(norm.dtype), False)
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> None:
         # An overflow of scaled gradients belongs to fp16: the scaler skips the step and lowers the scale. A loss
