@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trainformer.session import RunSettings
-from trainformer.tasks import ImageClassification, MetricLearning
+from trainformer.tasks import CausalLM, ImageClassification, MetricLearning
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -130,6 +130,7 @@ def anchors(page):
         ("trainer.md", RunSettings),
         ("image-classification.md", ImageClassification),
         ("metric-learning.md", MetricLearning),
+        ("language.md", CausalLM),
     ],
 )
 def test_every_setting_is_in_the_table_with_its_default(page, record):

@@ -19,5 +19,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ],
         "trainformer.data.split": ["split_dataset"],
         "trainformer.data.webdataset": ["MappedStream", "WebDataset"],
+        "trainformer.data.text.jsonl": ["JSONLDataset"],
+        "trainformer.data.text.records": ["ChatDataset", "TextDataset", "TextFileDataset"],
+        "trainformer.data.text.sources": ["load_text"],
     },
 )

@@ -18,5 +18,16 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "reliability",
         ],
         "trainformer.eval.probe": ["ProbeResult", "label_subset", "linear_probe"],
+        "trainformer.eval.generation": [
+            "bits_per_byte",
+            "bleu",
+            "chrf",
+            "distinct_n",
+            "exact_match",
+            "perplexity",
+            "repetition",
+            "rouge",
+            "token_f1",
+        ],
     },
 )

@@ -1,4 +1,4 @@
-"""Losses of metric and self-supervised learning: margin softmax, contrastive, distillation, and pairs."""
+"""Losses of metric and self-supervised learning: margin softmax, contrastive, distillation, pairs, and tokens."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -17,6 +17,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "teacher_entropy",
         ],
         "trainformer.losses.pairs": ["PairLoss", "make_miner", "make_pair_loss", "miner_names", "pair_loss_names"],
+        "trainformer.losses.tokens": [
+            "SequenceLogProbs",
+            "TokenLoss",
+            "linear_cross_entropy",
+            "sequence_log_probs",
+            "token_cross_entropy",
+        ],
         "trainformer.losses.factory": ["make_metric_loss", "metric_loss_names"],
     },
 )

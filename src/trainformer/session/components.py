@@ -47,10 +47,13 @@ def state_components(session: Session) -> list[StateComponent]:
     """Everything needed to go on exactly from here."""
     task, backend = session.task, session.backend
     model, optimizer, schedule = task.model, backend.optimizer, backend.schedule
+    weights, load_weights = model.state_dict, model.load_state_dict
+    if provides(task, "model_state"):
+        weights, load_weights = task.model_state, task.load_model_state
     components = [
         StateComponent(
             "model",
-            Held(model.state_dict, model.load_state_dict, lambda s: check_fits(model.state_dict(), s, "model")),
+            Held(weights, load_weights, lambda s: check_fits(weights(), s, "model")),
             format="weights",
         ),
         StateComponent(

@@ -37,6 +37,8 @@ class Inference:
             metrics, rows = evaluate(self.backend, batches, self.backend.eval_step, self.reduces_rows, tell)
             if rows:
                 metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
+            if provides(self.task, "derive_metrics"):
+                metrics |= self.task.derive_metrics(metrics)
         return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
 
     def predict(self, source: Source) -> list[dict[str, Tensor]]:

@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.tasks.base": ["DatasetInfo", "Loss", "Task", "TaskBase"],
+        "trainformer.tasks.language.causal_lm": ["CausalLM"],
         "trainformer.tasks.vision.classification": ["ImageClassification"],
         "trainformer.tasks.vision.metric_learning": ["MetricLearning"],
         "trainformer.tasks.vision.ssl.task": ["SSL"],

@@ -117,6 +117,10 @@ class TaskBase:
         """Metrics of the whole set from the rows that `eval_step` returned (tensors on the CPU, in input order)."""
         return None
 
+    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Further metrics of an evaluation that follow from its means: a perplexity from a loss."""
+        return {}
+
     def on_validation_end(self, metrics: dict[str, float]) -> None:
         """After an evaluation, with its final metrics."""
 
@@ -145,6 +149,14 @@ class TaskBase:
     def save_assets(self, folder: Path) -> list[str]:
         """Write what belongs beside the weights of a checkpoint (a config, a tokenizer); the names of the files."""
         return []
+
+    def model_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the model, where that is not all of it."""
+        return self.model.state_dict()
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Take back what `model_state` gave."""
+        self.model.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the task outside `model`: parameters of the loss, queues, centres."""

@@ -11,6 +11,7 @@ from torch import Tensor
 def spread(features: Tensor) -> Tensor:
     """How evenly features lie on the sphere: 1 for all directions alike, 0 when all images look the same.
 
+    >>> import torch
     >>> spread(torch.eye(4)) > 0.8, spread(torch.ones(4, 4))
     (tensor(True), tensor(0.))
     """

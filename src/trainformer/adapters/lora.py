@@ -1,0 +1,217 @@
+"""LoRA: two thin matrices beside each frozen layer, on any module with linear, embedding or convolution layers.
+
+Owns LoRA's settings, their limits and the merge. Which layers a setting means is decided in `targets`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from torch import nn
+
+from trainformer.adapters.base import (
+    PeftAdapter,
+    adapted_model,
+    check_kind,
+    kind_of,
+    peft,
+    refuse_adapted,
+    task_type,
+    unwrapped,
+)
+from trainformer.adapters.state import base_vocabulary_size, floating, vocabulary_size
+from trainformer.adapters.targets import (
+    Targets,
+    adapted_layers,
+    check_names,
+    head_names,
+    is_conv1d,
+    names_of,
+    resolve_targets,
+    tied_embeddings,
+)
+from trainformer.core.errors import BadArgument, NonFiniteError, expected
+
+logger = logging.getLogger("trainformer")
+
+_BIASES = ("none", "all", "lora_only")
+# peft has others (pissa, olora, ...), which change the frozen weights: an adapter saved alone would not restore them.
+_INITS = (True, False, "gaussian", "orthogonal")
+
+
+@dataclass
+class LoRA(PeftAdapter):
+    """Low-rank adaptation: y = W x + (alpha / r) B A x, with W frozen.
+
+    Args:
+        r: Rank. Each adapted layer of size (n, m) gets r * (n + m) parameters.
+        alpha: Scale of the update, divided by `r` (by its root with `use_rslora`).
+        dropout: Of the adapter's input, in training.
+        target_modules: Layers to adapt: names or ends of names, "all-linear", or a regular expression over full names.
+            By default those that peft knows for the architecture (mostly query and value), else all linear layers but
+            the head. On a vision-language model all but dotted names and expressions mean the language model alone.
+        use_dora: Learn direction and length of each weight apart (DoRA). Slower, better at low ranks.
+        use_rslora: Scale by alpha / sqrt(r), which keeps high ranks learning.
+        bias: Biases to train too: "none", "all" or "lora_only".
+        modules_to_save: Modules trained in full and saved with the adapter. The head of a classifier is always one.
+        trainable_token_indices: Rows of the embeddings to train (new tokens): a list, or a list per embedding's name.
+        init: True (B is zero, so training starts from the model as it is), "gaussian", "orthogonal", or False (random).
+
+    >>> adapter = LoRA(r=2, target_modules=["0"])
+    >>> model = adapter.apply(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+    >>> sum(p.numel() for p in model.parameters() if p.requires_grad)  # 2 * (4 + 3)
+    14
+    >>> type(adapter.merge(model))
+    <class 'torch.nn.modules.container.Sequential'>
+    """
+
+    r: int = 8
+    alpha: float = 16
+    dropout: float = 0.1
+    target_modules: Targets = None
+    _: KW_ONLY
+    use_dora: bool = False
+    use_rslora: bool = False
+    bias: str = "none"
+    modules_to_save: Sequence[str] | None = None
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None
+    init: bool | str = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
+            raise BadArgument(expected("r to be a positive integer", self.r, "Pass r=8, for instance."))
+        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if not number or not math.isfinite(self.alpha) or self.alpha <= 0:
+            raise BadArgument(expected("alpha to be a positive number", self.alpha, "Pass alpha=2 * r, for instance."))
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise BadArgument(expected("dropout to be from 0 to below 1", self.dropout, "Pass dropout=0.1."))
+        if self.bias not in _BIASES:
+            raise BadArgument(expected(f"bias to be one of {', '.join(_BIASES)}", self.bias))
+        if self.init not in _INITS:
+            raise BadArgument(
+                expected(
+                    "init to be True, False, 'gaussian' or 'orthogonal'",
+                    self.init,
+                    "Others change the frozen weights, and a checkpoint of the adapter alone would not restore them.",
+                )
+            )
+        if self.init == "orthogonal" and self.r % 2:
+            raise BadArgument(expected("an even r with init='orthogonal'", self.r))
+        for argument in ("target_modules", "modules_to_save"):
+            _check_names_given(argument, getattr(self, argument))
+
+    def check(
+        self,
+        *,
+        kind: str | None = None,
+        packing: bool = False,
+        gradient_checkpointing: bool = False,
+        model: Any = None,
+    ) -> None:
+        """LoRA goes with packing, with gradient checkpointing and with every kind of model."""
+        check_kind(kind)
+
+    def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
+        """Freeze a model and put LoRA on it, in place. The head of a classifier stays trainable, and is saved."""
+        refuse_adapted(model)
+        model = unwrapped(model)
+        kind = kind or kind_of(model)
+        self.check(kind=kind, model=model)
+        config = self.peft_config(model, kind)
+        try:
+            adapted = peft().get_peft_model(model, config)
+        except ValueError as error:  # a grouped convolution with an odd rank and the like
+            raise BadArgument(f"Expected LoRA to fit {type(model).__name__}, received from peft: {error}") from error
+        self._note_new_rows(model)
+        return adapted
+
+    def peft_config(self, model: nn.Module, kind: str | None = None) -> Any:
+        """The `LoraConfig` for a model: targets found, names checked."""
+        heads = head_names(model, kind)
+        full = list(dict.fromkeys([*heads, *(self.modules_to_save or ())]))
+        check_names(model, full, "modules_to_save")
+        targets = resolve_targets(model, self.target_modules, kind, full)
+        return peft().LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=targets,
+            use_dora=self.use_dora,
+            use_rslora=self.use_rslora,
+            bias=self.bias,
+            modules_to_save=full or None,
+            trainable_token_indices=self._token_rows(model),
+            init_lora_weights=self.init,
+            # GPT-2 keeps its weights transposed; peft finds out by itself, with a warning for each layer.
+            fan_in_fan_out=all(is_conv1d(layer) for layer in adapted_layers(model, targets)),
+            # A weight that input and output share stays shared when it is trained in full.
+            ensure_weight_tying=bool(names_of(model, tied_embeddings(model), full)),
+            task_type=task_type(kind),
+        )
+
+    def merge(self, model: nn.Module) -> nn.Module:
+        """The plain model with the adapter added to its weights. The adapted model is used up.
+
+        In fp32 the outputs agree to about 1e-6; in bf16 the sum is rounded to the 8 bits that the weights have.
+        """
+        return merged(adapted_model(model))
+
+    def _token_rows(self, model: nn.Module) -> list[int] | dict[str, list[int]] | None:
+        given = self.trainable_token_indices
+        if given is None:
+            return None
+        rows = vocabulary_size(model)
+        if rows is None:
+            what = "a model with token embeddings for trainable_token_indices"
+            raise BadArgument(expected(what, type(model).__name__))
+        lists = given.values() if isinstance(given, Mapping) else [given]
+        for index in (index for indices in lists for index in indices):
+            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < rows:
+                do = "Call model.resize_token_embeddings(len(tokenizer)) before, if tokens were added."
+                what = f"trainable_token_indices from 0 to {rows - 1}, the rows of the embeddings"
+                raise BadArgument(expected(what, index, do))
+        if isinstance(given, Mapping):
+            check_names(model, list(given), "trainable_token_indices")
+            return {name: list(indices) for name, indices in given.items()}
+        return list(given)
+
+    def _note_new_rows(self, model: nn.Module) -> None:
+        """Say that added tokens would stay as they were drawn."""
+        rows, before = vocabulary_size(model), base_vocabulary_size(model)
+        trained = self.trainable_token_indices is not None or self.modules_to_save
+        if rows is not None and before is not None and rows > before and not trained:
+            logger.warning(
+                "%d tokens were added to the vocabulary; LoRA leaves their embeddings as they are. "
+                "Pass trainable_token_indices=list(range(%d, %d)) to train them.",
+                rows - before,
+                before,
+                rows,
+            )
+
+
+def merged(model: Any) -> nn.Module:
+    """A `PeftModel` as a plain model with the adapter in its weights, all of which can be trained again."""
+    try:
+        plain = model.merge_and_unload(safe_merge=True)
+    except ValueError as error:
+        if "NaN" not in str(error):
+            raise
+        raise NonFiniteError(f"The adapter has weights that are not finite, and was not merged: {error}") from error
+    if hasattr(plain, "peft_config"):  # left behind by peft
+        del plain.peft_config
+    for parameter in floating(plain):
+        parameter.requires_grad_(True)
+    return plain
+
+
+def _check_names_given(argument: str, given: object) -> None:
+    if given is None or (argument == "target_modules" and isinstance(given, str) and given):
+        return
+    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+    if not is_list or not all(isinstance(name, str) and name for name in given):  # type: ignore[attr-defined]
+        what = f"{argument} to be a list of names of modules"
+        raise BadArgument(expected(what, given, f'Pass {argument}=["q_proj", "v_proj"], for instance.'))

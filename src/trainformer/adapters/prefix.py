@@ -1,0 +1,122 @@
+"""Prefix tuning: a few trained keys and values before every sequence, in each attention layer of a frozen model.
+
+Owns the settings and the list of what it does not go with: everything that reads or rebuilds the key-value cache
+through which the prefix is handed to the model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainformer.adapters.base import PeftAdapter, check_kind, kind_of, peft, refuse_adapted, task_type, unwrapped
+from trainformer.core.errors import BadArgument, expected
+
+_INITS = {"random": None, "zero": "zero"}
+
+
+@dataclass
+class PrefixTuning(PeftAdapter):
+    """Trained keys and values in front of every sequence (Li & Liang, 2021).
+
+    Args:
+        num_virtual_tokens: Length of the prefix. It has ``length * layers * 2 * width`` parameters.
+        init: "random" (standard normal), or "zero", which starts closer to the model as it is: the prefix then takes a
+            share of the attention and gives nothing.
+
+    >>> PrefixTuning(10).check(kind="causal_lm", packing=True)
+    Traceback (most recent call last):
+    ...
+    trainformer.core.errors.BadArgument: Expected prefix tuning or packing, received both: ...
+    """
+
+    num_virtual_tokens: int = 20
+    _: KW_ONLY
+    init: str = "random"
+
+    def __post_init__(self) -> None:
+        number = self.num_virtual_tokens
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise BadArgument(expected("num_virtual_tokens to be a positive integer", number, "Pass 20, for instance."))
+        if self.init not in _INITS:
+            raise BadArgument(expected(f"init to be one of {', '.join(_INITS)}", self.init))
+
+    def check(
+        self,
+        *,
+        kind: str | None = None,
+        packing: bool = False,
+        gradient_checkpointing: bool = False,
+        model: Any = None,
+    ) -> None:
+        """Refuse packing, gradient checkpointing, and models that take no keys and values from outside."""
+        check_kind(kind)
+        if packing:
+            raise BadArgument(
+                "Expected prefix tuning or packing, received both: documents packed into one row share one prefix, and "
+                "position ids, which keep them apart, are dropped. Pass packing=False, or use LoRA."
+            )
+        if gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False):
+            raise BadArgument(
+                "Expected prefix tuning or gradient checkpointing, received both: the prefix goes in as a key-value "
+                "cache, which is off while activations are recomputed. Pass gradient_checkpointing=False, or use LoRA."
+            )
+        if kind in ("clip", "vision") or (isinstance(model, nn.Module) and not hasattr(model, "config")):
+            received = type(model).__name__ if isinstance(model, nn.Module) else f"one of kind {kind!r}"
+            raise BadArgument(
+                f"Expected a model that takes keys and values from outside, received {received}: a prefix is handed "
+                "over that way. Use LoRA."
+            )
+        if model is not None and _has_multimodal_positions(model):
+            raise BadArgument(
+                "Expected a model that counts positions in one dimension, received one of the Qwen-VL family: it "
+                "counts time, height and width from the first token on, and a prefix has none of these. Use LoRA."
+            )
+
+    def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
+        """Freeze a model and put a prefix before it, in place."""
+        refuse_adapted(model)
+        model = unwrapped(model)
+        kind = kind or kind_of(model)
+        self.check(kind=kind, model=model)
+        config = peft().PrefixTuningConfig(
+            num_virtual_tokens=self.num_virtual_tokens,
+            init_weights=_INITS[self.init],
+            # peft has no class for masked language models; the one for features hands everything on.
+            task_type="FEATURE_EXTRACTION" if kind == "masked_lm" else task_type(kind),
+        )
+        if config.task_type is None:
+            what = "the kind of the model for prefix tuning"
+            do = "Pass kind='causal_lm', 'seq2seq' or 'masked_lm', for instance."
+            raise BadArgument(expected(what, f"none that fits {type(model).__name__}", do))
+        try:
+            return peft().get_peft_model(model, config)
+        except ValueError as error:
+            raise BadArgument(
+                f"Expected a prefix to fit {type(model).__name__}, received from peft: {error}"
+            ) from error
+
+    def merge(self, model: nn.Module) -> nn.Module:
+        """Refused: a prefix is an input, and no weights of the model could stand for it."""
+        raise BadArgument(
+            "Expected an adapter that can be merged into weights, received prefix tuning: a prefix is an input of the "
+            "model. Save the adapter and load it beside the model, or train LoRA."
+        )
+
+
+def _has_multimodal_positions(model: Any) -> bool:
+    """Whether a model (a module, a configuration, a name or a folder) is one of the Qwen-VL family."""
+    if isinstance(model, str | Path):
+        file = Path(model).expanduser() / "config.json"
+        text = json.loads(file.read_text("utf-8")).get("model_type", "") if file.is_file() else str(model)
+        text = text.lower()
+        return "qwen" in text and "vl" in text
+    config = getattr(model, "config", model)
+    kind = str(getattr(config, "model_type", ""))
+    text = getattr(config, "text_config", config)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    return ("qwen" in kind and "vl" in kind) or (isinstance(rope, dict) and "mrope_section" in rope)

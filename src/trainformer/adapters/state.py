@@ -1,0 +1,187 @@
+"""What an adapter's checkpoint holds, and how it is written and read: the adapter alone, under peft's own names.
+
+Owns the rule for embeddings: rows added to a vocabulary are in no base checkpoint, so they are saved with the adapter.
+peft asks the hub whether a vocabulary has grown; here only files on this machine are looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainformer.adapters.base import AnyFolder, adapted_model, is_adapted, peft, unwrapped
+from trainformer.core.errors import BadArgument, DataError, expected
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_NAME = "default"
+# What the names of an adapter's own weights contain: the rest of an adapted layer is frozen.
+_TRAINED = (".lora_", ".trainable_tokens_")
+
+
+def adapter_state_dict(model: nn.Module, embeddings: bool | None = None) -> dict[str, Tensor]:
+    """The weights of a model's adapter, and of the modules and token rows that are trained in full beside it.
+
+    The weights of the frozen model are not among them, with one exception: embeddings whose vocabulary has another size
+    than that of the model on disk, unless `trainable_token_indices` holds every new row. `embeddings` decides it
+    otherwise. Names are peft's; tied embeddings appear once. Tensors share memory with the model, as in `state_dict()`.
+    """
+    inner = adapted_model(model)
+    whole = embeddings_resized(inner) if embeddings is None else embeddings
+    # Embeddings are gathered here: peft leaves out a resized output layer when the input layer is adapted.
+    state = dict(peft().get_peft_model_state_dict(inner, adapter_name=_NAME, save_embedding_layers=False))
+    if whole:
+        seen = {tensor.data_ptr() for tensor in state.values()}
+        for name, tensor in _embedding_weights(inner).items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                state[name] = tensor
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Fill the adapter of a model, whole: names or shapes that do not fit are an error, and then nothing is changed."""
+    inner = adapted_model(model)
+    needed = adapter_state_dict(inner, embeddings=False)
+    own = needed | adapter_state_dict(inner, embeddings=True)
+    wrong = [name for name, tensor in state.items() if name in own and own[name].shape != tensor.shape]
+    problems = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (
+            ("missing", [name for name in needed if name not in state]),
+            ("not in the model", [name for name in state if name not in own]),
+            ("of another shape", [f"{name} {tuple(state[name].shape)}/{tuple(own[name].shape)}" for name in wrong]),
+        )
+        if names
+    ]
+    if problems:
+        raise DataError(
+            expected(
+                "the weights of an adapter like that of the model",
+                "; ".join(problems),
+                _advice(wrong, state),
+            )
+        )
+    peft().set_peft_model_state_dict(inner, dict(state), adapter_name=_NAME)
+
+
+def save_adapter(model: nn.Module, folder: AnyFolder, embeddings: bool | None = None) -> list[str]:
+    """Write the adapter of a model, which `load_adapter` and `PeftModel.from_pretrained` open; the names of the files.
+
+    No base weights are written, except embeddings as `adapter_state_dict` says.
+    """
+    from safetensors.torch import save_file
+
+    inner = adapted_model(model)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.cpu().contiguous().clone() for name, tensor in adapter_state_dict(inner, embeddings).items()}
+    save_file(state, target / WEIGHTS_FILE, {"format": "pt"})
+    config = copy.deepcopy(inner.peft_config[_NAME])
+    config.inference_mode = True  # whoever opens the folder with peft wants to use the adapter; load_adapter trains on
+    base = type(inner.get_base_model())
+    # Without a task type, peft's Auto classes need to know what the adapter was made for.
+    mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
+    config.save_pretrained(str(target), auto_mapping_dict=None if config.task_type else mapping)
+    return [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def load_adapter(model: nn.Module, folder: AnyFolder) -> nn.Module:
+    """Fill the adapter of a model from a folder, in place, or put the folder's adapter on a plain model.
+
+    The adapted model, ready to be trained on. A vocabulary that was resized has to have that size already.
+    """
+    from safetensors.torch import load_file
+
+    source = Path(folder)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (source / name).is_file():
+            raise DataError(expected(f"the folder of an adapter, with {name}", f"'{source}', which has none"))
+    state = load_file(source / WEIGHTS_FILE)
+    if not is_adapted(model):
+        config = peft().PeftConfig.from_pretrained(str(source))
+        config.inference_mode = False
+        try:
+            model = peft().get_peft_model(unwrapped(model), config)
+        except ValueError as error:
+            what = f"the model that the adapter in '{source}' was made for"
+            raise BadArgument(expected(what, f"a {type(model).__name__}: {error}")) from error
+    load_adapter_state_dict(model, state)
+    return model
+
+
+def embeddings_resized(model: nn.Module) -> bool:
+    """Whether embeddings have to be saved: the vocabulary has another size on disk, and new rows are not saved apart.
+
+    False for a model that did not come from disk, or whose folder is gone: there is nothing to compare with.
+    """
+    base = adapted_model(model).get_base_model()
+    rows, before = vocabulary_size(base), base_vocabulary_size(base)
+    if rows is None or before is None or rows == before:
+        return False
+    return not _rows_covered(model, range(before, rows))
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Rows of a model's input embeddings; None where it has none."""
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def base_vocabulary_size(model: nn.Module) -> int | None:
+    """Rows that the embeddings of a model have on disk, where it was loaded from; None if that cannot be known."""
+    config, source = getattr(model, "config", None), getattr(model, "name_or_path", None)
+    if not source or not hasattr(type(config), "from_pretrained"):
+        return None
+    try:
+        stored = type(config).from_pretrained(source, local_files_only=True)  # type: ignore[union-attr]
+    except (OSError, ValueError):  # moved or deleted since
+        return None
+    size = getattr(stored.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _embedding_weights(model: Any) -> dict[str, Tensor]:
+    """The frozen weights of the input and output embeddings, but for those of which a trained copy is saved anyway."""
+    base = model.get_base_model()
+    if vocabulary_size(base) is None:
+        return {}
+    layers = [layer for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer is not None]
+    weights: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if any(module is layer for layer in layers) and not hasattr(module, "modules_to_save"):
+            weights.update(module.state_dict(prefix=f"{name}."))
+    return {name: w for name, w in weights.items() if not any(part in name for part in _TRAINED)}
+
+
+def _rows_covered(model: nn.Module, rows: range) -> bool:
+    """Whether every new row is trained, and so saved, by itself: in the input, and in the output too unless tied."""
+    indices = getattr(adapted_model(model).peft_config[_NAME], "trainable_token_indices", None)
+    if not indices or not len(rows):
+        return False
+    lists = list(indices.values()) if isinstance(indices, dict) else [indices]
+    base = adapted_model(model).get_base_model()
+    tied = bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False))
+    enough = len(lists) >= (1 if tied or base.get_output_embeddings() is None else 2)
+    return enough and all(set(rows) <= set(given) for given in lists)
+
+
+def _advice(wrong: list[str], state: Mapping[str, Tensor]) -> str:
+    """What to do about embeddings of another size; the rest is clear from the names."""
+    for name in wrong:
+        if "embed" in name or "wte" in name or "shared" in name:
+            return f"The vocabulary was resized: call model.resize_token_embeddings({state[name].shape[0]}) first."
+    return "Use the adapter, with the same settings, that the weights were saved from."
+
+
+def floating(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that could be trained: all but whole numbers, in which quantised weights are packed."""
+    return [p for p in model.parameters() if p.is_floating_point() or torch.is_complex(p)]

@@ -1,0 +1,280 @@
+"""Which layers an adapter goes onto, and which are trained in full beside it.
+
+Owns the names: defaults by architecture, what "all-linear" leaves out, the language model inside a vision-language
+model, the classifier of a vision model, and the errors for names that a model does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.optional import require
+
+ALL_LINEAR = "all-linear"
+Targets = str | Sequence[str] | None
+
+# What LoRA can be put on. transformers' Conv1D (GPT-2) is a linear layer with its weight transposed.
+_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+# Where models that are neither of timm nor of transformers keep a classifier (torchvision, and by custom).
+_HEADS = ("head", "heads", "fc", "classifier")
+
+
+def resolve_targets(
+    model: nn.Module, wanted: Targets, kind: str | None = None, full: Sequence[str] = ()
+) -> list[str] | str:
+    """Names of layers (a list of full names or endings) or a regular expression, as peft takes them.
+
+    `full` names the modules that are trained in full, which "all-linear" leaves out. On a vision-language model the
+    defaults, "all-linear" and short names mean the language model: LLaVA's vision tower has a ``q_proj`` too.
+    """
+    inside = language_model_name(model) if kind == "vlm" else None
+    if wanted is None:
+        wanted = _defaults(model, kind)
+    if wanted == ALL_LINEAR:
+        return _all_linear(model, inside, full)
+    if isinstance(wanted, str):
+        matched = _matching(model, _pattern(wanted))
+        if matched:
+            _check_layers(model, matched)
+            return wanted
+        wanted = [wanted]  # peft would take "q_proj" for an expression, and find nothing
+    names = list(wanted or ())
+    found = {target: _named(model, target) for target in names}
+    if inside is not None and not any("." in name for name in names):
+        found = {target: _inside(full_names, inside) for target, full_names in found.items()}
+        for target in [target for target, full_names in found.items() if not full_names]:
+            do = "Pass a regular expression over full names to adapt other parts."
+            raise BadArgument(expected(f"target_modules to name layers of the language model ({inside})", target, do))
+        _check_layers(model, [name for full_names in found.values() for name in full_names])
+        return rf"{re.escape(inside)}\.(?:.*\.)?(?:{'|'.join(map(re.escape, names))})"
+    _check_layers(model, [name for full_names in found.values() for name in full_names])
+    return names
+
+
+def adapted_layers(model: nn.Module, targets: Sequence[str] | str) -> list[nn.Module]:
+    """The modules that resolved targets stand for."""
+    if isinstance(targets, str):
+        return [model.get_submodule(name) for name in _matching(model, re.compile(targets))]
+    modules = dict(model.named_modules())
+    # Full names are looked up: a mixture of experts has tens of thousands.
+    ends = tuple(f".{target}" for target in targets if target not in modules)
+    wanted = set(targets)
+    return [module for name, module in modules.items() if name in wanted or (ends and name.endswith(ends))]
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Full names of the linear layers, but for the output layer of a language model.
+
+    What `nn.MultiheadAttention` holds is left out: it reads the weights of its layers and never calls them.
+
+    >>> linear_names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1))))
+    ['0', '2.0']
+    """
+    output = _call(model, "get_output_embeddings")
+    unused = {
+        id(part) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for part in module.modules()
+    }
+    return [
+        name
+        for name, module in model.named_modules()
+        if is_linear(module) and module is not output and id(module) not in unused
+    ]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, 4-bit ones and those of GPT-2 included."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' linear layer with a transposed weight."""
+    return is_conv1d_class(type(module))
+
+
+def is_conv1d_class(given: type | None) -> bool:
+    """The same of a class, without importing transformers."""
+    return given is not None and given.__name__ == "Conv1D" and given.__module__ == "transformers.pytorch_utils"
+
+
+def head_names(model: nn.Module, kind: str | None) -> list[str]:
+    """Modules that answer the task's question: new, so random, and therefore trained in full.
+
+    timm models say which their classifier is. In a model of transformers for classification, it is everything beside
+    the encoder (DistilBERT has a ``pre_classifier`` too). Language models have none: their output layer is pretrained.
+
+    >>> head_names(nn.Sequential(), "causal_lm")
+    []
+    """
+    heads = _call(model, "get_classifier")
+    if heads is not None:
+        heads = heads if isinstance(heads, tuple) else (heads,)
+        return [name for name, part in model.named_modules() if _has_weights(part) and any(part is h for h in heads)]
+    if kind not in ("sequence_classification", "token_classification", "vision"):
+        return []
+    encoder = getattr(model, "base_model_prefix", None)
+    if hasattr(getattr(model, "config", None), "model_type"):
+        return [name for name, part in model.named_children() if name != encoder and _has_weights(part)]
+    return [name for name, part in model.named_children() if name in _HEADS and _has_weights(part)]
+
+
+def tied_embeddings(model: nn.Module) -> list[nn.Module]:
+    """Input and output embeddings, if they share a weight; else none."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pair = [_call(model, "get_input_embeddings"), _call(model, "get_output_embeddings")]
+    tied = getattr(text, "tie_word_embeddings", False) and all(isinstance(part, nn.Module) for part in pair)
+    return pair if tied else []
+
+
+def names_of(model: nn.Module, modules: Sequence[nn.Module], among: Sequence[str]) -> list[str]:
+    """Those of the names (or ends of names) that stand for one of the modules.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    >>> names_of(model, [model[1]], ["0", "1"])
+    ['1']
+    """
+    own = [name for name, part in model.named_modules() if any(part is module for module in modules)]
+    return [name for name in among if any(_ends(full, name) for full in own)]
+
+
+def check_names(model: nn.Module, names: Sequence[str], argument: str) -> None:
+    """Refuse names of modules that a model does not have."""
+    for name in names:
+        _named(model, name, argument)
+
+
+def language_model_name(model: nn.Module) -> str:
+    """Full name of the language model inside a vision-language model."""
+    names = [name for name, _ in model.named_modules() if _ends(name, "language_model")]
+    if names:
+        return min(names, key=len)
+    decoder = _call(model, "get_decoder")
+    for name, module in model.named_modules():
+        if name and module is decoder:
+            return name
+    raise BadArgument(
+        expected(
+            "a vision-language model whose language model can be found (language_model, or get_decoder())",
+            type(model).__name__,
+            "Pass target_modules as a regular expression over full names of modules.",
+        )
+    )
+
+
+def _defaults(model: nn.Module, kind: str | None) -> Targets:
+    """Names that peft knows for an architecture (those of the LoRA paper: query and value), else every linear layer."""
+    config = getattr(model, "config", None)
+    if kind == "vlm":
+        config = getattr(config, "text_config", config)
+    constants = require("peft.utils.constants", "adapters", "for adapters")
+    known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(getattr(config, "model_type", None))
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(known, list) and all(any(_ends(name, target) for name in names) for target in known):
+        return known
+    return ALL_LINEAR
+
+
+def _all_linear(model: nn.Module, inside: str | None, full: Sequence[str]) -> list[str] | str:
+    names = linear_names(model)
+    if inside is not None:
+        names = _inside(names, inside)
+    names = [name for name in names if not any(_ends(name, part) or f".{part}." in f".{name}" for part in full)]
+    if names:
+        return _exactly(model, names)
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, _LAYERS)}
+    raise BadArgument(
+        expected(
+            f"linear layers beside the head in {type(model).__name__}",
+            f"none (it has {', '.join(sorted(layers)) or 'no layers that LoRA can be put on'})",
+            'Name the layers to adapt, convolutions for instance: target_modules=["conv1", "conv2"].',
+        )
+    )
+
+
+def _exactly(model: nn.Module, names: list[str]) -> list[str] | str:
+    """Names that peft takes for these modules and no others: it reads each as the end of a name too.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
+    >>> _exactly(model, ["0"])  # '1.0' ends in it
+    '(?:0)'
+    """
+    chosen = set(names)
+    for name, _ in model.named_modules():
+        parts = name.split(".")
+        if name not in chosen and any(".".join(parts[start:]) in chosen for start in range(1, len(parts))):
+            return f"(?:{'|'.join(map(re.escape, names))})"
+    return names
+
+
+def _inside(names: Sequence[str], module: str) -> list[str]:
+    return [name for name in names if name.startswith(f"{module}.")]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        do = 'Pass a list of names, "all-linear", or an expression that fits full names of modules.'
+        raise BadArgument(
+            expected(f"target_modules to be a regular expression ({error})", text, do),
+        ) from error
+
+
+def _matching(model: nn.Module, pattern: re.Pattern[str]) -> list[str]:
+    return [name for name, _ in model.named_modules() if name and pattern.fullmatch(name)]
+
+
+def _named(model: nn.Module, target: str, argument: str = "target_modules") -> list[str]:
+    """Full names of the modules that a name stands for: itself, or the end of a longer one."""
+    names = [name for name, _ in model.named_modules() if name]
+    found = [name for name in names if _ends(name, target)]
+    if not found:
+        short = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(number) for number in range(1000)})
+        linear = sorted({name.rsplit(".", 1)[-1] for name in linear_names(model)})
+        hint = did_you_mean(target, names if "." in target else short)
+        hint = hint or f"Linear layers end in: {', '.join(linear[:12])}."
+        raise BadArgument(expected(f"{argument} to name modules of {type(model).__name__}", target, hint))
+    return found
+
+
+def _check_layers(model: nn.Module, names: Sequence[str]) -> None:
+    tied = tied_embeddings(model)
+    for name in names:
+        module = model.get_submodule(name)
+        if any(module is embedding for embedding in tied):
+            # peft's merge would add the update to the one weight for input and output both.
+            raise BadArgument(
+                expected(
+                    "target_modules without embeddings whose weight the output layer shares",
+                    name,
+                    f"Train them in full (modules_to_save=[{name.rsplit('.', 1)[-1]!r}]), or some rows of them "
+                    "(trainable_token_indices).",
+                )
+            )
+        if not isinstance(module, _LAYERS) and not is_conv1d(module):
+            below = sorted({child.rsplit(".", 1)[-1] for child in linear_names(module)})
+            do = f"Name layers in it: {', '.join(below[:8])}." if below else 'Pass "all-linear", for instance.'
+            what = "target_modules to name linear, embedding or convolution layers"
+            raise BadArgument(expected(what, f"{name} ({type(module).__name__})", do))
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _call(model: nn.Module, method: str) -> Any:
+    """What a method without arguments returns; None where a model has none, or has it unwritten."""
+    function: Callable[[], Any] | None = getattr(model, method, None)
+    try:
+        return function() if callable(function) else None
+    except (NotImplementedError, AttributeError):  # transformers declares both getters for every model
+        return None

@@ -1,0 +1,405 @@
+"""Records tokenised once: in several processes, into memory-mapped files that are found again the next time.
+
+Owns the files and the cache. What the tokens of a record are is left to `encode`. A cache folder is named by a digest
+of the records, the tokenizer, the settings and the format; it is written under another name, synced, and moved into
+place by one rename. So a folder with that name is whole, whoever was killed when. Processes that want the same data at
+the same time wait for the first of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.data import Dataset, Subset
+
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.fetch import unwrap_subsets
+from trainformer.data.text.encode import Encoded, Encoder, Report
+from trainformer.data.text.files import cache_dir as user_cache
+
+logger = logging.getLogger("trainformer")
+
+_FORMAT = 1  # of the files, and of what `encode` makes of a record: raise it when either changes
+_MANIFEST = "manifest.json"
+_CHUNK = 128  # records that a process takes at most at a time: some 10 ms of work, against 0.3 ms to hand them over
+_CHUNKS = 64  # at least as many, as far as there are records: long documents are to be shared out evenly
+_ALONE_SECONDS = 1.0  # less work than this is not worth other processes
+_MOST_WORKERS = 16
+_ORPHANED_SECONDS = 0.5  # how often a worker looks whether there is anybody left to work for
+_MANY_DROPPED = 0.1
+
+
+class TokenStore(Dataset):
+    """Tokenised pieces in memory-mapped files: items are `{"input_ids", "labels"}`, read-only views of int32.
+
+    `lengths` and `supervised` (tokens that enter the loss) have one number per piece, `report` says what became of the
+    records. Pickled it is a path.
+    """
+
+    # Reading is slicing, and the pages are shared: to hand a batch over from another process would cost more.
+    in_memory = True
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        manifest = _manifest(self.path)
+        if manifest is None:
+            raise DataError(expected("a folder with a complete token store", str(path), "Tokenise the data again."))
+        self.report = Report(**manifest["report"])
+        self.offsets = np.load(self.path / "offsets.npy")
+        self.supervised = np.load(self.path / "supervised.npy")
+        self.lengths = np.diff(self.offsets)
+        self._tokens = _mapped(self.path / "tokens.bin")
+        # Where every token is trained on, the labels are the tokens.
+        self._labels = _mapped(self.path / "labels.bin") if "labels.bin" in manifest["sizes"] else self._tokens
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        size = len(self.lengths)
+        if not -size <= index < size:
+            raise IndexError(f"piece {index} of a store with {size} pieces")
+        index = int(index) % size
+        piece = slice(self.offsets[index], self.offsets[index + 1])
+        return {"input_ids": self._tokens[piece], "labels": self._labels[piece]}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStore, (str(self.path),)
+
+    def __repr__(self) -> str:
+        return f"TokenStore({len(self):,} pieces, {int(self.offsets[-1]):,} tokens)"
+
+
+def lengths_of(dataset: Any) -> np.ndarray:
+    """The number of tokens of every item: of a store, of a `Subset` of one, or of any data with `input_ids`.
+
+    >>> lengths_of([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]).tolist()
+    [3, 1]
+    """
+    base, chosen = unwrap_subsets(dataset)
+    lengths = getattr(base, "lengths", None)
+    if lengths is None:
+        return np.array([len(dataset[i]["input_ids"]) for i in range(len(dataset))], dtype=np.int64)
+    return np.asarray(lengths) if chosen is None else np.asarray(lengths)[chosen]
+
+
+def tokenize(
+    records: Sequence[Any],
+    encoder: Encoder,
+    *,
+    cache_dir: str | Path | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+    name: str = "data",
+) -> TokenStore:
+    """Tokenise records, or find them tokenised in `cache_dir` (a folder of the user's cache by default).
+
+    `records` is anything with a length and an index. What it holds is known by its own `fingerprint` (as those of
+    `trainformer.data.text` and HF `datasets` have one), else by reading it. `workers=None` uses other processes, one
+    for each core, if there is more than a second of work; 0 uses none. `name` is for the progress bar and the messages.
+
+    Data on which nothing can be trained is an error that says why.
+    """
+    if workers is not None and (isinstance(workers, bool) or workers < 0):
+        raise BadArgument(expected("workers to be None, 0 or more", workers))
+    if len(records) == 0:
+        raise DataError(expected(f"at least one record in {name}", "none"))
+    root = user_cache() / "tokens" if cache_dir is None else Path(cache_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    key = _digest(fingerprint(records), encoder.fingerprint(), str(_FORMAT))
+    target = root / key
+    if _manifest(target) is None:
+        with _alone(root / f".{key}.lock", name) as alone:
+            if _manifest(target) is None:
+                if alone:
+                    _clear(root, key)
+                chunks = _chunks(records, encoder, workers)
+                _write(target, _with_bar(chunks, len(records), name, progress), name)
+    store = TokenStore(target)
+    level = logging.WARNING if store.report.dropped > _MANY_DROPPED * store.report.records else logging.INFO
+    logger.log(level, "%s: %s", name, store.report)
+    return store
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def fingerprint(records: Any) -> str:
+    """A digest of what the records are: their own, where they have one, else of their contents (some 100 MB/s).
+
+    >>> fingerprint([{"text": "a"}]) == fingerprint(({"text": "a"},)), fingerprint(["a", "b"]) == fingerprint(["ab"])
+    (True, False)
+    """
+    if type(records) is Subset:
+        indices = np.asarray(records.indices, dtype="<i8").tobytes()
+        return _digest("subset", fingerprint(records.dataset), hashlib.blake2b(indices).hexdigest())
+    for attribute in ("fingerprint", "_fingerprint"):
+        own = getattr(records, attribute, None)
+        own = own() if callable(own) else own
+        if isinstance(own, str):
+            return _digest(type(records).__name__, own)
+    digest = hashlib.blake2b(digest_size=16)
+    for begin in range(0, len(records), _CHUNK):
+        for record in _read(records, begin, min(begin + _CHUNK, len(records))):
+            digest.update(json.dumps(record, sort_keys=True, default=_plain).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: arrays and tensors, and mappings that are no dicts."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """What a store says of itself, if its files are there and as long as they were."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+        whole = all((path / file).stat().st_size == size for file, size in manifest["sizes"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return manifest if whole and manifest.get("format") == _FORMAT else None
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """A file of tokens. A plain array over the same memory: its views are made ten times as fast as a memmap's."""
+    return np.asarray(np.memmap(path, dtype="<i4", mode="r"))
+
+
+def _write(target: Path, chunks: Iterator[_Chunk], name: str) -> None:
+    draft = target.with_name(f".{target.name}-{os.getpid()}.writing")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        report = _fill(draft, chunks)
+        if report.pieces == 0:
+            raise DataError(f"There is nothing to train on in {name}: {report}.")
+        sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
+        manifest = {"format": _FORMAT, "sizes": sizes, "report": asdict(report)}
+        (draft / _MANIFEST).write_text(json.dumps(manifest))
+        for path in (*draft.iterdir(), draft):
+            _sync(path)
+        if target.exists() and _manifest(target) is None:
+            shutil.rmtree(target)  # damaged: a file was cut or lost
+        try:
+            draft.rename(target)
+        except OSError:
+            if _manifest(target) is None:  # else another process was first, where there are no locks
+                raise
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _fill(draft: Path, chunks: Iterator[_Chunk]) -> Report:
+    report = Report()
+    lengths: list[np.ndarray] = []
+    supervised: list[np.ndarray] = []
+    with ExitStack() as stack:
+        tokens = stack.enter_context((draft / "tokens.bin").open("wb"))
+        labels: BinaryIO | None = None
+        for chunk in chunks:
+            if labels is None and chunk.labels is not None:
+                tokens.flush()
+                shutil.copyfile(draft / "tokens.bin", draft / "labels.bin")
+                labels = stack.enter_context((draft / "labels.bin").open("ab"))
+            tokens.write(chunk.tokens.data)
+            if labels is not None:
+                labels.write((chunk.tokens if chunk.labels is None else chunk.labels).data)
+            lengths.append(chunk.lengths)
+            supervised.append(chunk.supervised)
+            report.add(chunk.report)
+    np.save(draft / "offsets.npy", np.concatenate([[0], *lengths]).cumsum(dtype=np.int64))
+    np.save(draft / "supervised.npy", np.concatenate(supervised))
+    return report
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _clear(root: Path, key: str) -> None:
+    """Remove what killed processes left. Only for one that holds the lock: nobody else is writing."""
+    for path in root.glob(f".{key}-*.writing"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _alone(path: Path, name: str) -> Iterator[bool]:
+    """Hold a lock that the system takes back from the dead; False where there are none (work may be done twice)."""
+    try:
+        import fcntl
+    except ImportError:
+        yield False
+        return
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except BlockingIOError:
+            logger.info("%s: another process is tokenising the same data; waiting for it", name)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            locked = True
+        except OSError:  # some network file systems
+            locked = False
+        yield locked
+
+
+# -- work ----------------------------------------------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    """Neighbouring records, tokenised. Labels that equal the tokens are left out."""
+
+    tokens: np.ndarray
+    labels: np.ndarray | None
+    lengths: np.ndarray
+    supervised: np.ndarray
+    report: Report
+
+
+def _chunks(records: Sequence[Any], encoder: Encoder, workers: int | None) -> Iterator[_Chunk]:
+    """All chunks, in order."""
+    size = len(records)
+    step = min(_CHUNK, -(-size // _CHUNKS))
+    spans = iter([(begin, min(begin + step, size)) for begin in range(0, size, step)])
+    if workers is None:
+        deadline = time.monotonic() + _ALONE_SECONDS
+        for span in spans:
+            yield _encode(records, encoder, span)
+            if time.monotonic() > deadline:
+                break
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(cores, _MOST_WORKERS) if cores > 1 else 0
+    if workers == 0 or multiprocessing.current_process().daemon:  # such processes may have no children
+        for span in spans:
+            yield _encode(records, encoder, span)
+    else:
+        yield from _in_processes(records, encoder, workers, list(spans))
+
+
+def _in_processes(
+    records: Sequence[Any], encoder: Encoder, workers: int, spans: list[tuple[int, int]]
+) -> Iterator[_Chunk]:
+    if not spans:
+        return
+    # A fork shares the records and the tokenizer at no cost; elsewhere both are pickled, once per process.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(
+        min(workers, len(spans)), mp_context=context, initializer=_begin, initargs=(records, encoder, os.getpid())
+    )
+    waiting: deque[Future[_Chunk]] = deque()
+    try:
+        for span in spans:
+            waiting.append(pool.submit(_encode_mine, span))
+            if len(waiting) > 4 * workers:  # enough to keep everybody busy, and no more than that in memory
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A process that tokenised died, often for lack of memory. Pass fewer workers, or workers=0 to use none."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_mine: list[Callable[[tuple[int, int]], _Chunk]] = []  # in a worker: what to do with a span
+
+
+def _begin(records: Sequence[Any], encoder: Encoder, parent: int) -> None:
+    """Start a worker."""
+    # The threads of the tokenizers' own pool did not survive the fork, and every core has a process of ours.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    _mine.append(lambda span: _encode(records, encoder, span))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Do not outlive a parent that was killed: nothing else would end a worker that waits for work."""
+    while os.getppid() == parent:
+        time.sleep(_ORPHANED_SECONDS)
+    os._exit(1)
+
+
+def _encode_mine(span: tuple[int, int]) -> _Chunk:
+    return _mine[0](span)
+
+
+def _encode(records: Sequence[Any], encoder: Encoder, span: tuple[int, int]) -> _Chunk:
+    report = Report()
+    pieces: list[Encoded] = []
+    where = getattr(records, "where", None)  # data from files know the line
+    for of_record in encoder.encode_all(_read(records, *span), report, first=span[0], where=where):
+        pieces += of_record
+    tokens = np.concatenate([np.empty(0, np.int32), *(piece.input_ids for piece in pieces)]).astype("<i4")
+    labels = np.concatenate([np.empty(0, np.int32), *(piece.labels for piece in pieces)]).astype("<i4")
+    return _Chunk(
+        tokens,
+        None if np.array_equal(tokens, labels) else labels,
+        np.array([len(piece.input_ids) for piece in pieces], dtype=np.int64),
+        np.array([piece.supervised for piece in pieces], dtype=np.int32),
+        report,
+    )
+
+
+def _read(records: Any, begin: int, end: int) -> list[Any]:
+    """Neighbouring records: with one call where that is possible, which HF data sets answer ten times as fast."""
+    if hasattr(records, "__getitems__"):
+        return records.__getitems__(list(range(begin, end)))
+    return [records[i] for i in range(begin, end)]
+
+
+def _with_bar(chunks: Iterator[_Chunk], size: int, name: str, wanted: bool) -> Iterator[_Chunk]:
+    """The same chunks, with a progress bar where there is a terminal to draw on."""
+    console = Console(stderr=True)
+    if not wanted or not console.is_terminal:
+        yield from chunks
+        return
+    columns = TextColumn("tokenising {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    # No thread of its own: one that draws while processes are forked would leave them its locks, locked.
+    bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+    with bar:
+        task = bar.add_task(name, total=size)
+        drawn = 0.0
+        for chunk in chunks:
+            bar.advance(task, chunk.report.records)
+            if time.monotonic() - drawn > 0.1:
+                bar.refresh()
+                drawn = time.monotonic()
+            yield chunk

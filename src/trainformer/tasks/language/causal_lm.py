@@ -1,0 +1,199 @@
+"""Causal language models: pretraining on text, and fine-tuning on prompts and conversations.
+
+Owns the task: what a step computes, what is measured, and generating. How records become tokens is in `data.text`, the
+loss in `losses.tokens`. The loss is always a sum over supervised tokens and their number, never a model's own mean: so
+padding, packing and accumulation do not change it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainformer.adapters.base import Adapter
+from trainformer.core import BadArgument, Loss
+from trainformer.core.errors import expected
+from trainformer.data.text.batches import collate_packed, pad
+from trainformer.data.text.encode import Encoder
+from trainformer.data.text.packing import PackedDataset
+from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.models.language import output_head
+from trainformer.tasks.language.base import LanguageTask
+
+logger = logging.getLogger("trainformer")
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_CLOSE = 1e-3  # how far packed logits may be off those of single documents: other kernels, other order of sums
+
+
+@dataclass(eq=False)
+class CausalLM(LanguageTask):
+    """Train a causal language model (GPT, Llama, Mistral, Qwen, ...) of transformers, from scratch or further.
+
+    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
+    the same name unless `tokenizer` says otherwise. Data are texts, prompts with completions, Alpaca records or
+    conversations, in files, folders, HF `datasets` or lists; see `trainformer.data.text`. `train_on` says which tokens
+    are learned: `"auto"` means all of a text, the completion of a prompt, and the assistant's turns of a conversation.
+
+    `packing` fills sequences of `max_length` with whole documents, which do not see each other. The logits of all
+    tokens are never in memory at once: `chunk_tokens` says how many are, `0` turns that off.
+    """
+
+    model_name: Any = "gpt2"
+    adapter: Adapter | None = None
+    max_length: int = 2048
+    _: KW_ONLY
+    tokenizer: Any = None
+    train_on: str = "auto"
+    truncation: str = "auto"
+    packing: bool = False
+    prompt_template: str | None = None
+    chunk_tokens: int | None = None
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
+    cache_dir: str | Path | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    kind = "causal_lm"
+
+    def __post_init__(self) -> None:
+        self._begin()
+        if self.chunk_tokens is not None and self.chunk_tokens < 0:
+            raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
+        if self.adapter is not None:
+            self.adapter.check(kind=self.kind, packing=self.packing)
+        self._from_hidden: bool | None = False if self.chunk_tokens == 0 else None  # None: to be found out
+
+    def configure(self, info: Any) -> None:
+        """Load the model, and see whether what was asked of it is exact."""
+        super().configure(info)
+        if self.packing:
+            self._check_packing()
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Tokenised once; for training in full sequences, with `packing`."""
+        encoder = Encoder(
+            self.text,
+            max_length=self.max_length,
+            train_on=self.train_on,
+            truncation=self.truncation,
+            prompt_template=self.prompt_template,
+        )
+        store = self._tokenized(dataset, encoder, "training data" if train else "validation data")
+        if not (train and self.packing):
+            return store
+        packed = PackedDataset(store, self.max_length)
+        logger.info(
+            "packed %s documents into %s sequences, %.1f %% full",
+            f"{len(store):,}", f"{len(packed):,}", 100 * packed.efficiency,
+        )  # fmt: skip
+        return packed
+
+    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Padded sequences, masked by length; or packed ones."""
+        if "position_ids" in examples[0]:
+            return collate_packed(examples, self.text.pad_token_id, length=self.max_length)
+        return pad(examples, self.text.pad_token_id, max_length=self.max_length)
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """Cross-entropy of the next token, summed over the supervised ones."""
+        loss = self._loss(batch, z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)})
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The same without smoothing, and how many tokens are predicted right."""
+        loss = self._loss(batch)
+        return {"loss": (loss.sum, loss.weight), "accuracy": (loss.correct, loss.weight)}
+
+    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Perplexity, from the mean over all tokens of the set."""
+        return {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
+
+    def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
+        inputs: dict[str, Any] = {name: batch[name] for name in _INPUTS if name in batch}
+        labels = batch["labels"]
+        head = output_head(self.model) if self._from_hidden is not False else None
+        if head is None:
+            return token_cross_entropy(self.model(**inputs, use_cache=False).logits, labels, **options)
+        # One row of logits is made for nothing; the hidden states of the others are what is asked for.
+        output = self.model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        hidden = output.hidden_states[-1]
+        if self._from_hidden is None and not self._is_input_of(head, hidden, output.logits):
+            return self._loss(batch, **options)
+        chunk = self.chunk_tokens or None
+        return linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, chunk_tokens=chunk, **options)
+
+    @torch.no_grad()
+    def _is_input_of(self, head: nn.Linear, hidden: Tensor, logits: Tensor) -> bool:
+        """Whether these states are what the head makes logits of. Asked once: some models do more in between."""
+        made = head(hidden[:, -1:])
+        self._from_hidden = made.shape == logits.shape and torch.allclose(made.float(), logits.float(), atol=1e-2)
+        if not self._from_hidden:
+            logger.info("the logits are not the head's output alone: they are computed all at once")
+        return self._from_hidden
+
+    # -- generating ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, prompts: str | Sequence[str], max_new_tokens: int = 64, **options: Any) -> list[str]:
+        """Continuations of prompts; `options` go to transformers' `generate` (`do_sample`, `temperature`, ...)."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts or any(not text for text in texts):
+            raise BadArgument(expected("prompts of at least one character", prompts))
+        model: Any = self.model
+        training = model.training
+        model.eval()
+        # On the left: what is generated must follow the prompt, and not its padding.
+        examples = [{"input_ids": self.text(text)["input_ids"]} for text in texts]
+        batch = pad(examples, self.text.pad_token_id, side="left", multiple_of=1)
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        made = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=self.text.pad_token_id,
+            **{"do_sample": False, **options},
+        )
+        model.train(training)
+        return self.text.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    # -- checks --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Refuse to pack for a model in which documents of one sequence see each other."""
+        model: Any = self.model
+        device, training = next(model.parameters()).device, model.training
+        model.eval()
+        rows = model.get_input_embeddings().weight.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        first, second = (torch.randint(0, rows, (1, size), generator=generator).to(device) for size in (5, 7))
+        together = torch.cat([first, second], dim=1)
+        positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
+        packed = model(input_ids=together, position_ids=positions, use_cache=False).logits[:, 5:]
+        alone = model(input_ids=second, use_cache=False).logits
+        model.train(training)
+        difference = (packed.float() - alone.float()).abs().max().item()
+        if not difference < _CLOSE * max(1.0, alone.float().abs().max().item()):
+            raise BadArgument(
+                f"Expected a model whose packed documents do not see each other, received {type(model).__name__}, in "
+                f"which they do (logits differ by {difference:.2g}). Pass packing=False, or attention='sdpa'."
+            )
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """What is wrong with the tokens of a batch, in sentences."""
+        labels = batch["labels"]
+        shifted = labels[..., 1:]
+        return [] if bool((shifted != -100).any()) else ["No token of the batch is trained on: all labels are -100."]
