@@ -17,8 +17,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machines import machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -205,19 +204,6 @@ def report(cases: Sequence[Case], args: argparse.Namespace) -> dict[str, Any]:
             for case in cases
         ],
     }
-
-
-def machine(device: str) -> dict[str, Any]:
-    """The kind of machine; neither its name nor its paths."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    described = {"cpu": model, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
-    if device == "cuda":
-        described["gpu"] = torch.cuda.get_device_name()
-    return described
 
 
 def show(result: dict[str, Any]) -> None:

@@ -19,7 +19,6 @@ import importlib.util
 import json
 import math
 import multiprocessing
-import os
 import platform
 import statistics
 import tempfile
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from contestants import BASELINE, CONTESTANTS, LOG_EVERY, Contestant, Job, make_samples, silence
+from machines import machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -214,19 +214,6 @@ def report(chosen: Sequence[Contestant], times: dict[str, Times], args: argparse
             for c in chosen
         },
     }
-
-
-def machine(device: str) -> dict[str, Any]:
-    """The kind of machine; neither its name nor its paths."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    described = {"cpu": model, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
-    if device == "cuda":
-        described["gpu"] = torch.cuda.get_device_name()
-    return described
 
 
 def versions() -> dict[str, str]:

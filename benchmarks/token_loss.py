@@ -18,7 +18,6 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 import torch.nn.functional as F
+from machines import machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -239,19 +239,6 @@ def report(cases: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, A
         "versions": {"torch": importlib.metadata.version("torch")},
         "cases": cases,
     }
-
-
-def machine(device: str) -> dict[str, Any]:
-    """The kind of machine; neither its name nor its paths."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    described = {"cpu": model, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
-    if device == "cuda":
-        described["gpu"] = torch.cuda.get_device_name()
-    return described
 
 
 def show(result: dict[str, Any]) -> None:

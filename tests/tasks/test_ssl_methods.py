@@ -188,9 +188,7 @@ def test_losses_gradients_and_memory_are_those_of_an_independent_implementation(
                 p.grad = None
         task.on_step_end(step + 1, STEPS)
         twin.after(step)
-    slow = getattr(
-        task.model, {"moco": "slow", "moco_v3": "slow", "byol": "target", "dino": "teacher"}.get(method, ""), None
-    )
+    slow = getattr(task.model, "slow", None)
     if slow is not None:
         for name, value in twin.slow.backbone.state_dict().items():  # with the statistics of BatchNorm
             torch.testing.assert_close(slow.module.backbone.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -323,8 +321,7 @@ def test_slow_networks_are_never_optimized(method: str) -> None:
 
 
 def slow_network(task: SSL) -> nn.Module:
-    names = ("slow", "target", "teacher")
-    return next(getattr(task.model, name) for name in names if hasattr(task.model, name)).module
+    return task.model.slow.module
 
 
 @pytest.mark.parametrize("method", toys.MOMENTUM)
@@ -600,7 +597,7 @@ def test_the_dino_encoder_is_the_teacher() -> None:
     assert task.model.encoder is slow_network(task).backbone
     images = toys.pixels(3)
     before = task.embed(images)
-    task.model.teacher.update(task.model.online, 0.0)
+    task.model.slow.update(task.model.online, 0.0)
     assert not torch.allclose(before, task.embed(images))
 
 

@@ -6,13 +6,11 @@ from torch import nn
 
 from trainformer.losses.distillation import byol_loss
 from trainformer.models.heads import byol_predictor, byol_projector
-from trainformer.models.momentum import MomentumCopy
 from trainformer.tasks.vision.features import spread
-from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches
-from trainformer.tasks.vision.ssl.moco import scheduled
+from trainformer.tasks.vision.ssl.method import MomentumMethod, Step, Tower, Views, in_batches
 
 
-class BYOL(Method):
+class BYOL(MomentumMethod):
     """Online network with predictor, momentum target, symmetric cosine loss; no negatives."""
 
     def __init__(
@@ -25,26 +23,14 @@ class BYOL(Method):
         momentum: float,
         momentum_end: float,
     ) -> None:
-        super().__init__()
-        self.online = Tower(backbone, byol_projector(width, hidden_dim, proj_dim))
+        super().__init__(Tower(backbone, byol_projector(width, hidden_dim, proj_dim)), (momentum, momentum_end))
         self.predictor = byol_predictor(proj_dim, hidden_dim, proj_dim)
-        self.target = MomentumCopy(self.online)
-        self.momentum = momentum, momentum_end
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The network that is trained."""
-        return self.online.backbone
 
     def step(self, views: Views) -> Step:
         """Predict the target's projection of view 2 from view 1, and the other way round; the sum of the two losses."""
         features, projections = in_batches(self.online, views.images)
         p1, p2 = self.predictor(projections).chunk(2)
-        t1, t2 = in_batches(self.target, views.images)[1].chunk(2)
+        t1, t2 = in_batches(self.slow, views.images)[1].chunk(2)
         losses = byol_loss(p1, t2, reduction="none") + byol_loss(p2, t1, reduction="none")
         own = features[: len(p1)].detach()
         return Step(losses, own, {"feature_std": spread(own), "target_std": spread(t1)})
-
-    def end_step(self, step: int, total: int) -> None:
-        """Move the target."""
-        self.target.update(self.online, scheduled(self.momentum, step, total))

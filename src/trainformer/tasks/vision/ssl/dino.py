@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.distillation import Center, dino_loss, koleo_loss, teacher_entropy
 from trainformer.models.heads import DINOHead
-from trainformer.models.momentum import MomentumCopy
 from trainformer.tasks.vision.features import spread
-from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches
-from trainformer.tasks.vision.ssl.moco import scheduled
+from trainformer.tasks.vision.ssl.method import MomentumMethod, Step, Tower, Views, in_batches
 
 _GLOBAL_VIEWS = 2
 
 
-class DINO(Method):
+class DINO(MomentumMethod):
     """Student and teacher with prototype heads, multi-crop, centring and sharpening, optional KoLeo.
 
     The teacher sees the two global views, the student all. The teacher is the network to keep.
@@ -41,11 +39,8 @@ class DINO(Method):
         freeze_last_layer: int,
         koleo: float,
     ) -> None:
-        super().__init__()
-        self.online = Tower(backbone, head)
-        self.teacher = MomentumCopy(self.online)
+        super().__init__(Tower(backbone, head), momentum)
         self.center = Center(head.last_layer.out_features, center_momentum)
-        self.momentum = momentum
         self.student_temp = student_temp
         self.teacher_temps = teacher_temps
         self.warmup_epochs = warmup_epochs
@@ -57,14 +52,9 @@ class DINO(Method):
         self.begin_epoch(0)
 
     @property
-    def backbone(self) -> nn.Module:
-        """The network that is trained."""
-        return self.online.backbone
-
-    @property
     def encoder(self) -> nn.Module:
         """The teacher's backbone."""
-        tower = self.teacher.module
+        tower = self.slow.module
         assert isinstance(tower, Tower)
         return tower.backbone
 
@@ -92,7 +82,7 @@ class DINO(Method):
         """Cross-entropy of all pairs of a teacher's and another student's view."""
         count = len(views.images[0])
         features, outputs = in_batches(self.online, views.images)
-        kept, raw = in_batches(self.teacher, views.images[:_GLOBAL_VIEWS])
+        kept, raw = in_batches(self.slow, views.images[:_GLOBAL_VIEWS])
         student, teacher = outputs.split(count), raw.split(count)
         centre, temperature = self.center.center, self.teacher_temp
         losses = dino_loss(student, teacher, centre, self.student_temp, temperature, reduction="none")
@@ -112,7 +102,7 @@ class DINO(Method):
     def end_step(self, step: int, total: int) -> None:
         """Move centre and teacher."""
         self.center.commit()
-        self.teacher.update(self.online, scheduled(self.momentum, step, total))
+        super().end_step(step, total)
 
     def drop_step(self) -> None:
         """Forget outputs of a step that is given up."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.models.heads import single_sample_batchnorm
+from trainformer.models.momentum import MomentumCopy, cosine_momentum
 
 
 class Views(NamedTuple):
@@ -97,6 +98,28 @@ class Method(nn.Module):
         return {f"{prefix}.{name}" for name in own()} if callable(own) else set()
 
 
+class MomentumMethod(Method):
+    """A method with a second network that follows the first one slowly.
+
+    `momentum` is what it begins and ends with, along half a cosine.
+    """
+
+    def __init__(self, online: Tower, momentum: tuple[float, float]) -> None:
+        super().__init__()
+        self.online = online
+        self.slow = MomentumCopy(online)
+        self.momentum = momentum
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The network that is trained."""
+        return self.online.backbone
+
+    def end_step(self, step: int, total: int) -> None:
+        """Move the slow network."""
+        self.slow.update(self.online, scheduled(self.momentum, step, total))
+
+
 def in_batches(network: nn.Module, views: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Features and outputs of all views, in their order; views of one size go through the network together."""
     groups: list[list[Tensor]] = []
@@ -108,3 +131,16 @@ def in_batches(network: nn.Module, views: list[Tensor]) -> tuple[Tensor, Tensor]
     parts = [network(torch.cat(group)) for group in groups]
     features, outputs = zip(*parts, strict=True)
     return torch.cat(features), torch.cat(outputs)
+
+
+def scheduled(momentum: tuple[float, float], step: int, total: int) -> float:
+    """Momentum of the update after step `step` (from 1) of `total`: a cosine from the first value towards the second.
+
+    The first update has the first value, and the last one all but reaches the second, as in the authors' code: with
+    the second, 1.0, it would do nothing. Nobody knows the total (0): the first value for good.
+
+    >>> scheduled((0.5, 1.0), 1, 10), scheduled((0.5, 1.0), 6, 10), scheduled((0.5, 1.0), 10, 0)
+    (0.5, 0.75, 0.5)
+    """
+    base, end = momentum
+    return base if base == end or total < 1 else cosine_momentum(base, end, step - 1, total)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.contrastive import infonce_with_queue, moco_v3_loss
 from trainformer.models.heads import moco_projector, moco_v3_predictor, moco_v3_projector
-from trainformer.models.momentum import MomentumCopy, cosine_momentum
 from trainformer.tasks.vision.features import spread
-from trainformer.tasks.vision.ssl.method import Method, Step, Tower, Views, in_batches
+from trainformer.tasks.vision.ssl.method import MomentumMethod, Step, Tower, Views, in_batches
 from trainformer.utils.distributed import gather_rows, shuffle_rows, unshuffle_rows
 
 
@@ -71,7 +70,7 @@ class KeyQueue(nn.Module):
         self._waiting.clear()
 
 
-class MoCo(Method):
+class MoCo(MomentumMethod):
     """MoCo v2: queries of the first view, keys of the second, negatives from a queue."""
 
     def __init__(
@@ -86,17 +85,10 @@ class MoCo(Method):
         momentum_end: float,
         queue_size: int,
     ) -> None:
-        super().__init__()
-        self.online = Tower(backbone, moco_projector(width, hidden_dim, proj_dim))
-        self.slow = MomentumCopy(self.online)
+        online = Tower(backbone, moco_projector(width, hidden_dim, proj_dim))
+        super().__init__(online, (momentum, momentum_end))
         self.queue = KeyQueue(queue_size, proj_dim)
         self.temperature = temperature
-        self.momentum = momentum, momentum_end
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The network that is trained."""
-        return self.online.backbone
 
     def step(self, views: Views) -> Step:
         """InfoNCE of each query with its own key against the queue."""
@@ -116,14 +108,14 @@ class MoCo(Method):
     def end_step(self, step: int, total: int) -> None:
         """Enqueue, and move the slow network."""
         self.queue.commit()
-        self.slow.update(self.online, scheduled(self.momentum, step, total))
+        super().end_step(step, total)
 
     def drop_step(self) -> None:
         """Forget keys of a step that is given up."""
         self.queue.discard()
 
 
-class MoCoV3(Method):
+class MoCoV3(MomentumMethod):
     """MoCo v3: a predictor on the queries, both views as query and as key, negatives from the batch (of all ranks).
 
     For a ViT the patch projection stays at its random values, without which training is unstable.
@@ -141,21 +133,14 @@ class MoCoV3(Method):
         momentum_end: float,
         freeze_patch_embed: bool,
     ) -> None:
-        super().__init__()
         patches = getattr(backbone, "patch_embed", None)
         if freeze_patch_embed and isinstance(patches, nn.Module):
             patches.requires_grad_(False)
         layers = 2 if patches is None else 3
-        self.online = Tower(backbone, moco_v3_projector(width, hidden_dim, proj_dim, layers=layers))
+        online = Tower(backbone, moco_v3_projector(width, hidden_dim, proj_dim, layers=layers))
+        super().__init__(online, (momentum, momentum_end))
         self.predictor = moco_v3_predictor(proj_dim, hidden_dim, proj_dim, last_norm=patches is not None)
-        self.slow = MomentumCopy(self.online)
         self.temperature = temperature
-        self.momentum = momentum, momentum_end
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The network that is trained."""
-        return self.online.backbone
 
     def step(self, views: Views) -> Step:
         """InfoNCE both ways."""
@@ -165,20 +150,3 @@ class MoCoV3(Method):
         losses = moco_v3_loss(q1, q2, k1, k2, self.temperature, reduction="none")
         own = features[: len(q1)].detach()
         return Step(losses, own, {"feature_std": spread(own)})
-
-    def end_step(self, step: int, total: int) -> None:
-        """Move the slow network."""
-        self.slow.update(self.online, scheduled(self.momentum, step, total))
-
-
-def scheduled(momentum: tuple[float, float], step: int, total: int) -> float:
-    """Momentum of the update after step `step` (from 1) of `total`: a cosine from the first value towards the second.
-
-    The first update has the first value, and the last one all but reaches the second, as in the authors' code: with
-    the second, 1.0, it would do nothing. Nobody knows the total (0): the first value for good.
-
-    >>> scheduled((0.5, 1.0), 1, 10), scheduled((0.5, 1.0), 6, 10), scheduled((0.5, 1.0), 10, 0)
-    (0.5, 0.75, 0.5)
-    """
-    base, end = momentum
-    return base if base == end or total < 1 else cosine_momentum(base, end, step - 1, total)
