@@ -104,6 +104,7 @@ def test_origins_name_the_samples_that_could_be_read(workers):
     batches = list(source.batches(0))
     assert [batch.origin.samples.tolist() for batch in batches] == [[0, 1, 4], [5, 6, 7, 8, 9]]
     assert [batch.bad for batch in batches] == [2, 0]
+    assert [len(sample_keys(*batch.origin)) for batch in batches] == [3, 5]
 
 
 def test_tensors_and_loaders_have_origins_too():

@@ -251,6 +251,15 @@ def test_images_in_a_folder(folder: Path, method: str) -> None:
     assert math.isfinite(run.evaluate()["val/knn_accuracy"])
 
 
+def test_workers_change_nothing(folder: Path) -> None:
+    runs = [
+        run_on(str(folder), task=toys.make("simclr", "test_vit", image_size=32), num_workers=workers, max_steps=4)
+        for workers in (0, 2)
+    ]
+    first, second = (run.task.model.state_dict() for run in runs)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
 def test_images_without_labels(folder: Path) -> None:
     flat = folder.parent / "flat"
     flat.mkdir()

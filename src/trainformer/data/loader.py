@@ -148,12 +148,18 @@ class DatasetSource:
             _Remote(self._fetch),
             sampler=self._plan,
             batch_size=None,
+            collate_fn=_as_it_is,
             num_workers=self.num_workers,
             persistent_workers=True,
             pin_memory=self._pin_memory,
             # Given explicitly: else torch draws a seed from the global generator, and so changes what follows.
             generator=torch.Generator().manual_seed(self.seed),
         )
+
+
+def _as_it_is(fetched: Fetched) -> Fetched:
+    """Instead of torch's conversion, which would make tensors of arrays, and only where there are workers."""
+    return fetched
 
 
 def _quiet_iter(loader: DataLoader) -> Iterator[Any]:

@@ -77,7 +77,7 @@ def check_backbone(name: str) -> None:
         return
     architecture, _, tag = full_name(name).partition(".")
     if not timm.is_model(architecture):
-        hint = did_you_mean(architecture, timm.list_models()) or "timm.list_models() lists them all."
+        hint = did_you_mean(architecture, [*_ALIASES, *timm.list_models()]) or "timm.list_models() lists them all."
         raise BadArgument(expected("backbone to be the name of a timm model", name, hint))
     tags = [full.partition(".")[2] for full in timm.list_models(f"{architecture}.*", pretrained=True)]
     if tag and tag not in tags:
