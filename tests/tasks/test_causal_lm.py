@@ -175,6 +175,8 @@ def test_packing_is_refused_where_it_is_not_exact(task):
         trainer_for(task(Sees(AutoModelForCausalLM.from_config(llama())), packing=True))
     with pytest.raises(BadArgument, match="pack"):
         task(packing=True, adapter=PrefixTuning(4))
+    with pytest.raises(BadArgument, match="checkpointing"):
+        trainer_for(task(adapter=PrefixTuning(4)), gradient_checkpointing=True)
 
 
 def test_evaluation_is_by_tokens_and_does_not_depend_on_the_batch(task):

@@ -6,6 +6,7 @@ peft. What is learned is for the tasks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -95,6 +96,14 @@ class LanguageTask(TaskBase):
         rows = model.get_input_embeddings().weight.shape[0]
         if len(self.text) > rows:
             model.resize_token_embeddings(len(self.text))
+
+    def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
+        """Nothing yet; but here the adapter hears of settings of the run that it cannot live with."""
+        if self.adapter is not None:
+            packing = bool(getattr(self, "packing", False))
+            checkpointing = settings.gradient_checkpointing
+            self.adapter.check(kind=self.kind, packing=packing, gradient_checkpointing=checkpointing)
+        return {}
 
     def configure(self, info: Any) -> None:
         """Load the model now, after seeding."""
