@@ -29,7 +29,9 @@ from trainformer.tasks.language.base import LanguageTask
 
 logger = logging.getLogger("trainformer")
 
-_INPUTS = ("input_ids", "attention_mask", "position_ids")
+# No attention mask: padding is on the right, where no token of a causal model looks, and has no labels. With one,
+# transformers asks the device in every step whether anything is masked, and leaves the fastest kernels.
+_INPUTS = ("input_ids", "position_ids")
 _CLOSE = 1e-3  # how far packed logits may be off those of single documents: other kernels, other order of sums
 
 
