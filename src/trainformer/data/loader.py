@@ -157,7 +157,7 @@ class DatasetSource:
         )
 
 
-def _as_it_is(fetched: Fetched) -> Fetched:
+def _as_it_is(fetched: Any) -> Any:
     """Instead of torch's conversion, which would make tensors of arrays, and only where there are workers."""
     return fetched
 

@@ -1,4 +1,4 @@
-"""Losses of metric and self-supervised learning: margin softmax, contrastive, distillation, pairs, and tokens."""
+"""Losses: margin softmax, contrastive, distillation, pairs, tokens and preferences."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -17,6 +17,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "teacher_entropy",
         ],
         "trainformer.losses.pairs": ["PairLoss", "make_miner", "make_pair_loss", "miner_names", "pair_loss_names"],
+        "trainformer.losses.preference": [
+            "PreferenceRewards",
+            "dpo_loss",
+            "orpo_loss",
+            "preference_rewards",
+            "simpo_loss",
+        ],
         "trainformer.losses.tokens": [
             "SequenceLogProbs",
             "TokenLoss",

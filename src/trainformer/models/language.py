@@ -5,7 +5,9 @@ Owns every call that loads one, and the errors when that fails. What is trained,
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,8 @@ from torch import nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
+
+logger = logging.getLogger("trainformer")
 
 # The class of transformers that loads a model for a purpose.
 _CLASSES = {
@@ -82,6 +86,38 @@ def output_head(model: nn.Module) -> nn.Linear | None:
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     return head if type(head) is nn.Linear else None
+
+
+class OutputStates:
+    """What a model says of each token: hidden states with the layer that makes logits of them, or else the logits.
+
+    From hidden states a loss can be computed without all logits at once. Whether they are what the layer takes is tried
+    at the first call: some models do more in between. ``chunked=False`` always gives logits.
+    """
+
+    def __init__(self, chunked: bool = True) -> None:
+        self._usable: bool | None = None if chunked else False
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, nn.Linear | None]:
+        """(hidden states, layer), or (logits, None)."""
+        head = output_head(model) if self._usable is not False else None
+        if head is None:
+            return model(**inputs, use_cache=False).logits, None
+        # One row of logits is made for nothing; the hidden states of the others are what is asked for.
+        output = model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        hidden = output.hidden_states[-1]
+        if self._usable is None:
+            self._usable = self._fits(head, hidden, output.logits)
+            if not self._usable:
+                logger.info("the logits are not the output layer's alone: they are computed all at once")
+                return self(model, inputs)
+        return hidden, head
+
+    @staticmethod
+    @torch.no_grad()
+    def _fits(head: nn.Linear, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+        made = head(hidden[:, -1:])
+        return made.shape == logits.shape and torch.allclose(made.float(), logits.float(), atol=1e-2)
 
 
 def _checked_name(source: Any, argument: str) -> str:

@@ -7,6 +7,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.tasks.base": ["DatasetInfo", "Loss", "Task", "TaskBase"],
         "trainformer.tasks.language.causal_lm": ["CausalLM"],
+        "trainformer.tasks.language.dpo": ["DPO"],
+        "trainformer.tasks.language.masked_lm": ["MaskedLM"],
+        "trainformer.tasks.language.seq2seq": ["Seq2Seq"],
         "trainformer.tasks.vision.classification": ["ImageClassification"],
         "trainformer.tasks.vision.metric_learning": ["MetricLearning"],
         "trainformer.tasks.vision.ssl.task": ["SSL"],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, Loss
@@ -24,7 +24,7 @@ from trainformer.data.text.batches import collate_packed, pad
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.packing import PackedDataset
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
-from trainformer.models.language import output_head
+from trainformer.models.language import OutputStates
 from trainformer.tasks.language.base import LanguageTask
 
 logger = logging.getLogger("trainformer")
@@ -73,7 +73,7 @@ class CausalLM(LanguageTask):
             raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
         if self.adapter is not None:
             self.adapter.check(kind=self.kind, packing=self.packing)
-        self._from_hidden: bool | None = False if self.chunk_tokens == 0 else None  # None: to be found out
+        self._states = OutputStates(chunked=self.chunk_tokens != 0)
 
     def configure(self, info: Any) -> None:
         """Load the model, and see whether what was asked of it is exact."""
@@ -125,27 +125,12 @@ class CausalLM(LanguageTask):
         return {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
-        inputs: dict[str, Any] = {name: batch[name] for name in _INPUTS if name in batch}
-        labels = batch["labels"]
-        head = output_head(self.model) if self._from_hidden is not False else None
+        inputs = {name: batch[name] for name in _INPUTS if name in batch}
+        states, head = self._states(self.model, inputs)
         if head is None:
-            return token_cross_entropy(self.model(**inputs, use_cache=False).logits, labels, **options)
-        # One row of logits is made for nothing; the hidden states of the others are what is asked for.
-        output = self.model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        hidden = output.hidden_states[-1]
-        if self._from_hidden is None and not self._is_input_of(head, hidden, output.logits):
-            return self._loss(batch, **options)
+            return token_cross_entropy(states, batch["labels"], **options)
         chunk = self.chunk_tokens or None
-        return linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, chunk_tokens=chunk, **options)
-
-    @torch.no_grad()
-    def _is_input_of(self, head: nn.Linear, hidden: Tensor, logits: Tensor) -> bool:
-        """Whether these states are what the head makes logits of. Asked once: some models do more in between."""
-        made = head(hidden[:, -1:])
-        self._from_hidden = made.shape == logits.shape and torch.allclose(made.float(), logits.float(), atol=1e-2)
-        if not self._from_hidden:
-            logger.info("the logits are not the head's output alone: they are computed all at once")
-        return self._from_hidden
+        return linear_cross_entropy(states, head.weight, batch["labels"], bias=head.bias, chunk_tokens=chunk, **options)
 
     # -- generating ----------------------------------------------------------------------------------------
 

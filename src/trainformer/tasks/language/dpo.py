@@ -1,0 +1,424 @@
+"""Preference tuning of causal language models: DPO, IPO, hinge, ORPO and SimPO.
+
+Owns the task: pairs of answers as tokens, both in one forward pass, and the reference model and that it never changes.
+How a prompt and its answer become tokens is in `data.text`, the sums over tokens in `losses.tokens`, the losses in
+`losses.preference`. The loss is a sum over pairs, so that padding and accumulation do not change it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trainformer.adapters.base import Adapter, adapted_model
+from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core.errors import did_you_mean, expected
+from trainformer.data.text.batches import pad
+from trainformer.data.text.encode import Encoded, Encoder, Report
+from trainformer.data.text.records import StandardRecords
+from trainformer.data.text.store import TokenStore, tokenize
+from trainformer.losses.numerics import check_positive
+from trainformer.losses.preference import (
+    check_gamma,
+    check_label_smoothing,
+    dpo_loss,
+    orpo_loss,
+    preference_rewards,
+    simpo_loss,
+)
+from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
+from trainformer.models.language import OutputStates, load_model
+from trainformer.tasks.language.base import LanguageTask
+
+_BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
+_ALONE = ("orpo", "simpo")  # these have no reference
+_PER_TOKEN = ("ipo", "orpo", "simpo")  # these compare means over the tokens of an answer, the others sums
+_SAMPLED = 256  # elements of each tensor by which a reference is known again
+
+
+@dataclass(eq=False)
+class DPO(LanguageTask):
+    """Train a causal language model to prefer the chosen of two answers.
+
+    Records have a `prompt`, a `chosen` and a `rejected` answer: texts, or messages; where both answers are whole
+    conversations, their common beginning is the prompt. Prompts are not trained on. `loss` is `"sigmoid"` (DPO),
+    `"ipo"`, `"hinge"`, or, without a reference, `"orpo"` or `"simpo"`. `beta` is 0.1 unless given, with `"simpo"` 2.
+
+    `reference` is what the model is compared with: `"base"`, the model as it is before training; another model's name
+    or folder; or a model, which is frozen. With an adapter, `"base"` is the same model with the adapter switched off,
+    and costs no memory; else it is a frozen copy. It is in no optimizer and no checkpoint, and is always in evaluation
+    mode. A run that goes on from a checkpoint checks that it has the same reference as before.
+    """
+
+    model_name: Any = "gpt2"
+    adapter: Adapter | None = None
+    max_length: int = 1024
+    _: KW_ONLY
+    loss: str = "sigmoid"
+    beta: float | None = None
+    gamma: float = 1.0  # the margin that SimPO aims at
+    label_smoothing: float = 0.0
+    reference: Any = "base"
+    tokenizer: Any = None
+    truncation: str = "auto"
+    prompt_template: str | None = None
+    chunk_tokens: int | None = None
+    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
+    cache_dir: str | Path | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    kind = "causal_lm"
+
+    def __post_init__(self) -> None:
+        self._begin()
+        if self.loss not in _BETAS:
+            choices = ", ".join(map(repr, _BETAS))
+            raise BadArgument(expected(f"loss to be one of {choices}", self.loss, did_you_mean(str(self.loss), _BETAS)))
+        if self.beta is None:
+            self.beta = _BETAS[self.loss]
+        check_positive("beta", self.beta, f"{_BETAS[self.loss]} is usual.")
+        check_gamma(self.gamma)
+        check_label_smoothing(self.label_smoothing, "sigmoid" if self.loss == "simpo" else self.loss)
+        if self.truncation == "split":
+            raise BadArgument(expected("truncation to be 'auto', 'truncate' or 'drop'", "split"))
+        if self.adapter is not None:
+            self.adapter.check(kind=self.kind)
+        self._check_reference()
+        self._reference: nn.Module | None = None
+        self._known_by: str | None = None
+        self._policy_scores = _Scorer(self.chunk_tokens)
+        self._reference_scores = _Scorer(self.chunk_tokens)
+
+    def _check_reference(self) -> None:
+        if self.loss in _ALONE:
+            if self.reference is not None and not _is_base(self.reference):
+                raise BadArgument(expected(f"no reference with loss={self.loss!r}", self.reference, "Leave it out."))
+            return
+        if self.reference is None:
+            do = "Leave it out, or pass loss='orpo' or 'simpo', which need none."
+            raise BadArgument(expected(f"a reference with loss={self.loss!r}", None, do))
+        if not isinstance(self.reference, str | Path | nn.Module):
+            received = type(self.reference).__name__
+            raise BadArgument(expected("reference to be 'base', a model, or the name or folder of one", received))
+        if self.reference is self.model_name and isinstance(self.reference, nn.Module):
+            do = "Pass reference='base' for a frozen copy."
+            raise BadArgument(expected("a reference other than the model that is trained", "the same object", do))
+        if self._adapter_off and getattr(self.adapter, "bias", "none") != "none":
+            raise BadArgument(
+                "Expected an adapter that can be switched off for the reference, received one that trains biases of "
+                "the model itself. Pass bias='none', or name the reference: reference=<name or folder of the model>."
+            )
+
+    # -- the two models ------------------------------------------------------------------------------------
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.loss not in _ALONE
+
+    @property
+    def _adapter_off(self) -> bool:
+        """Whether the reference is the model without its adapter."""
+        return self.needs_reference and self.adapter is not None and _is_base(self.reference)
+
+    def _load(self) -> nn.Module:
+        model = super()._load()
+        self._fix_reference(model)
+        return model
+
+    def configure(self, info: Any) -> None:
+        """Load the model and the reference now, after seeding."""
+        super().configure(info)
+        self._fix_reference(self.model)  # of a model that was put in place of the one that would have been loaded
+
+    def _fix_reference(self, model: nn.Module) -> None:
+        """Make the reference, once: before the first step, and never again."""
+        if not self.needs_reference or self._known_by is not None:
+            return
+        if self._adapter_off:
+            self._known_by = _digest(model, frozen_only=True)
+            return
+        if _is_base(self.reference):
+            reference = copy.deepcopy(model)
+        else:
+            options = dict(self.model_kwargs)
+            if self.attention is not None:
+                options["attn_implementation"] = self.attention
+            dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+            reference = load_model(self.reference, self.kind, dtype=dtype, **options)
+            self._fit_vocabulary(reference)
+        self._reference = reference.requires_grad_(False).eval()
+        self._known_by = _digest(reference)
+
+    def set_mode(self, train: bool) -> None:
+        """Training or evaluation mode for the model; the reference has but one."""
+        self.model.train(train)
+        if self._reference is not None:
+            self._reference.eval()
+
+    def state_dict(self) -> dict[str, Any]:
+        """By what the reference is known again."""
+        return {"reference": self._known_by}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse to go on with another reference: the loss would be another one, and nothing would show it."""
+        if self.needs_reference and state.get("reference") not in (None, self._known_by):
+            raise DataError(
+                "Expected the reference model that the run began with, received another one. Pass the same model_name "
+                "and reference, with the weights they had; a model that was trained meanwhile is not the same."
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take: the reference is made anew from its source."""
+        self.check_state(state)
+
+    def config_dict(self) -> dict[str, Any]:
+        """The arguments, as far as they can be written down."""
+        written = super().config_dict()
+        if isinstance(self.reference, nn.Module):
+            written["reference"] = type(self.reference).__name__
+        return written
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Both answers of every record, tokenised once."""
+        encoder = _PairEncoder(
+            self.text,
+            max_length=self.max_length,
+            train_on="completion",
+            truncation=self.truncation,
+            prompt_template=self.prompt_template,
+        )
+        name = "training data" if train else "validation data"
+        records: Any = StandardRecords(dataset, "preference")
+        return _Pairs(tokenize(records, encoder, cache_dir=self.cache_dir, name=name))
+
+    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Pairs (B, 2, T), the chosen answer first, padded together; a batch can be cut between any two pairs."""
+        answers = [pair[part] for pair in examples for part in ("chosen", "rejected")]
+        batch = pad(answers, self.text.pad_token_id, max_length=self.max_length)
+        return {name: tensor.unflatten(0, (-1, 2)) for name, tensor in batch.items()}
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """The loss of the pairs, summed, and what the answers are worth to the model."""
+        losses, metrics = self._judge(batch, self.label_smoothing)
+        return Loss(losses.sum(), len(losses), metrics=metrics)
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The same without smoothing."""
+        losses, metrics = self._judge(batch, 0.0)
+        return {"loss": (losses.sum(), len(losses)), **metrics}
+
+    def _judge(self, batch: Mapping[str, Tensor], label_smoothing: float) -> tuple[Tensor, dict[str, Any]]:
+        """The loss of each pair; and rewards, margin and accuracy as sums and numbers of pairs."""
+        assert self.beta is not None
+        pairs = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
+        reference = self._reference_log_probs(pairs) if self.needs_reference else None
+        chosen, rejected = self._of_pairs(self._policy_scores(self.model, pairs)).unbind(1)
+        if reference is not None:
+            known = reference.unbind(1)
+            losses = dpo_loss(
+                chosen, rejected, known[0], known[1], self.beta,
+                variant=self.loss, label_smoothing=label_smoothing, reduction="none",  # type: ignore[arg-type]
+            )  # fmt: skip
+            rewards = preference_rewards(chosen, rejected, known[0], known[1], self.beta)
+        else:
+            losses = self._loss_alone(chosen, rejected, label_smoothing)
+            rewards = preference_rewards(chosen, rejected, beta=self.beta)
+        found = {
+            "rewards/chosen": rewards.chosen,
+            "rewards/rejected": rewards.rejected,
+            "rewards/margin": rewards.margin,
+            "rewards/accuracy": rewards.correct,
+        }
+        return losses, {name: (values.sum(), len(values)) for name, values in found.items()}
+
+    def _loss_alone(self, chosen: Tensor, rejected: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of each pair where there is no reference."""
+        assert self.beta is not None
+        if self.loss == "orpo":
+            return orpo_loss(chosen, rejected, self.beta, reduction="none")
+        return simpo_loss(chosen, rejected, self.beta, self.gamma, label_smoothing=label_smoothing, reduction="none")
+
+    def _of_pairs(self, found: SequenceLogProbs) -> Tensor:
+        """Log probabilities (B, 2): sums over the tokens of an answer, or means where the loss is made for these."""
+        values = found.sum / found.tokens.clamp(min=1) if self.loss in _PER_TOKEN else found.sum
+        return values.unflatten(0, (-1, 2))
+
+    @torch.no_grad()
+    def _reference_log_probs(self, pairs: Mapping[str, Tensor]) -> Tensor:
+        # Before the policy's own pass: to switch an adapter off and on again changes what its parameters require.
+        if not self._adapter_off:
+            assert self._reference is not None, "configure() makes the reference"
+            return self._of_pairs(self._reference_scores(self._reference, pairs))
+        with _evaluating(self.model), adapted_model(self.model).disable_adapter():
+            return self._of_pairs(self._reference_scores(self.model, pairs))
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """What is wrong with the tokens of a batch, in sentences."""
+        learned = (batch["labels"][..., 1:] != -100).any(-1)
+        return [] if bool(learned.all()) else ["An answer of the batch has no token to learn: all labels are -100."]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout in this block. Each module gets its own mode back: some may be in evaluation mode on purpose."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Scorer:
+    """Log probabilities of the answers under a model, without the logits of all tokens at once where it can be."""
+
+    def __init__(self, chunk_tokens: int | None) -> None:
+        if chunk_tokens is not None and chunk_tokens < 0:
+            raise BadArgument(expected("chunk_tokens to be at least 0, or None", chunk_tokens))
+        self._chunk = chunk_tokens or None
+        self._states = OutputStates(chunked=chunk_tokens != 0)
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> SequenceLogProbs:
+        # No attention mask: padding is on the right, where no token of a causal model looks.
+        states, head = self._states(model, {"input_ids": batch["input_ids"]})
+        if head is None:
+            return sequence_log_probs(states, batch["labels"])
+        return sequence_log_probs(states, batch["labels"], weight=head.weight, bias=head.bias, chunk_tokens=self._chunk)
+
+
+class _Pairs(Dataset):
+    """Pairs of answers over a store in which they lie side by side."""
+
+    in_memory = True  # memory-mapped: reading is slicing
+
+    def __init__(self, store: TokenStore) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.store) // 2
+
+    def __getitem__(self, index: int) -> dict[str, dict[str, np.ndarray]]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        place = 2 * (int(index) % len(self))
+        return {"chosen": self.store[place], "rejected": self.store[place + 1]}
+
+
+class _PairEncoder(Encoder):
+    """Makes two pieces of a record, the chosen answer and the rejected one, each behind the prompt; or none."""
+
+    def encode_all(
+        self,
+        records: Sequence[Any],
+        report: Report | None = None,
+        *,
+        first: int = 0,
+        where: Callable[[int], str] | None = None,
+    ) -> list[list[Encoded]]:
+        """The pieces of each record. A pair of which one answer is dropped is dropped, and so is a pair of equals."""
+        report = Report() if report is None else report
+        found = []
+        for number, record in enumerate(records, start=first):
+            try:
+                answers = _answers(record)
+            except DataError as error:
+                raise DataError(f"{where(number) if where else f'Record {number}'}: {error}") from None
+            reports = [Report(), Report()]
+            pieces = [
+                piece
+                for answer, counted in zip(answers, reports, strict=True)
+                for piece in super(_PairEncoder, self).encode_all([answer], counted, first=number, where=where)[0]
+            ]
+            found.append(self._both(pieces, reports, report))
+        return found
+
+    def _both(self, pieces: list[Encoded], reports: list[Report], report: Report) -> list[Encoded]:
+        report.records += 1
+        if len(pieces) < 2:
+            lost = next(counted for counted in reports if counted.dropped)
+            report.blame(next(iter(lost.reasons)), "dropped")
+            return []
+        if np.array_equal(pieces[0].input_ids, pieces[1].input_ids):
+            report.blame("both answers are the same", "dropped")
+            return []
+        cut = next((counted for counted in reports if counted.truncated), None)
+        if cut is not None:
+            report.blame(next(iter(cut.reasons)), "truncated")
+        report.pieces += 2
+        report.tokens += sum(len(piece.input_ids) for piece in pieces)
+        report.supervised += sum(piece.supervised for piece in pieces)
+        return pieces
+
+    def fingerprint(self) -> str:
+        """A digest of everything the tokens depend on but the records."""
+        return f"pairs-{super().fingerprint()}"
+
+
+def _answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The two answers of a record, each as a prompt and its completion.
+
+    >>> [answer["completion"] for answer in _answers({"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"})]
+    [' 2', ' 3']
+    >>> ask = {"role": "user", "content": "1 + 1?"}
+    >>> said = [[ask, {"role": "assistant", "content": text}] for text in ("2", "3")]
+    >>> [len(answer["prompt"]) for answer in _answers({"chosen": said[0], "rejected": said[1]})]
+    [1, 1]
+    """
+    prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
+    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        return [{**record, "completion": answer} for answer in (chosen, rejected)]
+    if prompt is None and (isinstance(chosen, str) or isinstance(rejected, str)):
+        raise DataError(expected("a prompt, or two whole conversations as messages", list(record), "Add 'prompt'."))
+    asked = _as_messages(prompt, "user") if prompt is not None else []
+    both = [_as_messages(answer, "assistant") for answer in (chosen, rejected)]
+    shared = _common(*both)
+    if prompt is None or (shared and shared[: len(asked)] == asked) or shared[-len(asked) :] == asked:
+        # Whole conversations, which begin with the prompt (perhaps after a system's message).
+        asked, both = shared, [answer[len(shared) :] for answer in both]
+    return [{"prompt": asked, "completion": answer} for answer in both]
+
+
+def _as_messages(value: Any, role: str) -> list[Any]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
+
+
+def _common(first: list[Any], second: list[Any]) -> list[Any]:
+    """The messages with which both begin: not the last of either, which is the answer."""
+    size = 0
+    while size < min(len(first), len(second)) - 1 and first[size] == second[size]:
+        size += 1
+    return first[:size]
+
+
+def _is_base(reference: Any) -> bool:
+    return isinstance(reference, str) and reference == "base"
+
+
+def _digest(model: nn.Module, frozen_only: bool = False) -> str:
+    """What tells a model from another, also from itself after a step: some elements of each parameter, bit by bit."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        if (frozen_only and parameter.requires_grad) or not parameter.is_floating_point():
+            continue  # what an adapter trains; and packed 4-bit weights, which devices may round differently
+        flat = parameter.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().cpu()
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

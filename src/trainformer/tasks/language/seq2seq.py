@@ -1,0 +1,327 @@
+"""Sequence-to-sequence models: translation, summaries, and whatever else makes one text of another.
+
+Owns the task: how pairs become tokens, what a step computes, what is measured, and generating. Keeping tokens is left
+to `data.text.store`, the loss to `losses.tokens`. The loss is a sum over target tokens and their number, never a
+model's own mean: so padding and accumulation do not change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core.errors import expected
+from trainformer.data.text.batches import pad
+from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Report
+from trainformer.eval.generation import bleu, chrf, exact_match, rouge
+from trainformer.losses.tokens import TokenLoss, token_cross_entropy
+from trainformer.tasks.language.base import LanguageTask
+
+_VERSION = "pairs-1"  # of what `PairEncoder` makes of a record: raise it when that changes, cached tokens are then left
+_SIDES = (("source", "target"), ("prompt", "completion"), ("instruction", "output"))
+
+
+@dataclass(eq=False)
+class Seq2Seq(LanguageTask):
+    """Train an encoder-decoder model (T5, BART, mBART, Marian, ...) of transformers, from scratch or further.
+
+    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
+    the same name unless `tokenizer` says otherwise. Records are pairs (`source` and `target`, or any of the usual
+    other names), prompts with completions, Alpaca instructions, or tokens (`input_ids` and `labels`). `prefix` comes
+    before every source: T5 was taught to expect `"summarize: "`. Longer sources lose their end but for the tokenizer's
+    closing token; longer targets are cut, so that the model is not taught to end there.
+
+    Evaluation gives loss, accuracy and perplexity by target token. With `generate_metrics` it also generates a text for
+    each source and compares them all at once: `exact_match`, `bleu`, `chrf` and `rougeL`; `generate_options` are then
+    transformers' (`num_beams`, ...).
+    """
+
+    model_name: Any = "t5-small"
+    adapter: Adapter | None = None
+    max_source_length: int = 512
+    max_target_length: int = 128
+    _: KW_ONLY
+    tokenizer: Any = None
+    prefix: str = ""
+    generate_metrics: bool = False
+    generate_options: dict[str, Any] = field(default_factory=dict)
+    label_smoothing: float = 0.0
+    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
+    cache_dir: str | Path | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    kind = "seq2seq"
+
+    def __post_init__(self) -> None:
+        for name in ("max_source_length", "max_target_length"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+                raise BadArgument(expected(f"{name} to be a whole number of at least 2", value))
+        self._begin()
+        if self.adapter is not None:
+            self.adapter.check(kind=self.kind)
+
+    @property
+    def max_length(self) -> int:  # type: ignore[override]
+        """The longest sequence of the two."""
+        return max(self.max_source_length, self.max_target_length)
+
+    def configure(self, info: Any) -> None:
+        """Load the model, and see that it knows with which token a target begins."""
+        super().configure(info)
+        config: Any = getattr(unwrapped(self.model), "config", None)
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(config, name, None) is None:
+                do = f"Set it on the configuration, as in T5Config({name}=0)."
+                raise BadArgument(expected(f"a model with a {name}, which decoder inputs are made with", "none", do))
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Sources and targets, tokenised once."""
+        encoder = PairEncoder(self.text, self.max_source_length, self.max_target_length, prefix=self.prefix)
+        return PairDataset(self._tokenized(dataset, encoder, "training data" if train else "validation data"))
+
+    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Padded sources with their mask, and padded targets as labels, masked by length."""
+        pad_id = self.text.pad_token_id
+        sources = pad([{"input_ids": e["input_ids"]} for e in examples], pad_id, max_length=self.max_source_length)
+        targets = pad([{"input_ids": e["labels"]} for e in examples], pad_id, max_length=self.max_target_length)
+        return {**sources, "labels": targets["labels"]}
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """Cross-entropy of the target's tokens, summed."""
+        loss = self._loss(batch, label_smoothing=self.label_smoothing)
+        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)})
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The same without smoothing, and how many tokens are predicted right; with `generate_metrics` also texts."""
+        loss = self._loss(batch)
+        metrics = {"loss": (loss.sum, loss.weight), "accuracy": (loss.correct, loss.weight)}
+        if not self.generate_metrics:
+            return metrics
+        return {
+            **metrics,
+            **self.predict_step(batch),
+            "wanted": _to_width(batch["labels"], self.max_target_length, IGNORED),
+        }
+
+    def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tokens that are generated for each source, filled up with padding to `max_target_length`."""
+        options = {"max_new_tokens": self.max_target_length, **self.generate_options}
+        made = self._generated(batch, **options)
+        return {"generated": _to_width(made, options["max_new_tokens"], self.text.pad_token_id)}
+
+    def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
+        """The texts of the whole set against their targets. Means over batches would be something else."""
+        made, wanted = rows["generated"], rows["wanted"]
+        texts = self.text.batch_decode(made, skip_special_tokens=True)
+        rights = self.text.batch_decode([row[row != IGNORED] for row in wanted], skip_special_tokens=True)
+        return {
+            "exact_match": exact_match(texts, rights),
+            "bleu": bleu(texts, rights),
+            "chrf": chrf(texts, rights),
+            **rouge(texts, rights, kinds=("rougeL",)),
+        }
+
+    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Perplexity, from the mean over all target tokens of the set."""
+        return {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
+
+    def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
+        labels = batch["labels"]
+        inner: Any = unwrapped(self.model)
+        logits = self.model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            decoder_input_ids=inner.prepare_decoder_input_ids_from_labels(labels=labels),
+            use_cache=False,
+        ).logits
+        return token_cross_entropy(logits, labels, shift=False, **options)
+
+    # -- generating ----------------------------------------------------------------------------------------
+
+    def generate(self, sources: str | Sequence[str], max_new_tokens: int | None = None, **options: Any) -> list[str]:
+        """The texts for sources; `options` go to transformers' `generate` (`num_beams`, `do_sample`, ...)."""
+        texts = [sources] if isinstance(sources, str) else list(sources)
+        if not texts or any(not isinstance(text, str) or not text for text in texts):
+            raise BadArgument(expected("sources of at least one character", sources))
+        encoder = PairEncoder(self.text, self.max_source_length, self.max_target_length, prefix=self.prefix)
+        batch = pad([{"input_ids": ids} for ids in encoder.sources(texts)], self.text.pad_token_id, multiple_of=1)
+        options = {"max_new_tokens": max_new_tokens or self.max_target_length, **self.generate_options, **options}
+        return self.text.batch_decode(self._generated(batch, **options), skip_special_tokens=True)
+
+    @torch.no_grad()
+    def _generated(self, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
+        """New tokens, without the one that starts the decoder."""
+        model: Any = unwrapped(self.model)
+        training = model.training
+        model.eval()
+        try:
+            made = model.generate(
+                **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
+                **{"do_sample": False, "pad_token_id": self.text.pad_token_id, **options},
+            )
+        finally:
+            model.train(training)
+        return made[:, 1:]
+
+    # -- checks --------------------------------------------------------------------------------------------
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """What is wrong with the tokens of a batch, in sentences."""
+        learned = bool((batch["labels"] != IGNORED).any())
+        return [] if learned else ["No token of the batch is trained on: all labels are -100."]
+
+
+def _to_width(rows: Tensor, width: int, value: int) -> Tensor:
+    """Rows of tokens, filled up: those of a whole set are stacked.
+
+    >>> _to_width(torch.tensor([[5, 6]]), 4, 0).tolist()
+    [[5, 6, 0, 0]]
+    """
+    return F.pad(rows, (0, width - rows.shape[1]), value=value)
+
+
+class PairEncoder(Encoder):
+    """Turns pairs into tokens: the source, labelled -100, and behind it the target, labelled by itself.
+
+    A source is tokenised as the tokenizer does it. A target ends with EOS, unless it had to be cut.
+    """
+
+    def __init__(self, tokenizer: Any, max_source_length: int, max_target_length: int, *, prefix: str = "") -> None:
+        super().__init__(tokenizer, max_length=None)
+        self.max_source_length = max_source_length
+        self.max_target_length = max_target_length
+        self.prefix = prefix
+
+    def fingerprint(self) -> str:
+        """A digest of everything the tokens depend on but the records."""
+        return f"{super().fingerprint()} {_VERSION} {self.max_source_length} {self.max_target_length} {self.prefix!r}"
+
+    def encode_all(
+        self,
+        records: Sequence[Any],
+        report: Report | None = None,
+        *,
+        first: int = 0,
+        where: Callable[[int], str] | None = None,
+    ) -> list[list[Encoded]]:
+        """The piece of each record, or none where its source or target is empty. Errors name the record."""
+        report = Report() if report is None else report
+        whole: list[tuple[Any, Any]] = []
+        for number, record in enumerate(records, start=first):
+            try:
+                source, target = _pair_of(record)
+                if not isinstance(source, str):
+                    source, target = (self._encode_tokens({"input_ids": ids}).input_ids for ids in (source, target))
+                whole.append((source, target))
+            except DataError as error:
+                raise DataError(f"{where(number) if where else f'Record {number}'}: {error}") from error
+        texts = [place for place, (source, _) in enumerate(whole) if isinstance(source, str)]
+        if texts:
+            sources = self._ids(text=[self.prefix + whole[place][0] for place in texts])
+            targets = self._ids(text_target=[whole[place][1] for place in texts])
+            for place, source, target in zip(texts, sources, targets, strict=True):
+                # Closing tokens around nothing are no target: the model would learn to say nothing.
+                text, wanted = whole[place]
+                whole[place] = (
+                    self._cut(source, self.prefix + text) if text else [],
+                    self._ended(np.asarray(target, dtype=np.int32)) if wanted else [],
+                )
+        return [self._piece(source, target, report) for source, target in whole]
+
+    def sources(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of sources alone, to generate from."""
+        whole = [self.prefix + text for text in texts]
+        cut = [self._cut(ids, text) for ids, text in zip(self._ids(text=whole), whole, strict=True)]
+        return [ids[: self.max_source_length] for ids in cut]
+
+    def _ids(self, **texts: Any) -> list[list[int]]:
+        return self._require()(**texts, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def _cut(self, ids: list[int], text: str) -> list[int]:
+        """Too long a source, cut by the tokenizer, which keeps its closing token; one more tells that it was."""
+        if len(ids) <= self.max_source_length:
+            return ids
+        return [*self._require()(text, truncation=True, max_length=self.max_source_length)["input_ids"], ids[-1]]
+
+    def _piece(self, source: Any, target: Any, report: Report) -> list[Encoded]:
+        report.records += 1
+        if len(source) == 0 or len(target) == 0:
+            report.blame("empty source" if len(source) == 0 else "empty target", "dropped")
+            return []
+        for name, ids, limit in (
+            ("source", source, self.max_source_length),
+            ("target", target, self.max_target_length),
+        ):
+            if len(ids) > limit:
+                report.blame(f"{name} longer than {limit} tokens", "truncated")
+        source = np.asarray(source, dtype=np.int32)[: self.max_source_length]
+        target = np.asarray(target, dtype=np.int32)[: self.max_target_length]
+        labels = np.concatenate([np.full(len(source), IGNORED, np.int32), target])
+        report.pieces += 1
+        report.tokens += len(labels)
+        report.supervised += len(target)
+        return [Encoded(np.concatenate([source, target]), labels)]
+
+
+class PairDataset(Dataset):
+    """A token store of `PairEncoder`, taken apart again: `input_ids` of the source, `labels` of the target."""
+
+    in_memory = True  # as the store is: reading is slicing
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of source and target together."""
+        return self.store.lengths
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        item = self.store[index]
+        size = int(np.count_nonzero(item["labels"] == IGNORED))
+        return {"input_ids": item["input_ids"][:size], "labels": item["labels"][size:]}
+
+
+def _pair_of(record: Any) -> tuple[Any, Any]:
+    """Source and target of a record: two texts, or two lists of tokens.
+
+    >>> _pair_of({"instruction": "Add.", "input": "1 1", "output": "2"})
+    ('Add.\\n1 1', '2')
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(expected("a pair of texts (source and target)", type(record).__name__))
+    if "input_ids" in record:
+        if record.get("labels") is None:
+            raise DataError(expected("labels, the tokens of the target, beside input_ids", "none"))
+        labels = np.asarray(record["labels"])
+        return record["input_ids"], labels[labels != IGNORED]
+    for source, target in _SIDES:
+        if source in record and target in record:
+            pair = record[source], record[target]
+            if not all(isinstance(side, str) for side in pair):
+                received = " and ".join(type(side).__name__ for side in pair)
+                raise DataError(expected(f"{source} and {target} to be texts", received, "Join messages first."))
+            context = record.get("input") if source == "instruction" else None
+            return (f"{pair[0]}\n{context}" if context else pair[0]), pair[1]
+    do = "Rename the columns to source and target."
+    raise DataError(expected("a pair of texts (source and target, or prompt and completion)", list(record), do))
