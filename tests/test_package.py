@@ -14,7 +14,8 @@ PUBLIC = {
     "LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar Throughput",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
     "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss dino_kl dino_loss dpo_loss infonce_with_queue "
-    "koleo_loss linear_cross_entropy make_metric_loss make_miner make_pair_loss metric_loss_names miner_names moco_v3_loss negative_cosine "
+    "koleo_loss linear_cross_entropy make_metric_loss make_miner make_pair_loss metric_loss_names miner_names "
+    "moco_v3_loss negative_cosine "
     "nt_xent_loss orpo_loss pair_loss_names preference_rewards simpo_loss sequence_log_probs teacher_entropy "
     "token_cross_entropy",
     "trainformer.adapters": "Adapter LoRA PrefixTuning QLoRA adapted_model adapter_state_dict is_adapted load_adapter "
