@@ -11,7 +11,9 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,8 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.chat import ChatRenderer, locate
+
+Naming = Callable[[int], AbstractContextManager[None]]
 
 IGNORED = -100  # the label of a token that is not trained on
 TRAIN_ON = ("auto", "completion", "assistant", "all")
@@ -170,22 +174,21 @@ class Encoder:
         Texts are tokenised with one call: short ones twice as fast as one by one.
         """
         report = Report() if report is None else report
+        return self._pieces_of(records, report, partial(_naming, records, first, where))
+
+    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+        """What `encode_all` returns. An error inside of `naming(i)` is told of the i-th of the records."""
         texts = [_text_of(record) for record in records]
         tokens = self._tokens_of([text for text in texts if text is not None])
         pieces = []
-        for number, (record, text) in enumerate(zip(records, texts, strict=True), start=first):
-            try:
+        for place, (record, text) in enumerate(zip(records, texts, strict=True)):
+            with naming(place):
                 if text is None:
                     form = _form_of(record)
                     whole = self._encoders[form](record)
                 else:
                     form, whole = "text", self._encode_text(next(tokens), bool(text))
                 pieces.append(self._fit(whole, form, report))
-            except Exception as error:
-                placed = _placed(error, record, where(number) if where else f"Record {number}")
-                if placed is error:
-                    raise
-                raise placed from error
         return pieces
 
     def fingerprint(self) -> str:
@@ -358,6 +361,19 @@ def _form_of(record: Any) -> str:
     known = "; ".join(" + ".join(keys) for keys in _FORMS.values())
     received = list(record) if isinstance(record, Mapping) else type(record).__name__
     raise DataError(expected(f"a record with the keys of a known form ({known})", received, "Rename the columns."))
+
+
+@contextmanager
+def _naming(records: Sequence[Any], first: int, where: Callable[[int], str] | None, place: int) -> Iterator[None]:
+    """Errors in this block name the record in that place: by its number, counted from `first`, or as `where` says."""
+    try:
+        yield
+    except Exception as error:
+        number = first + place
+        placed = _placed(error, records[place], where(number) if where else f"Record {number}")
+        if placed is error:
+            raise
+        raise placed from error
 
 
 def _placed(error: Exception, record: Any, place: str) -> Exception:

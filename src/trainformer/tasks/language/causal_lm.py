@@ -8,7 +8,6 @@ padding, packing and accumulation do not change it.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -18,14 +17,15 @@ import torch
 from torch import Tensor
 
 from trainformer.adapters.base import Adapter
-from trainformer.core import BadArgument, Loss
+from trainformer.core import BadArgument
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import collate_packed, pad
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.packing import PackedDataset
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.models.modes import evaluating
+from trainformer.tasks.language.prediction import TokenPrediction
 
 logger = logging.getLogger("trainformer")
 
@@ -36,7 +36,7 @@ _CLOSE = 1e-3  # how far packed logits may be off those of single documents: oth
 
 
 @dataclass(eq=False)
-class CausalLM(LanguageTask):
+class CausalLM(TokenPrediction):
     """Train a causal language model (GPT, Llama, Mistral, Qwen, ...) of transformers, from scratch or further.
 
     `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
@@ -66,6 +66,7 @@ class CausalLM(LanguageTask):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
+    shifted = True
 
     def __post_init__(self) -> None:
         self._begin()
@@ -110,19 +111,8 @@ class CausalLM(LanguageTask):
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """Cross-entropy of the next token, summed over the supervised ones."""
-        loss = self._loss(batch, z_loss=self.z_loss, label_smoothing=self.label_smoothing)
-        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)})
-
-    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The same without smoothing, and how many tokens are predicted right."""
-        loss = self._loss(batch)
-        return {"loss": (loss.sum, loss.weight), "accuracy": (loss.correct, loss.weight)}
-
-    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity, from the mean over all tokens of the set."""
-        return {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
+    def _training_options(self) -> dict[str, Any]:
+        return {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
         inputs = {name: batch[name] for name in _INPUTS if name in batch}
@@ -141,19 +131,16 @@ class CausalLM(LanguageTask):
         if not texts or any(not text for text in texts):
             raise BadArgument(expected("prompts of at least one character", prompts))
         model: Any = self.model
-        training = model.training
-        model.eval()
         # On the left: what is generated must follow the prompt, and not its padding.
         examples = [{"input_ids": self.text(text)["input_ids"]} for text in texts]
         batch = pad(examples, self.text.pad_token_id, side="left", multiple_of=1)
         inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        made = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=self.text.pad_token_id,
-            **{"do_sample": False, **options},
-        )
-        model.train(training)
+        with evaluating(model):
+            made = model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                **{"do_sample": False, "pad_token_id": self.text.pad_token_id, **options},
+            )
         return self.text.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
     # -- checks --------------------------------------------------------------------------------------------
@@ -162,25 +149,18 @@ class CausalLM(LanguageTask):
     def _check_packing(self) -> None:
         """Refuse to pack for a model in which documents of one sequence see each other."""
         model: Any = self.model
-        device, training = next(model.parameters()).device, model.training
-        model.eval()
+        device = next(model.parameters()).device
         rows = model.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(0)
         first, second = (torch.randint(0, rows, (1, size), generator=generator).to(device) for size in (5, 7))
         together = torch.cat([first, second], dim=1)
         positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
-        packed = model(input_ids=together, position_ids=positions, use_cache=False).logits[:, 5:]
-        alone = model(input_ids=second, use_cache=False).logits
-        model.train(training)
+        with evaluating(model):
+            packed = model(input_ids=together, position_ids=positions, use_cache=False).logits[:, 5:]
+            alone = model(input_ids=second, use_cache=False).logits
         difference = (packed.float() - alone.float()).abs().max().item()
         if not difference < _CLOSE * max(1.0, alone.float().abs().max().item()):
             raise BadArgument(
                 f"Expected a model whose packed documents do not see each other, received {type(model).__name__}, in "
                 f"which they do (logits differ by {difference:.2g}). Pass packing=False, or attention='sdpa'."
             )
-
-    def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the tokens of a batch, in sentences."""
-        labels = batch["labels"]
-        shifted = labels[..., 1:]
-        return [] if bool((shifted != -100).any()) else ["No token of the batch is trained on: all labels are -100."]

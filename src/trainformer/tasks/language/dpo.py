@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from trainformer.adapters.base import Adapter, adapted_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import Encoded, Encoder, Report
+from trainformer.data.text.encode import Encoded, Encoder, Naming, Report
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.store import TokenStore, tokenize
 from trainformer.losses.numerics import check_positive
@@ -38,6 +38,7 @@ from trainformer.losses.preference import (
 )
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
+from trainformer.models.modes import evaluating
 from trainformer.tasks.language.base import LanguageTask
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
@@ -265,26 +266,13 @@ class DPO(LanguageTask):
         if not self._adapter_off:
             assert self._reference is not None, "configure() makes the reference"
             return self._of_pairs(self._reference_scores(self._reference, pairs))
-        with _evaluating(self.model), adapted_model(self.model).disable_adapter():
+        with evaluating(self.model), adapted_model(self.model).disable_adapter():
             return self._of_pairs(self._reference_scores(self.model, pairs))
 
     def check_batch(self, batch: Any) -> list[str]:
         """What is wrong with the tokens of a batch, in sentences."""
         learned = (batch["labels"][..., 1:] != -100).any(-1)
         return [] if bool(learned.all()) else ["An answer of the batch has no token to learn: all labels are -100."]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout in this block. Each module gets its own mode back: some may be in evaluation mode on purpose."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class _Scorer:
@@ -325,28 +313,17 @@ class _Pairs(Dataset):
 class _PairEncoder(Encoder):
     """Makes two pieces of a record, the chosen answer and the rejected one, each behind the prompt; or none."""
 
-    def encode_all(
-        self,
-        records: Sequence[Any],
-        report: Report | None = None,
-        *,
-        first: int = 0,
-        where: Callable[[int], str] | None = None,
-    ) -> list[list[Encoded]]:
+    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
         """The pieces of each record. A pair of which one answer is dropped is dropped, and so is a pair of equals."""
-        report = Report() if report is None else report
         found = []
-        for number, record in enumerate(records, start=first):
-            try:
-                answers = _answers(record)
-            except DataError as error:
-                raise DataError(f"{where(number) if where else f'Record {number}'}: {error}") from None
+        for place, record in enumerate(records):
             reports = [Report(), Report()]
-            pieces = [
-                piece
-                for answer, counted in zip(answers, reports, strict=True)
-                for piece in super(_PairEncoder, self).encode_all([answer], counted, first=number, where=where)[0]
-            ]
+            with naming(place):
+                pieces = [
+                    piece
+                    for answer, counted in zip(_answers(record), reports, strict=True)
+                    for piece in super(_PairEncoder, self)._pieces_of([answer], counted, lambda _: nullcontext())[0]
+                ]
             found.append(self._both(pieces, reports, report))
         return found
 

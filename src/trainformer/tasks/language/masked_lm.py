@@ -8,7 +8,7 @@ resuming. Keeping tokens is left to `data.text.store`, the loss to `losses.token
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainformer.adapters.base import Adapter
-from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Report
+from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.prediction import TokenPrediction
 
 _VERSION = "words-1"  # of what `WordEncoder` makes of a record: raise it when that changes, cached tokens are then left
 # Of the tokens to be predicted so many are hidden, so many replaced by any other; the rest is shown as it is (BERT).
@@ -32,7 +32,7 @@ _EVALUATION = 0x3A5C  # sets the masks of evaluations apart from other streams o
 
 
 @dataclass(eq=False)
-class MaskedLM(LanguageTask):
+class MaskedLM(TokenPrediction):
     """Train a masked language model (BERT, RoBERTa, DistilBERT, ...) of transformers, from scratch or further.
 
     `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
@@ -84,31 +84,10 @@ class MaskedLM(LanguageTask):
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """Cross-entropy of the tokens to be predicted, summed."""
-        loss = self._loss(batch)
-        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)})
-
-    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The same, and how many of them are predicted right."""
-        loss = self._loss(batch)
-        return {"loss": (loss.sum, loss.weight), "accuracy": (loss.correct, loss.weight)}
-
-    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity of the tokens to be predicted, given the others (a pseudo-perplexity)."""
-        return {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
-
-    def _loss(self, batch: Mapping[str, Tensor]) -> TokenLoss:
+    def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
         # All logits are made, though one in seven is used: to pick them out would mean waiting for the device.
         logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return token_cross_entropy(logits, batch["labels"], shift=False)
-
-    # -- checks --------------------------------------------------------------------------------------------
-
-    def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the tokens of a batch, in sentences."""
-        learned = bool((batch["labels"] != IGNORED).any())
-        return [] if learned else ["No token of the batch is to be predicted: all labels are -100."]
+        return token_cross_entropy(logits, batch["labels"], shift=False, **options)
 
 
 class WordEncoder(Encoder):
@@ -129,22 +108,12 @@ class WordEncoder(Encoder):
         """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.whole_word}"
 
-    def encode_all(
-        self,
-        records: Sequence[Any],
-        report: Report | None = None,
-        *,
-        first: int = 0,
-        where: Callable[[int], str] | None = None,
-    ) -> list[list[Encoded]]:
-        """The pieces of each record. Errors name the record."""
-        report = Report() if report is None else report
+    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+        """The pieces of each record that have something to mask in them."""
         pieces = []
-        for number, record in enumerate(records, start=first):
-            try:
+        for place, record in enumerate(records):
+            with naming(place):
                 found = self._pieces(record)
-            except DataError as error:
-                raise DataError(f"{where(number) if where else f'Record {number}'}: {error}") from error
             kept = [piece for piece in found if (piece.labels != IGNORED).any()]
             report.records += 1
             report.pieces += len(kept)

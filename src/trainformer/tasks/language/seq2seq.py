@@ -7,8 +7,7 @@ model's own mean: so padding and accumulation do not change it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,21 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainformer.adapters.base import Adapter, unwrapped
-from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Report
+from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.models.modes import evaluating
+from trainformer.tasks.language.prediction import TokenPrediction
 
 _VERSION = "pairs-1"  # of what `PairEncoder` makes of a record: raise it when that changes, cached tokens are then left
 _SIDES = (("source", "target"), ("prompt", "completion"), ("instruction", "output"))
 
 
 @dataclass(eq=False)
-class Seq2Seq(LanguageTask):
+class Seq2Seq(TokenPrediction):
     """Train an encoder-decoder model (T5, BART, mBART, Marian, ...) of transformers, from scratch or further.
 
     `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
@@ -103,15 +103,9 @@ class Seq2Seq(LanguageTask):
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """Cross-entropy of the target's tokens, summed."""
-        loss = self._loss(batch, label_smoothing=self.label_smoothing)
-        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)})
-
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The same without smoothing, and how many tokens are predicted right; with `generate_metrics` also texts."""
-        loss = self._loss(batch)
-        metrics = {"loss": (loss.sum, loss.weight), "accuracy": (loss.correct, loss.weight)}
+        metrics = super().eval_step(batch)
         if not self.generate_metrics:
             return metrics
         return {
@@ -138,9 +132,8 @@ class Seq2Seq(LanguageTask):
             **rouge(texts, rights, kinds=("rougeL",)),
         }
 
-    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity, from the mean over all target tokens of the set."""
-        return {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
+    def _training_options(self) -> dict[str, Any]:
+        return {"label_smoothing": self.label_smoothing}
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
         labels = batch["labels"]
@@ -169,23 +162,12 @@ class Seq2Seq(LanguageTask):
     def _generated(self, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
         """New tokens, without the one that starts the decoder."""
         model: Any = unwrapped(self.model)
-        training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             made = model.generate(
                 **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
                 **{"do_sample": False, "pad_token_id": self.text.pad_token_id, **options},
             )
-        finally:
-            model.train(training)
         return made[:, 1:]
-
-    # -- checks --------------------------------------------------------------------------------------------
-
-    def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the tokens of a batch, in sentences."""
-        learned = bool((batch["labels"] != IGNORED).any())
-        return [] if learned else ["No token of the batch is trained on: all labels are -100."]
 
 
 def _to_width(rows: Tensor, width: int, value: int) -> Tensor:
@@ -213,25 +195,15 @@ class PairEncoder(Encoder):
         """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.max_source_length} {self.max_target_length} {self.prefix!r}"
 
-    def encode_all(
-        self,
-        records: Sequence[Any],
-        report: Report | None = None,
-        *,
-        first: int = 0,
-        where: Callable[[int], str] | None = None,
-    ) -> list[list[Encoded]]:
-        """The piece of each record, or none where its source or target is empty. Errors name the record."""
-        report = Report() if report is None else report
+    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+        """The piece of each record, or none where its source or target is empty."""
         whole: list[tuple[Any, Any]] = []
-        for number, record in enumerate(records, start=first):
-            try:
+        for place, record in enumerate(records):
+            with naming(place):
                 source, target = _pair_of(record)
                 if not isinstance(source, str):
                     source, target = (self._encode_tokens({"input_ids": ids}).input_ids for ids in (source, target))
                 whole.append((source, target))
-            except DataError as error:
-                raise DataError(f"{where(number) if where else f'Record {number}'}: {error}") from error
         texts = [place for place, (source, _) in enumerate(whole) if isinstance(source, str)]
         if texts:
             sources = self._ids(text=[self.prefix + whole[place][0] for place in texts])

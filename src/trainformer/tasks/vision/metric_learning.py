@@ -29,6 +29,7 @@ from trainformer.losses.pairs import is_pair_loss
 from trainformer.models.backbones import Weights
 from trainformer.models.embedding import EmbeddingModel, check_neck
 from trainformer.models.heads import single_sample_batchnorm
+from trainformer.models.modes import evaluating
 from trainformer.models.poolers import make_pooler
 from trainformer.tasks.vision.augment import Augment, check_augment
 from trainformer.tasks.vision.base import VisionTask, check_counts, fingerprint
@@ -266,10 +267,8 @@ class MetricLearning(VisionTask):
     def embed(self, images: Tensor) -> Tensor:
         """Embeddings (N, D) of images: uint8 pixels, or floats that are normalised already."""
         model, device = self.model, next(self.model.parameters()).device
-        training = model.training
-        embeddings = model.eval()(self._normalize(images.to(device)))
-        model.train(training)
-        return embeddings
+        with evaluating(model):
+            return model(self._normalize(images.to(device)))
 
     # -- records -------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
 from trainformer.models.backbones import Weights, feature_width, has_fixed_size
 from trainformer.models.heads import DINOHead
+from trainformer.models.modes import evaluating
 from trainformer.tasks.vision.augment import Geometry, sample_transform
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.checks import image_problems
@@ -388,13 +389,8 @@ class SSL(VisionTask):
     def embed(self, images: Tensor) -> Tensor:
         """Features (N, width) of images: uint8, or floats from 0 to 1, of the size the model takes."""
         encoder, device = self._method.encoder, next(self.model.parameters()).device
-        training = [part for part in encoder.modules() if part.training]  # some may be in evaluation mode on purpose
-        try:
-            encoder.eval()
+        with evaluating(encoder):
             return self.model(self._normalize.pixels(images.to(device)))
-        finally:
-            for part in training:
-                part.training = True
 
     def reconstruct(self, images: Tensor, noise: Tensor | None = None) -> Any:
         """Pictures of what a masked autoencoder sees and makes of it: (masked, pasted, original), from 0 to 1."""
