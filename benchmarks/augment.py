@@ -16,30 +16,22 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
-from machines import machine
-from rich.console import Console
+import turns
 from rich.table import Table
 from torch import Tensor
+from turns import console
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CASES = {32: 256, 224: 32}  # side of the images, and how many are in a batch
 TURN = 0.15  # seconds a turn lasts at least, for whoever is fast
 
 View = Callable[[Tensor], Tensor]
-
-console = Console()
-if not console.is_terminal:
-    console = Console(width=120)  # of a file or a pipe rich assumes 80 columns, too few for the table
 
 
 # -- contestants -------------------------------------------------------------------------------------------
@@ -136,7 +128,7 @@ def check(key: str, view: View, images: Tensor) -> None:
 
 def measure(chosen: Sequence[str], args: argparse.Namespace) -> list[Case]:
     """All rounds of all sizes."""
-    clock = _clock(args)
+    clock = turns.make_clock(args)
     cases = []
     with console.status("") as status:
         for size, count in CASES.items():
@@ -147,23 +139,9 @@ def measure(chosen: Sequence[str], args: argparse.Namespace) -> list[Case]:
             case = Case(size, images.to(args.device), {key: CONTESTANTS[key](size, blur) for key in chosen})
             case.warm_up(clock)
             cases.append(case)
-            for number in range(args.rounds):
-                status.update(f"{size} pixels, round {number + 1} of {args.rounds}")
-                turn = number % len(chosen)
-                for key in (*chosen[turn:], *chosen[:turn]):
-                    case.take_turn(key, clock)
+            for key in turns.in_turn(chosen, args.rounds, status, f"{size} pixels"):
+                case.take_turn(key, clock)
     return cases
-
-
-def _clock(args: argparse.Namespace) -> Callable[[], float]:
-    read = time.process_time if args.clock == "cpu" else time.perf_counter
-
-    def clock() -> float:
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-        return read()
-
-    return clock
 
 
 # -- figures -----------------------------------------------------------------------------------------------
@@ -171,12 +149,11 @@ def _clock(args: argparse.Namespace) -> Callable[[], float]:
 
 def figures(case: Case, key: str) -> dict[str, float]:
     """Medians of the turns. How many times faster ours is, is taken per round, then summarised."""
-    ratios = [a / b for a, b in zip(case.speeds["ours"], case.speeds[key], strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    low, middle, high = turns.ratio_quartiles(case.speeds["ours"], case.speeds[key])
     return {
         "images_per_s": statistics.median(case.speeds[key]),
         "best_images_per_s": max(case.speeds[key]),
-        "ours_is_faster_by": statistics.median(ratios),
+        "ours_is_faster_by": middle,
         "low": low,
         "high": high,
     }
@@ -186,12 +163,7 @@ def report(cases: Sequence[Case], args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, and on what."""
     return {
         "what": "images per second through the SimCLR augmentation, one view each",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "rounds": args.rounds,
-        "threads": args.threads,
-        "device": args.device,
-        "clock": args.clock,
-        "machine": machine(args.device),
+        **turns.circumstances(args),
         "versions": {
             name: importlib.metadata.version(name) for name in ("torch", "torchvision", "kornia") if has(name)
         },
@@ -208,8 +180,7 @@ def report(cases: Sequence[Case], args: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-    where = result["machine"].get("gpu", f"{result['machine']['cpu']}, threads: {result['threads']}")
-    table = Table(title=f"SimCLR views on {where}, {result['rounds']} rounds, {result['clock']} clock")
+    table = Table(title=f"SimCLR views on {turns.where(result)}, {result['rounds']} rounds, {result['clock']} clock")
     table.add_column("images", no_wrap=True)
     table.add_column("augmentation", no_wrap=True)
     for heading in ("images/s, median", "images/s, best", "ours is faster by", "quartiles"):
@@ -246,20 +217,11 @@ def available(key: str) -> bool:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="turns that every contestant gets")
-    parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that are not idle")
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), metavar="NAME", help="some of the contestants")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")
+    parser = turns.make_parser(__doc__, list(CONTESTANTS), rounds=20)
     args = parser.parse_args(argv)
     if min(args.rounds, args.threads) < 1:
         parser.error("--rounds and --threads must be at least 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
-    if args.device == "cuda" and args.clock == "cpu":
-        parser.error("--clock cpu does not see what a GPU does; use --clock wall")
+    turns.refuse_bad_device(parser, args)
     return args
 
 
@@ -270,10 +232,7 @@ def main() -> None:
     chosen = [key for key in CONTESTANTS if args.only is None or key in ("ours", *args.only)]
     result = report(measure([key for key in chosen if available(key)], args), args)
     show(result)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"written to {args.json}")
+    turns.write(result, args.json)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +27,15 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 import torch.nn.functional as F
-from machines import machine
-from rich.console import Console
+import turns
 from rich.table import Table
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from turns import console
 
 from trainformer.losses.tokens import linear_cross_entropy, token_cross_entropy
 
 MIB = 2**20
-
-console = Console()
-if not console.is_terminal:
-    console = Console(width=120)  # of a file or a pipe rich assumes 80 columns, too few for the table
 
 
 class Size(NamedTuple):
@@ -165,7 +158,7 @@ def _status(field: str) -> int:
 
 def measure(size: Size, chosen: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Times of all rounds, and peak memory, of one size."""
-    clock = _clock(args)
+    clock = turns.make_clock(args)
     with console.status("") as status:
         memory = {}
         for key in chosen:
@@ -174,14 +167,11 @@ def measure(size: Size, chosen: Sequence[str], args: argparse.Namespace) -> dict
         inputs = inputs_of(size, args.device)
         check(size, chosen, inputs)
         seconds: dict[str, list[float]] = {key: [] for key in chosen}
-        for number in range(args.rounds):
-            status.update(f"{size}: round {number + 1} of {args.rounds}")
-            turn = number % len(chosen)
-            for key in (*chosen[turn:], *chosen[:turn]):
-                began = clock()
-                for _ in range(args.steps):
-                    work(key, inputs)
-                seconds[key].append((clock() - began) / args.steps)
+        for key in turns.in_turn(chosen, args.rounds, status, str(size)):
+            began = clock()
+            for _ in range(args.steps):
+                work(key, inputs)
+            seconds[key].append((clock() - began) / args.steps)
     gradients = sum(x.numel() * x.element_size() for x in inputs[:2])
     return {
         **size._asdict(),
@@ -195,8 +185,7 @@ def measure(size: Size, chosen: Sequence[str], args: argparse.Namespace) -> dict
 
 def figures(seconds: list[float], plain_seconds: list[float]) -> dict[str, float]:
     """Medians; how the time compares with plain is taken per round, then summarised."""
-    ratios = [a / b for a, b in zip(seconds, plain_seconds, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    low, middle, high = turns.ratio_quartiles(seconds, plain_seconds)
     return {"ms": 1000 * statistics.median(seconds), "time_ratio": middle, "low": low, "high": high}
 
 
@@ -211,17 +200,6 @@ def check(size: Size, chosen: Sequence[str], inputs: tuple[Tensor, Tensor, Tenso
             raise SystemExit(f"{title(key)} at {size} finds {found:.6g} and a gradient of {norm:.6g}, not {want:.6g}.")
 
 
-def _clock(args: argparse.Namespace) -> Callable[[], float]:
-    read = time.process_time if args.clock == "cpu" else time.perf_counter
-
-    def clock() -> float:
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-        return read()
-
-    return clock
-
-
 # -- figures -----------------------------------------------------------------------------------------------
 
 
@@ -229,13 +207,8 @@ def report(cases: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, A
     """Everything that was measured, and on what."""
     return {
         "what": "time and peak memory of output layer and cross-entropy, forward and backward",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "rounds": args.rounds,
-        "threads": args.threads,
-        "device": args.device,
+        **turns.circumstances(args),
         "dtype": str(DTYPES[args.device]).removeprefix("torch."),
-        "clock": args.clock,
-        "machine": machine(args.device),
         "versions": {"torch": importlib.metadata.version("torch")},
         "cases": cases,
     }
@@ -243,8 +216,7 @@ def report(cases: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, A
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-    where = result["machine"].get("gpu", f"{result['machine']['cpu']}, threads: {result['threads']}")
-    table = Table(title=f"Token losses, {result['dtype']}, on {where}, {result['rounds']} rounds")
+    table = Table(title=f"Token losses, {result['dtype']}, on {turns.where(result)}, {result['rounds']} rounds")
     table.add_column("tokens × width → words", no_wrap=True)
     table.add_column("loss", no_wrap=True)
     for heading in ("peak MiB", "of plain", "ms", "of plain", "quartiles"):
@@ -280,22 +252,13 @@ def available(key: str) -> bool:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10, help="turns that every contestant gets")
+    parser = turns.make_parser(__doc__, list(CONTESTANTS), rounds=10)
     parser.add_argument("--steps", type=int, default=1, help="steps in a turn")
-    parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that are not idle")
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), metavar="NAME", help="some of the contestants")
     parser.add_argument("--chunks", nargs="+", type=int, default=[], metavar="N", help="try these chunks, too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")
     args = parser.parse_args(argv)
     if min(args.rounds, args.steps, args.threads, *args.chunks, 1) < 1:
         parser.error("--rounds, --steps, --threads and --chunks must be at least 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
-    if args.device == "cuda" and args.clock == "cpu":
-        parser.error("--clock cpu does not see what a GPU does; use --clock wall")
+    turns.refuse_bad_device(parser, args)
     if args.device == "cpu" and not Path("/proc/self/clear_refs").exists():
         parser.error("--device cpu: peak memory is read from Linux's /proc, which is not here")
     return args
@@ -308,10 +271,7 @@ def main() -> None:
     chosen = [key for key in chosen if available(key)] + [f"chunked:{chunk}" for chunk in args.chunks]
     result = report([measure(size, chosen, args) for size in CASES[args.device]], args)
     show(result)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"written to {args.json}")
+    turns.write(result, args.json)
 
 
 if __name__ == "__main__":

@@ -84,12 +84,28 @@ def test_what_cannot_work_is_refused_with_the_reason(arguments, message):
         LoRA().check(**arguments)
 
 
+def is_refused(**arguments):
+    try:
+        PrefixTuning().check(**arguments)
+    except BadArgument:
+        return True
+    return False
+
+
 def test_what_works_is_not_refused():
     for kind in ("causal_lm", "seq2seq", "masked_lm", "sequence_classification", "embedding", None):
-        PrefixTuning().check(kind=kind)
-    PrefixTuning().check(kind="vlm", model="llava-hf/llava-1.5-7b-hf")
-    PrefixTuning().check(kind="vlm", model=MODELS["llava"].make().config)
-    PrefixTuning().check(kind="causal_lm", model="Qwen/Qwen2.5-7B")
+        assert not is_refused(kind=kind), kind
+    assert not is_refused(kind="vlm", model="llava-hf/llava-1.5-7b-hf")
+    assert not is_refused(kind="causal_lm", model="Qwen/Qwen2.5-7B")
+    for name in ("llama", "t5", "bert", "llava"):
+        tiny = MODELS[name]
+        assert not is_refused(kind=tiny.kind, model=tiny.make().config), name
+        # And it does work: the prefix is trained, and nothing else.
+        model = PrefixTuning(3).apply(tiny.make(), kind=tiny.kind)
+        output(model, tiny.batch()).square().mean().backward()
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+        assert list(gradients) == ["prompt_encoder.default.embedding.weight"]
+        assert all(grad.abs().max() > 0 for grad in gradients.values())
 
 
 def test_models_are_known_by_folder_configuration_and_instance(tmp_path):

@@ -9,6 +9,7 @@ import json
 import logging
 import pickle
 import sysconfig
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -550,9 +551,14 @@ def test_the_standard_library() -> None:
 
 @pytest.mark.slow
 def test_the_standard_library_is_source() -> None:
+    defined = set()
     for name in corpus_names():
-        for item in load_text(name):
-            ast.parse(item["text"])
+        corpus = load_text(name)
+        for path, item in zip(corpus.files, corpus, strict=True):
+            with tokenize.open(path) as file:  # as Python itself decodes it
+                assert item["text"] == file.read(), path
+            defined |= {part.name for part in ast.parse(item["text"], path).body if isinstance(part, ast.ClassDef)}
+    assert {"ArgumentParser", "JSONDecoder", "TaskGroup"} <= defined
 
 
 # -- what all of them must do ------------------------------------------------------------------------------

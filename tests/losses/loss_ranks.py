@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,13 +51,3 @@ def results(rank: int, world: int) -> dict[str, Tensor]:
     center.commit()
     found["center"] = center.center
     return found
-
-
-def worker(rank: int, world: int, folder: str) -> None:
-    """Join the group, compute, and leave the results in the folder."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    torch.save(results(rank, world), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()

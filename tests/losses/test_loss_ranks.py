@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import loss_ranks
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
+
+from ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """The results of both ranks."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    context = mp.start_processes(loss_ranks.worker, (2, str(folder)), nprocs=2, join=False, start_method="spawn")
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail("the two processes did not end within two minutes")
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return on_ranks(loss_ranks.results, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")

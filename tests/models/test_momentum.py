@@ -219,11 +219,22 @@ def test_sources_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_update_waits_for_nothing_on_the_device() -> None:
-    source = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=0).cuda()
-    follower = MomentumCopy(source)
+    source = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=0)
+    follower = MomentumCopy(source).cuda()
+    shake(source)
+    source.cuda()
+    slow = dict(follower.module.named_parameters())
+    want = {key: 0.99 * weight + 0.01 * source.get_parameter(key).detach() for key, weight in slow.items()}
+    images = torch.randn(2, 3, 32, 32, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchroniz"):  # or the test would see nothing
+            images.sum().item()
         follower.update(source, 0.99)
-        follower(torch.zeros(2, 3, 32, 32, device="cuda"))
+        got = follower(images)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert got.is_cuda
+    torch.testing.assert_close(got, follower(images))
+    for key, weight in slow.items():
+        torch.testing.assert_close(weight, want[key], msg=key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import time
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import ssl_ranks
 import ssl_toys as toys
 import torch
-import torch.multiprocessing as mp
 from lightly.loss import DINOLoss, KoLeoLoss, NegativeCosineSimilarity, NTXentLoss
 from lightly.models.modules.heads import DINOProjectionHead
 from lightly.models.modules.masked_vision_transformer_timm import MaskedVisionTransformerTIMM
@@ -25,6 +23,7 @@ from pytorch_metric_learning.losses import SelfSupervisedLoss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ranks import on_ranks
 from trainformer.core import BadArgument
 from trainformer.tasks import SSL
 from trainformer.tasks.vision.ssl.dino import DINO
@@ -635,15 +634,7 @@ def test_a_compiled_step_is_the_same(method: str) -> None:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """What both ranks have after three steps with half of each batch."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = mp.start_processes(ssl_ranks.worker, (2, str(folder)), nprocs=2, join=False, start_method="spawn")
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail("the two processes did not end within two minutes")
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return on_ranks(ssl_ranks.results, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")

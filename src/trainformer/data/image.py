@@ -31,6 +31,7 @@ from trainformer.data.folder import (
     holds_images,
     read_image,
 )
+from trainformer.data.hub import is_saved_by_hf, load_from_hub, load_saved
 from trainformer.data.lists import IMAGE_COLUMNS, LABEL_COLUMNS, ImageList, is_list
 from trainformer.data.pixels import ImageTensors, channels_in, image_tensor, tensor_channels, with_channels
 from trainformer.data.samples import load_sample, sample_names
@@ -142,8 +143,8 @@ def load_images(path_or_name: str | Path, *, labels: bool | None = None, channel
         return images
     _refuse_misspelt_name(path_or_name)
     path = Path(path_or_name).expanduser()
-    if _is_saved_by_hf(path):
-        return _load_saved(path, labels, channels)
+    if is_saved_by_hf(path):
+        return hf_images(load_saved(path), labels=labels, channels=channels)
     if names_shards(path) and not (path.is_dir() and holds_images(path)):
         return _load_shards(path_or_name, labels, channels)
     if labels is None:
@@ -174,42 +175,8 @@ def _load_shards(urls: str | Path, labels: bool | None, channels: int | None) ->
 
 
 def _load_from_hub(spec: str, labels: bool | None, channels: int | None) -> Any:
-    datasets = require("datasets", "datasets", "to load data from the Hugging Face hub")
     name, _, split = spec.partition(":")
-    try:
-        loaded = datasets.load_dataset(name, split=split or None)
-    except Exception as error:  # of the network, the hub, the file system, or a split that is none: many types
-        raise DataError(
-            f"Expected the data set '{name}'{f', split {split!r},' if split else ''} of the Hugging Face hub, received "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. Is the name right, and can the hub be reached? What "
-            "was loaded once is found without it; a folder written by save_to_disk can be passed as a path."
-        ) from error
-    return hf_images(_one_split(loaded, f"'hf:{name}:{{}}'", prefer_train=True), labels=labels, channels=channels)
-
-
-def _is_saved_by_hf(path: Path) -> bool:
-    names = {"dataset_dict.json", "state.json", "dataset_info.json"}
-    found = {name for name in names if (path / name).is_file()}
-    return "dataset_dict.json" in found or len(found) == 2
-
-
-def _load_saved(path: Path, labels: bool | None, channels: int | None) -> Any:
-    datasets = require("datasets", "datasets", "to load a data set that it saved")
-    loaded = _one_split(datasets.load_from_disk(str(path)), f"'{path}/{{}}'", prefer_train=False)
-    return hf_images(loaded, labels=labels, channels=channels)
-
-
-def _one_split(loaded: Any, form: str, prefer_train: bool) -> Any:
-    """Of several splits the one that must be meant. Two folders on disk are as likely to be meant one as the other."""
-    if not isinstance(loaded, Mapping):
-        return loaded
-    if len(loaded) == 1:
-        return next(iter(loaded.values()))
-    if prefer_train and "train" in loaded:
-        return loaded["train"]
-    raise DataError(
-        expected("one split", list(loaded), f"Pass one of them: {', '.join(form.format(name) for name in loaded)}.")
-    )
+    return hf_images(load_from_hub(name, split or None), labels=labels, channels=channels)
 
 
 def hf_images(dataset: Any, *, labels: bool | None = None, channels: int | None = 3) -> Any:

@@ -172,8 +172,8 @@ class TaskBase:
 def provides(task: object, name: str) -> bool:
     """Whether a task defines an optional method itself.
 
-    Methods inherited from `TaskBase` or `Task` do not count: their bodies are placeholders, and calling a
-    placeholder `collate_fn` would turn every batch into ``None``.
+    Methods inherited from `TaskBase` or `Task` do not count: their bodies do nothing, and calling such a
+    `collate_fn` would turn every batch into ``None``.
 
     >>> provides(TaskBase(), "collate_fn")
     False

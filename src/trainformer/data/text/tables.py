@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
+from trainformer.data.hub import load_from_hub
 from trainformer.data.text.files import Spans, TextFile, content_suffix, digest
 
 MOST_PARSED = 1 << 30  # bytes of a file that is parsed at once: ten times that in memory, as Python objects
@@ -245,45 +246,6 @@ def read_parquet(paths: Sequence[Path]) -> Any:
 
 def from_hub(spec: str, split: str | None) -> Any:
     """A data set of the Hugging Face hub: `name`, `name:split`, `name@configuration` or `name@configuration:split`."""
-    datasets = require("datasets", "datasets", "to load data from the Hugging Face hub")
     name, _, named_split = spec.partition(":")
     name, _, configuration = name.partition("@")
-    chosen = split or named_split or None
-    what = f"'{name}', split {chosen!r}," if chosen else f"'{name}'"
-    try:
-        loaded = datasets.load_dataset(name, configuration or None, split=chosen)
-    except Exception as error:  # of the network, the hub, the file system, or a split that is none: many types
-        raise DataError(
-            f"Expected the data set {what} of the Hugging Face hub, received {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Is the name right, and can the hub be reached? What was loaded once is found "
-            "without it; a folder written by save_to_disk can be passed as a path."
-        ) from error
-    return one_split(loaded, None, f"'hf:{name}:{{}}'", prefer_train=True)
-
-
-def is_saved_by_hf(path: Path) -> bool:
-    """Whether HF `datasets` wrote this folder with `save_to_disk`."""
-    return (path / "dataset_dict.json").is_file() or all(
-        (path / name).is_file() for name in ("state.json", "dataset_info.json")
-    )
-
-
-def load_saved(path: Path, split: str | None) -> Any:
-    """What HF `datasets` saved in a folder."""
-    datasets = require("datasets", "datasets", "to load a data set that it saved")
-    return one_split(datasets.load_from_disk(str(path)), split, f"'{path}/{{}}'", prefer_train=False)
-
-
-def one_split(loaded: Any, split: str | None, form: str = "data[{!r}]", prefer_train: bool = False) -> Any:
-    """Of several splits the one that is named or must be meant."""
-    if not isinstance(loaded, Mapping):
-        if split is not None and str(getattr(loaded, "split", None)) != split:
-            raise DataError(expected("no split, since the data set has none", split))
-        return loaded
-    wanted = split or ("train" if prefer_train and "train" in loaded else None)
-    if wanted is None and len(loaded) == 1:
-        return next(iter(loaded.values()))
-    if wanted not in loaded:
-        advice = f"Pass one of them: {', '.join(form.format(name) for name in loaded)}."
-        raise DataError(expected("one split", split or list(loaded), advice))
-    return loaded[wanted]
+    return load_from_hub(name, split or named_split or None, configuration or None)

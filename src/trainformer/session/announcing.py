@@ -1,0 +1,43 @@
+"""What a run says of itself when it begins and when it was stopped."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainformer.session.session import Session
+
+logger = logging.getLogger("trainformer")
+
+
+def announce_start(session: Session) -> None:
+    """What is about to be trained, or why there is nothing to train."""
+    state, total = session.state, session.total_steps()
+    if state.stopped:
+        logger.warning(
+            "nothing left to train: the run was stopped at step %d by %s: %s. Call fit() again or load the "
+            "checkpoint to go on all the same, or pass resume=None to begin anew.", state.step, *state.stopped,
+        )  # fmt: skip
+        return
+    if total is not None and state.step >= total:
+        logger.warning(
+            "nothing left to train: %d of %d steps are done. Raise epochs or max_steps to go on, "
+            "or pass resume=None to begin anew.", state.step, total,
+        )  # fmt: skip
+        return
+    backend, samples = session.backend, session.train_size
+    parameters = sum(p.numel() for p in backend.parameters)
+    logger.info(
+        "training %s on %s in %s: %s trainable parameters, %s samples, %s steps",
+        type(session.task).__name__, backend.device, backend.precision.name, f"{parameters:,}",
+        samples if samples is not None else "?", total if total is not None else "?",
+    )  # fmt: skip
+
+
+def announce_stop(session: Session) -> None:
+    """Who stopped the run, and why, if anybody did."""
+    control = session.control
+    if control.should_stop:
+        reason, who = control.stop_reason, control.stopped_by
+        logger.info("stopped at step %d by %s: %s", session.state.step, who, reason)
