@@ -143,6 +143,13 @@ class Trainer(RunSettings):
         """Hand further metrics to the loggers, at the current step."""
         self._session.log(metrics, self.state.step)
 
+    def judging(self) -> AbstractContextManager[None]:
+        """Evaluation mode in this block, with the model to be judged (an average, if one is kept) in its place.
+
+        What is drawn inside does not change how training goes on.
+        """
+        return self._session.judging()
+
     def sandbox(self) -> AbstractContextManager[Probe]:
         """A place for trial steps that leave no trace."""
         return self._session.sandbox()

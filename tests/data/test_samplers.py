@@ -27,13 +27,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data.image import ImageFolder
+from trainformer.data.sampler_names import make_sampler
 from trainformer.data.samplers import (
     ClassBalancedSampler,
     EpochSampler,
     ListedSampler,
     PKSampler,
     RepeatedAugmentSampler,
-    make_sampler,
 )
 
 
@@ -332,6 +332,8 @@ def test_words() -> None:
     assert (pk.p, pk.k, pk.seed) == (4, 2, 3)
     assert make_sampler("repeated", data, batch_size=8, seed=0).repeats == 3
     assert make_sampler("repeated:4", data, batch_size=8, seed=0).repeats == 4
+    tokens = [{"input_ids": [0] * size} for size in (2, 9, 1, 8)]
+    assert make_sampler("length", tokens, batch_size=2, seed=0).order(0).tolist() in ([1, 3, 0, 2], [3, 1, 0, 2])
 
 
 @pytest.mark.parametrize(

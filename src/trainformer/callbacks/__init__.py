@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.callbacks.lr_finder": ["LRFinder"],
         "trainformer.callbacks.monitors": ["CollapseMonitor", "GradientMonitor", "LRMonitor"],
         "trainformer.callbacks.progress": ["ProgressBar"],
+        "trainformer.callbacks.text_samples": ["TextSamples"],
         "trainformer.callbacks.throughput": ["Throughput"],
     },
 )

@@ -1,7 +1,7 @@
 """Which samples an epoch holds, and in which order: classes balanced, batches of P classes with K samples, repetitions.
 
-Owns the samplers and the words that name them (`make_sampler`). Every order is a pure function of (seed, epoch), made
-from labels alone: no image is read. Batches, workers and the random numbers of a sample are the loader's business.
+Owns the samplers; their names are in `sampler_names`. Every order is a pure function of (seed, epoch), made from labels
+alone: no image is read. Batches, workers and the random numbers of a sample are the loader's business.
 
 A sampler serves two masters. The engine asks for `order(epoch, seed)`, the whole epoch, and divides it itself. In a
 `DataLoader` of the user's own it is an ordinary torch sampler that yields the share of this rank.
@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.targets import is_stream, labels_of, length
 from trainformer.utils.distributed import rank as this_rank
 from trainformer.utils.distributed import world_size
 
-_K = 4  # samples per class of "pk", where the word is all that is said
-_REPEATS = 3  # as in the paper on repeated augmentation for image classifiers, and in DeiT
-_WORDS = ("balanced", "pk", "repeated")
+REPEATS = 3  # as in the paper on repeated augmentation for image classifiers, and in DeiT
 # Each sampler has a stream of random numbers of its own, apart from those of plain shuffling with the same seed.
 _BALANCED, _PK, _REPEATED = 0xBA1A, 0x9C, 0x4E9
 
@@ -128,7 +126,7 @@ class ClassBalancedSampler(EpochSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(seed, num_replicas, rank)
-        labels = _labels(dataset, type(self).__name__)
+        labels = known_labels(dataset, type(self).__name__)
         self._num_samples = len(labels) if num_samples is None else _positive("num_samples", num_samples)
         _, self._classes, self._counts = np.unique(labels, return_inverse=True, return_counts=True)
 
@@ -174,7 +172,7 @@ class PKSampler(EpochSampler):
         self,
         dataset: Any,
         p: int = 8,
-        k: int = _K,
+        k: int = 4,
         num_batches: int | None = None,
         *,
         seed: int = 0,
@@ -183,7 +181,7 @@ class PKSampler(EpochSampler):
     ) -> None:
         super().__init__(seed, num_replicas, rank)
         self.p, self.k = _positive("p", p), _positive("k", k)
-        labels = _labels(dataset, type(self).__name__)
+        labels = known_labels(dataset, type(self).__name__)
         by_class = np.argsort(labels, kind="stable")
         self._members = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
         if p > len(self._members):
@@ -266,7 +264,7 @@ class RepeatedAugmentSampler(EpochSampler):
     def __init__(
         self,
         dataset_or_length: Any,
-        repeats: int = _REPEATS,
+        repeats: int = REPEATS,
         *,
         seed: int = 0,
         num_replicas: int | None = None,
@@ -375,100 +373,10 @@ class ListedSampler(EpochSampler):
         return order
 
 
-# -- by name -----------------------------------------------------------------------------------------------
-
-
-def make_sampler(spec: Any, dataset: Any, *, batch_size: int, seed: int) -> Any:
-    """The sampler that `spec` describes, or None for None. What comes back has `order(epoch, seed)` and a length.
-
-    `spec` is `"balanced"`, `"pk"` or `"pk:K"` (batches of `batch_size // K` classes with K samples each; left out, K is
-    at least 4 and such that there are enough classes), `"repeated"` or `"repeated:N"`, a sampler of this module or of
-    torch, or a function of the data set that returns one.
-
-    >>> sampler = make_sampler("pk:2", [(x, x % 3) for x in range(12)], batch_size=4, seed=0)
-    >>> sampler.p, sampler.k
-    (2, 2)
-    """
-    if spec is None:
-        return None
-    if isinstance(spec, str):
-        return _named(spec, dataset, batch_size, seed)
-    if hasattr(spec, "order") and not isinstance(spec, type):
-        if isinstance(spec, PKSampler) and spec.batch_size != batch_size:
-            raise BadArgument(
-                expected(
-                    f"batch_size={spec.batch_size}, for a PKSampler of p={spec.p} classes with k={spec.k} samples each",
-                    batch_size,
-                    f"Pass batch_size={spec.batch_size}, or sampler='pk:{spec.k}', which chooses p by the batch size.",
-                )
-            )
-        return spec.whole() if isinstance(spec, EpochSampler) else spec
-    if isinstance(spec, Iterable) and not isinstance(spec, type) and hasattr(spec, "__len__"):
-        return ListedSampler(spec, _size(dataset), seed=seed, num_replicas=1, rank=0)
-    if callable(spec):
-        return _made_by(spec, dataset, batch_size, seed)
-    raise BadArgument(
-        expected(
-            f"sampler to be one of {', '.join(map(repr, _WORDS))}, a sampler with a length, or a function of the data",
-            type(spec).__name__,
-        )
-    )
-
-
-def _named(spec: str, dataset: Any, batch_size: int, seed: int) -> EpochSampler:
-    word, _, number = spec.partition(":")
-    if word not in _WORDS or (number and word == "balanced"):
-        forms = "Known: 'balanced', 'pk', 'pk:K' (K samples per class), 'repeated', 'repeated:N' (N times each)."
-        raise BadArgument(expected("the name of a sampler", spec, f"{did_you_mean(word, _WORDS)} {forms}".strip()))
-    if number and not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise BadArgument(expected(f"a whole number from 1 in '{word}:N'", spec, f"Pass '{word}:4', for instance."))
-    if word == "balanced":
-        return ClassBalancedSampler(dataset, seed=seed, num_replicas=1, rank=0)
-    if word == "repeated":
-        repeats = int(number) if number else _REPEATS
-        return RepeatedAugmentSampler(_size(dataset), repeats, seed=seed, num_replicas=1, rank=0)
-    classes = len(np.unique(_labels(dataset, "PKSampler")))
-    k = int(number) if number else _suitable_k(batch_size, classes)
-    if batch_size % k:
-        raise BadArgument(
-            expected(
-                f"batch_size to be a multiple of {k}, the number of samples per class of sampler={spec!r}",
-                batch_size,
-                f"Pass batch_size={max(1, batch_size // k) * k}, for instance.",
-            )
-        )
-    if batch_size // k > classes:
-        raise BadArgument(
-            expected(
-                f"at least {batch_size // k} classes for sampler={spec!r} with batch_size={batch_size}",
-                classes,
-                f"Pass sampler='pk:{_suitable_k(batch_size, classes)}', or batch_size={classes * k}.",
-            )
-        )
-    return PKSampler(dataset, batch_size // k, k, seed=seed, num_replicas=1, rank=0)
-
-
-def _suitable_k(batch_size: int, classes: int) -> int:
-    """The smallest number of samples per class from 4 on that divides the batch, if not the largest below that.
-
-    A batch has at least two classes: with one there would be nothing to tell apart.
-    """
-    fitting = [k for k in range(2, batch_size) if batch_size % k == 0 and 2 <= batch_size // k <= classes]
-    return min((k for k in fitting if k >= _K), default=max(fitting, default=_K))
-
-
-def _made_by(spec: Callable[[Any], Any], dataset: Any, batch_size: int, seed: int) -> Any:
-    made = spec(dataset)
-    if made is None or isinstance(made, str) or (callable(made) and not hasattr(made, "__iter__")):
-        name = getattr(spec, "__name__", type(spec).__name__)
-        raise BadArgument(expected(f"{name}(dataset) to return a sampler", made))
-    return make_sampler(made, dataset, batch_size=batch_size, seed=seed)
-
-
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def _labels(dataset: Any, who: str) -> np.ndarray:
+def known_labels(dataset: Any, who: str) -> np.ndarray:
     """The labels, without reading a sample, or what to do about it."""
     labels = None if is_stream(dataset) else labels_of(dataset)
     if labels is None:
@@ -482,7 +390,7 @@ def _labels(dataset: Any, who: str) -> np.ndarray:
     return labels
 
 
-def _size(dataset: Any) -> int:
+def known_size(dataset: Any) -> int:
     size = None if is_stream(dataset) else length(dataset)
     if size is None:
         raise DataError(expected("a data set with a length to sample from", type(dataset).__name__))

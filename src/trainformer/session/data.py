@@ -30,8 +30,9 @@ class LoadOptions:
     num_workers: int | None
     pin_memory: bool
     skip_bad: bool = False
-    sampler: Any = None  # for training only, as is the next
+    sampler: Any = None  # for training only, as are the next
     drop_last: bool = False
+    accumulation: int = 1
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,11 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
 def _sampler_for(data: Any, options: LoadOptions) -> Any:
     if options.sampler is None:
         return None
-    from trainformer.data.samplers import make_sampler
+    from trainformer.data.sampler_names import make_sampler
 
-    return make_sampler(options.sampler, data, batch_size=options.batch_size, seed=options.seed)
+    return make_sampler(
+        options.sampler, data, batch_size=options.batch_size, seed=options.seed, accumulation=options.accumulation
+    )
 
 
 def _refuse_sampling(options: LoadOptions, train: bool, why: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainformer.backends.torch import TorchBackend, capture_random, restore_random
+from trainformer.backends.torch.optimizers import modules_of
 from trainformer.callbacks.base import CallbackList
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import EvalResult, Placed
@@ -33,7 +34,7 @@ class Inference:
     def evaluate(self, source: Source, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
         batches = islice(source.batches(0), most)
-        with self._apart(model), self._progress(source) as tell:
+        with self.apart(model), self._progress(source) as tell:
             metrics, rows = evaluate(self.backend, batches, self.backend.eval_step, self.reduces_rows, tell)
             if rows:
                 metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
@@ -59,7 +60,7 @@ class Inference:
                 )
             return result
 
-        with self._apart(), self._progress(source) as tell:
+        with self.apart(), self._progress(source) as tell:
             _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=tell)
         return rows
 
@@ -69,12 +70,14 @@ class Inference:
         return next((m for m in reversed(offers) if m is not None), self.task.model)
 
     @contextmanager
-    def _apart(self, model: nn.Module | None = None) -> Iterator[None]:
+    def apart(self, model: nn.Module | None = None) -> Iterator[None]:
         """Evaluation mode, the model to be judged, and random numbers of its own.
 
-        What an evaluation draws must not change how training goes on, however often one evaluates.
+        What an evaluation draws must not change how training goes on, however often one evaluates. Each module gets its
+        own mode back: whoever looks at a model in the middle of a run must not leave it without dropout.
         """
         trained, random = self.task.model, capture_random()
+        parts = [part for module in modules_of(self.task).values() for part in module.modules() if part.training]
         try:
             self.task.model = self.model() if model is None else model
             self.backend.evaluating()
@@ -82,6 +85,8 @@ class Inference:
             yield
         finally:
             self.task.model = trained
+            for part in parts:
+                part.training = True
             restore_random(random)
 
     @contextmanager

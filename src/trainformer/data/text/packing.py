@@ -8,7 +8,7 @@ them apart by `position_ids`, which begin at 0 in each.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,14 +155,18 @@ class PackedDataset(Dataset):
             raise IndexError(f"sequence {index} of {len(self)}")
         index = int(index) % len(self)
         documents = self._documents[self._offsets[index] : self._offsets[index + 1]]
-        items = [self.store[document] for document in documents.tolist()]
-        lengths = np.array([len(item["input_ids"]) for item in items], dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths
-        labels = np.concatenate([item["labels"] for item in items])
-        labels[starts] = IGNORED
-        return {
-            "input_ids": np.concatenate([item["input_ids"] for item in items]),
-            "labels": labels,
-            "position_ids": np.arange(len(labels)) - np.repeat(starts, lengths),
-            "lengths": lengths,
-        }
+        return join_documents([self.store[document] for document in documents.tolist()])
+
+
+def join_documents(items: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """One sequence of several documents, each with `input_ids` and `labels`."""
+    lengths = np.array([len(item["input_ids"]) for item in items], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    labels = np.concatenate([item["labels"] for item in items])
+    labels[starts] = IGNORED
+    return {
+        "input_ids": np.concatenate([item["input_ids"] for item in items]),
+        "labels": labels,
+        "position_ids": np.arange(len(labels)) - np.repeat(starts, lengths),
+        "lengths": lengths,
+    }

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.data.hub import is_saved_by_hf, load_saved, one_split
 from trainformer.data.targets import HF_STREAM, STREAM, is_a
 from trainformer.data.text.corpus import corpus_names, load_corpus
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix
 from trainformer.data.text.jsonl import JSONLDataset
+from trainformer.data.text.streams import PREFIX, open_stream
 from trainformer.data.text.tables import (
     CSV,
     JSON,
@@ -28,10 +30,7 @@ from trainformer.data.text.tables import (
     TextFiles,
     TextPieces,
     from_hub,
-    is_saved_by_hf,
     joined,
-    load_saved,
-    one_split,
     read_csv,
     read_parquet,
 )
@@ -73,11 +72,14 @@ def load_text(path_or_name: str | Path, *, split: str | None = None) -> Any:
       begins with it; JSON Lines and text may be compressed (`.gz`, `.bz2`, `.xz`);
     - a folder that HF `datasets` saved (`save_to_disk`), or a data set of the hub by name: `"hf:name"`,
       `"hf:name:split"`, `"hf:name@configuration"`;
+    - a stream of records that are never kept, `"stream:hf:name"` or `"stream:data/*.jsonl.gz"`; see `open_stream`;
     - a built-in corpus: `"python-stdlib"`, `"python-stdlib:test"` (write `"./python-stdlib"` for a folder).
     """
     if isinstance(path_or_name, str):
         if path_or_name in corpus_names():
             return load_corpus(path_or_name if split in (None, "train") else f"{path_or_name}:{split}")
+        if path_or_name.startswith(PREFIX):
+            return open_stream(path_or_name)
         if path_or_name.startswith("hf:") and not os.path.exists(path_or_name):
             return from_hub(path_or_name.removeprefix("hf:"), split)
     path = Path(path_or_name).expanduser()

@@ -99,6 +99,8 @@ def lengths_of(dataset: Any) -> np.ndarray:
     base, chosen = unwrap_subsets(dataset)
     lengths = getattr(base, "lengths", None)
     if lengths is None:
+        if len(dataset) and not (isinstance(dataset[0], Mapping) and "input_ids" in dataset[0]):
+            raise DataError(expected("tokenised data (input_ids), whose lengths are known", type(base).__name__))
         return np.array([len(dataset[i]["input_ids"]) for i in range(len(dataset))], dtype=np.int64)
     return np.asarray(lengths) if chosen is None else np.asarray(lengths)[chosen]
 

@@ -32,6 +32,7 @@ class LanguageTask(TaskBase):
     """Base of the tasks on text. A subclass is a dataclass with the fields annotated here."""
 
     kind: ClassVar[str]
+    groups_lengths: ClassVar[bool] = False  # whether batches of like lengths are the default: less padding
 
     model_name: Any
     adapter: Adapter | None
@@ -98,12 +99,12 @@ class LanguageTask(TaskBase):
             model.resize_token_embeddings(len(self.text))
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """Nothing yet; but here the adapter hears of settings of the run that it cannot live with."""
+        """Batches of like lengths. And here the adapter hears of settings of the run that it cannot live with."""
+        packing = bool(getattr(self, "packing", False))
         if self.adapter is not None:
-            packing = bool(getattr(self, "packing", False))
             checkpointing = settings.gradient_checkpointing
             self.adapter.check(kind=self.kind, packing=packing, gradient_checkpointing=checkpointing)
-        return {}
+        return {"sampler": "length"} if self.groups_lengths and not packing else {}
 
     def configure(self, info: Any) -> None:
         """Load the model now, after seeding."""

@@ -8,6 +8,7 @@ padding, packing and accumulation do not change it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -19,9 +20,12 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
+from trainformer.data.targets import is_stream
 from trainformer.data.text.batches import collate_packed, pad
-from trainformer.data.text.encode import Encoder
+from trainformer.data.text.encode import IGNORED, Encoder
 from trainformer.data.text.packing import PackedDataset
+from trainformer.data.text.streams import TokenStream
+from trainformer.data.text.token_bytes import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import evaluating
@@ -66,6 +70,7 @@ class CausalLM(TokenPrediction):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
+    groups_lengths = True
     shifted = True
 
     def __post_init__(self) -> None:
@@ -74,6 +79,7 @@ class CausalLM(TokenPrediction):
             raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
         if self.adapter is not None:
             self.adapter.check(kind=self.kind, packing=self.packing)
+        self._token_bytes: Tensor | None = None
         self._states = OutputStates(chunked=self.chunk_tokens != 0)
 
     def configure(self, info: Any) -> None:
@@ -85,7 +91,7 @@ class CausalLM(TokenPrediction):
     # -- data ----------------------------------------------------------------------------------------------
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Tokenised once; for training in full sequences, with `packing`."""
+        """Tokenised once, a stream as it is read; for training in full sequences, with `packing`."""
         encoder = Encoder(
             self.text,
             max_length=self.max_length,
@@ -93,6 +99,8 @@ class CausalLM(TokenPrediction):
             truncation=self.truncation,
             prompt_template=self.prompt_template,
         )
+        if is_stream(dataset):
+            return TokenStream(dataset, encoder, capacity=self.max_length if train and self.packing else None)
         store = self._tokenized(dataset, encoder, "training data" if train else "validation data")
         if not (train and self.packing):
             return store
@@ -110,6 +118,19 @@ class CausalLM(TokenPrediction):
         return pad(examples, self.text.pad_token_id, max_length=self.max_length)
 
     # -- steps ---------------------------------------------------------------------------------------------
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Loss, accuracy, and bits per byte of text, by which models with different vocabularies compare."""
+        loss = self._loss(batch)
+        learned = batch["labels"][..., 1:]
+        sizes = self._bytes_of_tokens(learned.device)[learned.clamp(min=0)]
+        size = torch.where(learned == IGNORED, 0, sizes).sum()
+        return {**self._measured(loss), "bits_per_byte": (loss.sum / math.log(2), size)}
+
+    def _bytes_of_tokens(self, device: torch.device) -> Tensor:
+        if self._token_bytes is None or self._token_bytes.device != device:
+            self._token_bytes = torch.from_numpy(token_bytes(self.text)).to(device)
+        return self._token_bytes
 
     def _training_options(self) -> dict[str, Any]:
         return {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}

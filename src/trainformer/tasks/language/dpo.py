@@ -80,6 +80,7 @@ class DPO(LanguageTask):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
+    groups_lengths = True
 
     def __post_init__(self) -> None:
         self._begin()
@@ -299,6 +300,11 @@ class _Pairs(Dataset):
 
     def __init__(self, store: TokenStore) -> None:
         self.store = store
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of the longer answer of each pair, to which the other is padded."""
+        return self.store.lengths.reshape(-1, 2).max(axis=1)
 
     def __len__(self) -> int:
         return len(self.store) // 2

@@ -58,6 +58,7 @@ class MaskedLM(TokenPrediction):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "masked_lm"
+    groups_lengths = True
 
     def __post_init__(self) -> None:
         self._begin()

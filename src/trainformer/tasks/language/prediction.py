@@ -40,7 +40,9 @@ class TokenPrediction(LanguageTask):
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The same without smoothing, and how many tokens are predicted right."""
-        loss = self._loss(batch)
+        return self._measured(self._loss(batch))
+
+    def _measured(self, loss: TokenLoss) -> dict[str, Any]:
         return {"loss": (loss.sum, loss.weight), "accuracy": (loss.correct, loss.weight)}
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
