@@ -23,5 +23,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.data.text.jsonl": ["JSONLDataset"],
         "trainformer.data.text.records": ["ChatDataset", "TextDataset", "TextFileDataset"],
         "trainformer.data.text.sources": ["load_text"],
+        "trainformer.data.text.vocabulary": ["train_tokenizer"],
     },
 )

@@ -18,6 +18,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "reliability",
         ],
         "trainformer.eval.probe": ["ProbeResult", "label_subset", "linear_probe"],
+        "trainformer.eval.ngrams": ["bigram_perplexity", "unigram_perplexity"],
         "trainformer.eval.generation": [
             "bits_per_byte",
             "bleu",

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from trainformer.core.errors import BadArgument
 
+_SHORT = (torch.bfloat16, torch.float16)
+
 
 def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:
     """The 2-norm over all gradients; `uniform` says that they are on one device and of one type.
 
     The same numbers as `torch.nn.utils.get_total_norm`, at half its time (52 against 104 us with clipping, for the
-    six tensors of a small MLP): the tensors need not be grouped anew in every step.
+    six tensors of a small MLP): the tensors need not be grouped anew in every step. Gradients of 16 bits are summed up
+    in fp32, where torch keeps to their own type: a norm of 70,000 is infinite in fp16.
     """
     if any(grad.is_sparse for grad in grads):
         raise BadArgument(
@@ -22,8 +25,13 @@ def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:
             "watched or clipped. Build the layer with sparse=False."
         )
     if uniform:
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return torch.nn.utils.get_total_norm(grads)
+        wide = torch.float32 if grads[0].dtype in _SHORT else None
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, wide)))
+    if not any(grad.dtype in _SHORT for grad in grads):
+        return torch.nn.utils.get_total_norm(grads)
+    home = grads[0].device
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).to(home) for g in grads]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def scale(grads: list[Tensor], factor: Tensor | float, uniform: bool) -> None:

@@ -1,28 +1,16 @@
-"""Optimizers by name, factory or instance, and the parameter groups they get."""
+"""Optimizers by name, factory or instance, and the parameter groups they get. The names are in `optimizer_names`."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
-
-# Names people type. Options are those the optimizer is usually run with where torch's default is not.
-_TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {}),
-    "adam": (torch.optim.Adam, {}),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "adamax": (torch.optim.Adamax, {}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
-    "adafactor": (torch.optim.Adafactor, {}),
-}
+from trainformer.backends.torch.master_weights import MasterWeights, are_short
+from trainformer.backends.torch.optimizer_names import optimizer_by_name, treats_parameters_alone
+from trainformer.core.errors import BadArgument, expected
 
 
 def named_parameters(task: Any) -> dict[str, nn.Parameter]:
@@ -126,12 +114,9 @@ def make_optimizer(
         scales = layer_scales(task.model, named, layer_decay)
         groups = scaled_groups(groups, {id(p): scales[name] for name, p in named.items()}, lr)
     if isinstance(spec, str):
-        return _by_name(spec, groups, lr, weight_decay, {})
+        spec = {"name": spec}
     if isinstance(spec, Mapping):
-        options = dict(spec)
-        if not isinstance(options.get("name"), str):
-            raise BadArgument(expected("an optimizer with options to have a 'name'", dict(spec)))
-        return _by_name(options.pop("name"), groups, lr, weight_decay, options)
+        return _named(dict(spec), groups, lr, weight_decay)
     make: Any = spec
     if isinstance(spec, type) and issubclass(spec, torch.optim.Optimizer):
         return make(groups, lr=lr)
@@ -143,48 +128,17 @@ def make_optimizer(
     raise BadArgument(expected("optimizer to be a name, a factory or an Optimizer", spec))
 
 
-def _by_name(
-    name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float, given: dict[str, Any]
+def _named(
+    options: dict[str, Any], groups: list[dict[str, Any]], lr: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    key = name.lower()
-    if key in _TORCH:
-        cls, options = _TORCH[key]
-        unknown = set(given) - set(inspect.signature(cls).parameters)
-        if unknown:
-            raise BadArgument(expected(f"options that {name} takes", ", ".join(sorted(unknown))))
-        made = cls(groups, lr=lr, **{**_fastest(cls, groups), **options, **given})
-        _fill_momentum(made)
-        return made
-    try:
-        import timm.optim
-    except ModuleNotFoundError:
-        known, hint = list(_TORCH), "More names become available with: pip install 'trainformer[vision]'"
-    else:
-        known, hint = [*_TORCH, *map(str, timm.optim.list_optimizers())], ""
-        if key in known:
-            return timm.optim.create_optimizer_v2(groups, opt=key, lr=lr, weight_decay=weight_decay, **given)
-    close = did_you_mean(key, known)
-    raise BadArgument(expected("optimizer to be a known name", name, f"{close} {hint}".strip()))
+    """One by name and options; parameters below fp32 get master weights unless ``master_weights=False`` is said."""
+    name, masters = options.pop("name", None), options.pop("master_weights", True)
+    if not isinstance(name, str):
+        raise BadArgument(expected("an optimizer with options to have a 'name'", {"name": name, **options}))
+    if not isinstance(masters, bool):
+        raise BadArgument(expected("master_weights to be True or False", masters))
 
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return optimizer_by_name(name, groups, lr, weight_decay, options)
 
-def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Begin the momentum of a fused SGD at 0, which is what it would be.
-
-    Left to itself it fails as soon as one parameter gets its first gradient later than another.
-    """
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
-            for p in group["params"]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-
-
-def _fastest(cls: Any, groups: list[dict[str, Any]]) -> dict[str, bool]:
-    """`fused=True` where the optimizer and every parameter allow it.
-
-    One kernel instead of a dozen per tensor (a third of the time on a small MLP on the CPU), and it can be told on
-    the device to skip a step, so that a non-finite gradient is stopped without waiting for the device.
-    """
-    parameters = [p for group in groups for p in group["params"]]
-    fits = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-    one_place = len({p.device for p in parameters}) == 1
-    return {"fused": True} if "fused" in inspect.signature(cls).parameters and fits and one_place else {}
+    return MasterWeights(groups, make, treats_parameters_alone(name)) if masters and are_short(groups) else make(groups)

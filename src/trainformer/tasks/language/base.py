@@ -99,12 +99,18 @@ class LanguageTask(TaskBase):
             model.resize_token_embeddings(len(self.text))
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """Batches of like lengths. And here the adapter hears of settings of the run that it cannot live with."""
+        """Batches of like lengths, and the optimizer that an adapter advises.
+
+        And here the adapter hears of settings of the run that it cannot live with.
+        """
         packing = bool(getattr(self, "packing", False))
         if self.adapter is not None:
             checkpointing = settings.gradient_checkpointing
             self.adapter.check(kind=self.kind, packing=packing, gradient_checkpointing=checkpointing)
-        return {"sampler": "length"} if self.groups_lengths and not packing else {}
+        wanted = {"sampler": "length"} if self.groups_lengths and not packing else {}
+        advised = getattr(self.adapter, "optimizer", None)
+        on_cuda = torch.cuda.is_available() and str(settings.device or "cuda").startswith("cuda")
+        return wanted | ({"optimizer": advised} if advised and on_cuda else {})
 
     def configure(self, info: Any) -> None:
         """Load the model now, after seeding."""
