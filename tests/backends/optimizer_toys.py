@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from toys import MeanTask, classes, mlp
+from toys import MeanTask, classes, mlp, weights
 from trainformer import Trainer
 
 STEPS = 12
@@ -59,6 +59,8 @@ def bytes_of(state):
 
 
 class Watch:
+    """Keeps parameters, copies and state after each step."""
+
     def __init__(self):
         self.seen = []
 
