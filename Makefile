@@ -6,15 +6,19 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constrai
 export HF_HUB_OFFLINE ?= 1
 export WANDB_SILENT ?= true
 
-.PHONY: demo test lint unit bench format clean help
+.PHONY: demo demo-lm test lint unit bench format clean help
 
 help:
 	@echo "make demo    train a digit classifier in about a minute"
+	@echo "make demo-lm train a language model on Python's standard library in some minutes"
 	@echo "make test    lint, types, layers and the whole test suite"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make unit    the tests alone; make unit ARGS='-k ema' for some of them"
 	@echo "make bench   the loop against a hand-written one and other libraries"
 	@echo "make format  let ruff format and fix the code"
+
+demo-lm: .venv/.dev
+	$(BIN)/python examples/python_lm.py
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py

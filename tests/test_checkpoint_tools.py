@@ -63,7 +63,8 @@ def rewritten(folder, name, change):
 def test_the_surface_and_what_importing_it_costs():
     package = importlib.import_module("trainformer.checkpoint")
     names = (
-        "Checkpoint Comparison Difference InvalidCheckpoint Part PartComparison Summary compare export_weights inspect"
+        "Checkpoint Comparison Difference Finalized InvalidCheckpoint Part PartComparison Summary compare "
+        "export_weights finalize inspect"
     )
     assert package.__all__ == sorted([*names.split(), "list_checkpoints", "protect", "unprotect", "verify"])
     for name in ("compare", "inspect", "verify"):

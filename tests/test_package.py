@@ -8,14 +8,15 @@ import pytest
 
 PUBLIC = {
     "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
-    "trainformer.tasks": "CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq Task "
-    "TaskBase",
+    "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
+    "Task TaskBase TextClassification TextEmbedding TokenClassification VLM",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor LRFinder "
-    "LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar Throughput",
+    "LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
-    "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss dino_kl dino_loss dpo_loss infonce_with_queue "
+    "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss cosine_similarity_loss dino_kl dino_loss dpo_loss "
+    "infonce_with_queue "
     "koleo_loss linear_cross_entropy make_metric_loss make_miner make_pair_loss metric_loss_names miner_names "
-    "moco_v3_loss negative_cosine "
+    "moco_v3_loss multiple_negatives_loss negative_cosine "
     "nt_xent_loss orpo_loss pair_loss_names preference_rewards simpo_loss sequence_log_probs teacher_entropy "
     "token_cross_entropy",
     "trainformer.adapters": "Adapter LoRA PrefixTuning QLoRA adapted_model adapter_state_dict is_adapted load_adapter "
@@ -63,6 +64,7 @@ def test_every_listed_name_exists(module):
         "trainformer.eval",
         "trainformer.data",
         "trainformer.data.augment",
+        "trainformer.cli",
     ],
 )
 def test_importing_is_light(module):

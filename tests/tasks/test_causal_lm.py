@@ -1,63 +1,26 @@
 """CausalLM: one loss, however tokens are padded, packed, sliced or adapted, and checkpoints that others can open."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torchmetrics.text import Perplexity
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainformer import Trainer
+import text_toys as toys
+from text_toys import WORDS, batches_of, checkpoint_of, gpt2, llama
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks import CausalLM
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "bake",
-    "pies",
-]
-TEXTS = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 4 + i % 9)) for i in range(1, 25)]
-CHATML = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+TEXTS = toys.sentences()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
-    plain.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False,
-                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    )  # fmt: skip
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")
-    made.chat_template = CHATML
-    return made
-
-
-def llama(**options):
-    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaConfig(**{**sizes, **heads, "bos_token_id": 0, "eos_token_id": 1, **options})
+    return toys.chat_tokenizer()
 
 
 @pytest.fixture
@@ -70,72 +33,18 @@ def task(tokenizer, tmp_path):
 
 
 def trainer_for(task, data=TEXTS, **options):
-    defaults = {"batch_size": 4, "max_steps": 6, "lr": 1e-2, "log": "none", "save_best": 0, "num_workers": 0}
-    return Trainer(task, list(data), **{**defaults, **options})
-
-
-def batches_of(trainer, train=True):
-    source = trainer._session.train_source if train else trainer._session.val_source
-    return [batch.data for batch in source.batches(0)]
-
-
-def plain_sum(model, batch):
-    """The loss written out: log-probabilities of the next tokens, document by document, without padding."""
-    total, count = 0.0, 0
-    for row, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
-        size = int(mask.sum())
-        logits = model(input_ids=row[None, :size], use_cache=False).logits[0].double()
-        chosen = logits[:-1].log_softmax(-1)[torch.arange(size - 1), row[1:size]]
-        wanted = labels[1:size] != -100
-        total, count = total - (chosen * wanted).sum(), count + int(wanted.sum())
-    return total, count
+    return toys.trainer_for(task, data, **options)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7, 0])
 def test_the_loss_is_that_of_single_documents(task, chunk_tokens):
-    trainer = trainer_for(task(chunk_tokens=chunk_tokens))
-    made = trainer.task
-    for batch in batches_of(trainer)[:3]:
-        made.model.zero_grad()
-        loss = made.train_step(batch)
-        (loss.sum / loss.weight).backward()
-        found = {name: p.grad.clone() for name, p in made.model.named_parameters()}
-        made.model.zero_grad()
-        total, count = plain_sum(made.model, batch)
-        (total / count).backward()
-        assert loss.weight == count
-        torch.testing.assert_close(loss.sum.double(), total, rtol=1e-5, atol=1e-5)
-        for name, p in made.model.named_parameters():
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-6)
+    made = task(chunk_tokens=chunk_tokens)
+    toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.next_token_sum)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_training_is_that_of_a_loop_over_sums_and_tokens(task, accumulation):
-    trainer = trainer_for(
-        task(), accumulation_steps=accumulation, max_steps=3, optimizer="sgd", scheduler=None, gradient_clip=None,
-        weight_decay=0.0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(trainer.task.model.config)
-    model.load_state_dict(trainer.task.model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    batches = [b for epoch in range(3) for b in (x.data for x in trainer._session.train_source.batches(epoch))]
-    windows, start, per_epoch = [], 0, -(-len(TEXTS) // 4)
-    for epoch in range(3):
-        mine = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
-        windows += [mine[i : i + accumulation] for i in range(start, len(mine), accumulation)]
-    for window in windows[:3]:
-        optimizer.zero_grad()
-        pairs = [plain_sum(model, batch) for batch in window]
-        (sum(total for total, _ in pairs) / sum(count for _, count in pairs)).backward()
-        optimizer.step()
-    trainer.fit()
-    for mine, theirs in zip(trainer.task.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-def gpt2():
-    sizes = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
+    toys.check_training(task(), TEXTS, toys.next_token_sum, accumulation)
 
 
 @pytest.mark.parametrize("config", [llama, gpt2])
@@ -225,10 +134,6 @@ def test_padded_prompts_are_continued_like_single_ones(task):
         made.generate(["", "x"])
 
 
-def checkpoint_of(trainer) -> Path:
-    return max((trainer.run_folder / "checkpoints").glob("step_*"))
-
-
 def test_a_checkpoint_opens_with_transformers(task, tmp_path, tokenizer):
     made = task(llama(tie_word_embeddings=True))
     trainer = trainer_for(made, run_dir=tmp_path / "run").fit()
@@ -250,7 +155,8 @@ def test_an_adapter_is_all_that_is_trained_and_saved(task, tmp_path):
         made = task(str(tmp_path / "base"), adapter=LoRA(r=4, dropout=0.0))
         return trainer_for(made, run_dir=tmp_path / folder, save_every=2, save_last=5, **options)
 
-    whole = run("whole").fit()
+    whole, again = toys.check_resuming(run)
+    assert again.state.step == 6
     adapted = {id(p) for n, p in whole.task.model.named_parameters() if "lora_" in n}
     assert {id(p) for group in whole.active_optimizer.param_groups for p in group["params"]} == adapted
     frozen = dict(base.named_parameters())
@@ -265,18 +171,6 @@ def test_an_adapter_is_all_that_is_trained_and_saved(task, tmp_path):
     ids = torch.arange(12)[None]
     whole.task.model.eval()
     assert torch.equal(opened(ids).logits, whole.task.model(ids).logits)
-
-    class Cut:
-        def on_step_end(self, trainer, step, loss):
-            if step == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run("cut", callbacks=[Cut()]).fit()
-    again = run("cut").fit()
-    assert again.state.step == 6
-    for (name, mine), theirs in zip(again.task.model.named_parameters(), whole.task.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
 
 
 def test_it_learns(task):

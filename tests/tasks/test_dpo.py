@@ -6,59 +6,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
-from trainformer import Trainer
+import text_toys as toys
+from text_toys import WORDS, batches_of, checkpoint_of, gpt2, llama
+from toys import weights
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks.language.dpo import DPO, _answers
 
-WORDS = [
-    *("the", "quick", "brown", "fox", "jumps", "over", "a"),
-    *("lazy", "dog", "while", "seven", "wizards", "bake", "pies"),
-]
-PAIRS = [
-    {
-        "prompt": " ".join(WORDS[(i * k) % 14] for k in range(1, 3 + i % 5)),
-        "chosen": "".join(f" {WORDS[(i + k) % 14]}" for k in range(1 + i % 4)),
-        "rejected": "".join(f" {WORDS[(i * 3 + 5 * k + 1) % 14]}" for k in range(2 + i % 3)),
-    }
-    for i in range(1, 17)
-]
-CHATML = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+PAIRS = toys.preferences()
 LOSSES = ["sigmoid", "ipo", "hinge", "orpo", "simpo"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, show_progress=False, initial_alphabet=alphabet
-    )  # fmt: skip
-    plain.train_from_iterator([" ".join(WORDS)] * 3, made)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")
-    wrapped.chat_template = CHATML
-    return wrapped
-
-
-def llama():
-    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=1)
-
-
-def gpt2():
-    """With dropout."""
-    sizes = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
+    return toys.chat_tokenizer()
 
 
 @pytest.fixture
@@ -71,16 +34,7 @@ def task(tokenizer, tmp_path):
 
 
 def trainer_for(task, data=PAIRS, **options):
-    defaults = {"batch_size": 4, "max_steps": 6, "lr": 1e-2, "log": "none", "save_best": 0, "num_workers": 0}
-    return Trainer(task, list(data), **{**defaults, **options})
-
-
-def batches_of(trainer):
-    return [batch.data for batch in trainer._session.train_source.batches(0)]
-
-
-def weights_of(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return toys.trainer_for(task, data, **options)
 
 
 def shaken(task, seed=1):
@@ -94,10 +48,7 @@ def shaken(task, seed=1):
 
 def single(model, row, labels, mask):
     """Sum of the log probabilities of one answer's tokens, and their number: alone, without padding, in float64."""
-    size = int(mask.sum())
-    logits = model(input_ids=row[None, :size], use_cache=False).logits[0].double()
-    found = logits[:-1].log_softmax(-1)[torch.arange(size - 1), row[1:size]]
-    wanted = labels[1:size] != -100
+    found, wanted = toys.next_token_log_probs(model, row, labels, mask)
     return (found * wanted).sum(), wanted.sum()
 
 
@@ -199,7 +150,7 @@ def test_pairs_stay_together_when_an_answer_is_dropped(task):
 def test_the_reference_never_changes_and_is_kept_nowhere(task, tmp_path):
     trainer = trainer_for(task(gpt2()), run_dir=tmp_path / "run", val_data=PAIRS, save_every=3)
     made = trainer.task
-    start = weights_of(made.model)
+    start = weights(made)
     trainer.fit()
     reference = made._reference
     assert not reference.training
@@ -210,7 +161,7 @@ def test_the_reference_never_changes_and_is_kept_nowhere(task, tmp_path):
         assert not p.requires_grad
         assert p.grad is None
     assert any(not torch.equal(p, start[name]) for name, p in made.model.named_parameters())
-    folder = max((tmp_path / "run" / "checkpoints").glob("step_*"))
+    folder = checkpoint_of(trainer)
     saved = load_file(folder / "model.safetensors")
     trained = made.model.state_dict()
     assert set(saved) <= set(trained)
@@ -243,7 +194,7 @@ def test_half_precision_reaches_every_parameter(task):
     """To run a model without gradients first, in the same autocast block, could leave casts without them behind."""
     for adapter in (None, LoRA(r=4, dropout=0.0)):
         trainer = trainer_for(task(adapter=adapter), precision="bf16", max_steps=3)
-        before = weights_of(trainer.task.model)
+        before = weights(trainer.task)
         trainer.fit()
         for name, p in trainer.task.model.named_parameters():
             assert torch.equal(p, before[name]) is not p.requires_grad, name
@@ -257,7 +208,7 @@ def test_accumulation_does_not_change_the_result(task, loss):
             task(loss=loss), batch_size=size, accumulation_steps=accumulation, max_steps=3, optimizer="sgd",
             precision="no",
         )  # fmt: skip
-        ends.append(weights_of(trainer.fit().task.model))
+        ends.append(weights(trainer.fit().task))
     for other in ends[1:]:
         for name, p in ends[0].items():
             torch.testing.assert_close(other[name], p, rtol=1e-5, atol=1e-6)
@@ -288,12 +239,6 @@ def test_training_raises_the_margin(task, loss):
     assert after["val/loss"] < before["val/loss"]
 
 
-class Cut:
-    def on_step_end(self, trainer, step, loss):
-        if step == 3:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("adapted", [False, True])
 def test_resuming_is_exact(task, tmp_path, adapted):
     AutoModelForCausalLM.from_config(gpt2()).save_pretrained(tmp_path / "base")
@@ -302,17 +247,12 @@ def test_resuming_is_exact(task, tmp_path, adapted):
         made = task(str(tmp_path / "base") if model is None else model, LoRA(r=4) if adapted else None)
         return trainer_for(made, run_dir=tmp_path / folder, save_every=2, save_last=5, **options)
 
-    whole = run("whole").fit()
-    with pytest.raises(KeyboardInterrupt):
-        run("cut", callbacks=[Cut()]).fit()
-    again = run("cut").fit()
+    _, again = toys.check_resuming(run)
     assert again.state.step == 6
-    for (name, mine), theirs in zip(again.task.model.named_parameters(), whole.task.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
 
     # With another reference the run would go on, towards something else.
     with pytest.raises(KeyboardInterrupt):
-        run("other", callbacks=[Cut()]).fit()
+        run("other", callbacks=[toys.Cut()]).fit()
     with pytest.raises(DataError, match="reference model that the run began with"):
         run("other", AutoModelForCausalLM.from_config(gpt2())).fit()
 

@@ -1,44 +1,27 @@
 """MaskedLM: masks that depend on seed, epoch and sample alone, and a loss over the tokens to be predicted."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torchmetrics.text import Perplexity
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from trainformer import Trainer
+import text_toys as toys
+from text_toys import batches_of, bert, checkpoint_of
 from trainformer.adapters import LoRA
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks.language.masked_lm import MaskedDataset, MaskedLM, WordEncoder, mask_tokens
 
 WORDS = ["the", "quick", "brown", "foxes", "jumping", "over", "lazy", "dogs", "while", "seven", "wizards", "baking"]
-TEXTS = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 4 + i % 9)) for i in range(1, 25)]
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = toys.sentences(WORDS)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    plain = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    plain.train_from_iterator(
-        TEXTS, trainers.WordPieceTrainer(vocab_size=90, special_tokens=SPECIAL, show_progress=False)
-    )
-    around = [("[CLS]", 2), ("[SEP]", 3)]
-    plain.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    return PreTrainedTokenizerFast(tokenizer_object=plain, **dict(zip(names, SPECIAL, strict=True)))
-
-
-def bert(**options):
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    rest = {"num_attention_heads": 4, "max_position_embeddings": 64}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertConfig(**{**sizes, **rest, **no_dropout, **options})
+    return toys.masking_tokenizer(TEXTS)
 
 
 @pytest.fixture
@@ -51,25 +34,7 @@ def task(tokenizer, tmp_path):
 
 
 def trainer_for(task, data=TEXTS, **options):
-    defaults = {"batch_size": 4, "max_steps": 6, "lr": 1e-2, "log": "none", "save_best": 0, "num_workers": 0}
-    return Trainer(task, list(data), **{**defaults, **options})
-
-
-def batches_of(trainer, epoch=0, position=0):
-    source = trainer._session.train_source
-    return [batch.data for batch in source.batches(epoch, position // 4, position)]
-
-
-def plain_sum(model, batch):
-    """The loss written out: log-probabilities of the hidden tokens, piece by piece, without padding."""
-    total, count = 0.0, 0
-    for row, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
-        size = int(mask.sum())
-        scores = model(input_ids=row[None, :size]).logits[0].double().log_softmax(-1)
-        for place in range(size):
-            if labels[place] != -100:
-                total, count = total - scores[place, labels[place]], count + 1
-    return total, count
+    return toys.trainer_for(task, data, **options)
 
 
 # -- masks -------------------------------------------------------------------------------------------------
@@ -187,38 +152,12 @@ def test_reading_does_not_touch_the_store():
 
 def test_the_loss_is_that_of_single_pieces(task):
     made = task()
-    for batch in batches_of(trainer_for(made))[:3]:
-        made.model.zero_grad()
-        loss = made.train_step(batch)
-        (loss.sum / loss.weight).backward()
-        found = {name: p.grad.clone() for name, p in made.model.named_parameters()}
-        made.model.zero_grad()
-        total, count = plain_sum(made.model, batch)
-        (total / count).backward()
-        assert loss.weight == count
-        torch.testing.assert_close(loss.sum.double(), total, rtol=1e-5, atol=1e-5)
-        for name, p in made.model.named_parameters():
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-6)
+    toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.masked_sum)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_training_is_that_of_a_loop_over_sums_and_tokens(task, accumulation):
-    trainer = trainer_for(
-        task(), accumulation_steps=accumulation, max_steps=3, optimizer="sgd", scheduler=None, gradient_clip=None,
-        weight_decay=0.0,
-    )  # fmt: skip
-    model = AutoModelForMaskedLM.from_config(trainer.task.model.config)
-    model.load_state_dict(trainer.task.model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    batches = [batch for epoch in range(2) for batch in batches_of(trainer, epoch)]  # 6 each: whole windows
-    for step in range(3):
-        optimizer.zero_grad()
-        pairs = [plain_sum(model, batch) for batch in batches[step * accumulation : (step + 1) * accumulation]]
-        (sum(total for total, _ in pairs) / sum(count for _, count in pairs)).backward()
-        optimizer.step()
-    trainer.fit()
-    for mine, theirs in zip(trainer.task.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    toys.check_training(task(), TEXTS, toys.masked_sum, accumulation)
 
 
 def test_evaluation_is_by_tokens_and_does_not_depend_on_the_batch(task):
@@ -253,10 +192,6 @@ def test_it_learns(task):
 # -- checkpoints, adapters, errors -------------------------------------------------------------------------
 
 
-def checkpoint_of(trainer) -> Path:
-    return max((trainer.run_folder / "checkpoints").glob("step_*"))
-
-
 def test_a_checkpoint_opens_with_transformers(task, tmp_path, tokenizer):
     made = task()
     trainer = trainer_for(made, run_dir=tmp_path / "run").fit()
@@ -272,24 +207,15 @@ def test_a_checkpoint_opens_with_transformers(task, tmp_path, tokenizer):
 
 
 def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path):
-    class Cut:
-        def on_step_end(self, trainer, step, loss):
-            if step == 3:
-                raise KeyboardInterrupt
-
     AutoModelForMaskedLM.from_config(bert()).save_pretrained(tmp_path / "base")
 
     def run(folder, **options):
         made = task(str(tmp_path / "base"), adapter=LoRA(r=4, dropout=0.0))
-        return trainer_for(made, run_dir=tmp_path / folder, save_every=2, save_last=5, **options)
+        return trainer_for(made, run_dir=tmp_path / folder, max_steps=8, save_every=2, save_last=5, **options)
 
-    whole = run("whole", max_steps=8).fit()
-    with pytest.raises(KeyboardInterrupt):
-        run("cut", max_steps=8, callbacks=[Cut()]).fit()
-    again = run("cut", max_steps=8).fit()
-    for (name, mine), theirs in zip(again.task.model.named_parameters(), whole.task.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-        assert mine.requires_grad == ("lora_" in name)
+    whole, again = toys.check_resuming(run)
+    for name, p in again.task.model.named_parameters():
+        assert p.requires_grad == ("lora_" in name)
     opened = PeftModel.from_pretrained(
         AutoModelForMaskedLM.from_pretrained(tmp_path / "base"), checkpoint_of(whole)
     ).eval()

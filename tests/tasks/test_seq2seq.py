@@ -1,69 +1,29 @@
 """Seq2Seq: a loss by target token, however pairs are padded or accumulated, and generations judged as a whole set."""
 
 import math
-import random
-from pathlib import Path
 
 import pytest
 import sacrebleu
 import torch
 from peft import PeftModel
 from rouge_score.rouge_scorer import RougeScorer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
 from torchmetrics.text import Perplexity
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, PreTrainedTokenizerFast, T5Config
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from trainformer import Trainer
+import text_toys as toys
+from text_toys import DIGITS, bart, batches_of, checkpoint_of, digit_pairs, t5
 from trainformer.adapters import LoRA
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.text.encode import Report
 from trainformer.tasks.language.seq2seq import PairEncoder, Seq2Seq
 
-WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-SPECIAL = ["<pad>", "</s>", "<s>", "<unk>"]
-
-
-def pairs(count, seed=0, longest=4):
-    rng = random.Random(seed)
-    made = []
-    for _ in range(count):
-        digits = [rng.randrange(10) for _ in range(rng.randint(1, longest))]
-        made.append({"source": " ".join(map(str, digits)), "target": " ".join(WORDS[d] for d in digits)})
-    return made
-
-
-PAIRS = pairs(24)
+PAIRS = digit_pairs(24)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """As T5's: it ends what it reads with EOS."""
-    plain = Tokenizer(models.BPE(unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    texts = [text for pair in pairs(200) for text in pair.values()]
-    plain.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False,
-                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    )  # fmt: skip
-    plain.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", bos_token="<s>"
-    )
-
-
-def t5(**options):
-    sizes = {"vocab_size": 320, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    return T5Config(**{**sizes, **ids, "dropout_rate": 0.0, **options})
-
-
-def bart(**options):
-    sizes = {"vocab_size": 320, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 1}
-    ends = {"forced_eos_token_id": None, "dropout": 0.0}
-    return BartConfig(**{**sizes, **heads, **ids, **ends, **options})
+    return toys.reading_tokenizer()
 
 
 @pytest.fixture
@@ -77,25 +37,7 @@ def task(tokenizer, tmp_path):
 
 
 def trainer_for(task, data=PAIRS, **options):
-    defaults = {"batch_size": 4, "max_steps": 6, "lr": 1e-2, "log": "none", "save_best": 0, "num_workers": 0}
-    return Trainer(task, list(data), **{**defaults, **options})
-
-
-def batches_of(trainer, epoch=0):
-    return [batch.data for batch in trainer._session.train_source.batches(epoch)]
-
-
-def plain_sum(model, batch):
-    """The loss written out: log-probabilities of the target's tokens, pair by pair, without padding."""
-    start = model.config.decoder_start_token_id
-    total, count = 0.0, 0
-    for row, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
-        source, target = row[: int(mask.sum())], labels[labels != -100]
-        begun = torch.cat([torch.tensor([start]), target[:-1]])
-        logits = model(input_ids=source[None], decoder_input_ids=begun[None], use_cache=False).logits[0].double()
-        total = total - logits.log_softmax(-1)[torch.arange(len(target)), target].sum()
-        count += len(target)
-    return total, count
+    return toys.trainer_for(task, data, **options)
 
 
 # -- data --------------------------------------------------------------------------------------------------
@@ -130,7 +72,7 @@ def test_a_target_ends_once_whoever_ends_it(tokenizer):
 
 def test_long_pairs_are_cut_and_counted(tokenizer):
     report = Report()
-    long = {"source": " ".join("1234567890"), "target": " ".join(WORDS)}
+    long = {"source": " ".join("1234567890"), "target": " ".join(DIGITS)}
     records = [long, {"source": "1", "target": ""}, {"source": "", "target": "one"}]
     encoder = PairEncoder(tokenizer, 6, 5)
     (piece,), *none = encoder.encode_all(records, report)
@@ -167,38 +109,12 @@ def test_tokens_prefixes_and_instructions(task, tokenizer):
 @pytest.mark.parametrize("config", [t5, bart])
 def test_the_loss_is_that_of_single_pairs(task, config):
     made = task(config())
-    for batch in batches_of(trainer_for(made))[:3]:
-        made.model.zero_grad()
-        loss = made.train_step(batch)
-        (loss.sum / loss.weight).backward()
-        found = {name: p.grad.clone() for name, p in made.model.named_parameters()}
-        made.model.zero_grad()
-        total, count = plain_sum(made.model, batch)
-        (total / count).backward()
-        assert loss.weight == count
-        torch.testing.assert_close(loss.sum.double(), total, rtol=1e-5, atol=1e-5)
-        for name, p in made.model.named_parameters():
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=2e-6)
+    toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.target_sum, atol=2e-6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_training_is_that_of_a_loop_over_sums_and_tokens(task, accumulation):
-    trainer = trainer_for(
-        task(), accumulation_steps=accumulation, max_steps=3, optimizer="sgd", scheduler=None, gradient_clip=None,
-        weight_decay=0.0,
-    )  # fmt: skip
-    model = AutoModelForSeq2SeqLM.from_config(trainer.task.model.config)
-    model.load_state_dict(trainer.task.model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    batches = [batch for epoch in range(2) for batch in batches_of(trainer, epoch)]  # 6 each: whole windows
-    for step in range(3):
-        optimizer.zero_grad()
-        found = [plain_sum(model, batch) for batch in batches[step * accumulation : (step + 1) * accumulation]]
-        (sum(total for total, _ in found) / sum(count for _, count in found)).backward()
-        optimizer.step()
-    trainer.fit()
-    for mine, theirs in zip(trainer.task.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+    toys.check_training(task(), PAIRS, toys.target_sum, accumulation, atol=2e-6)
 
 
 def test_evaluation_is_by_tokens_and_does_not_depend_on_the_batch(task, tokenizer):
@@ -257,25 +173,7 @@ def test_padded_sources_give_what_single_ones_give(task, config):
     assert decoded == made.generate([pair["source"] for pair in PAIRS[:5]])
 
 
-@pytest.mark.slow
-def test_it_learns_to_read_digits(task):
-    # BART's usual 0.02 is meant for widths of 768 and more: at 32 it takes hundreds of steps to leave zero.
-    made = task(bart(init_std=0.15), generate_metrics=True)
-    train = pairs(2000, seed=1, longest=3)
-    unseen = [pair for pair in pairs(300, seed=2, longest=3) if pair not in train]
-    assert len(unseen) > 40
-    options = {"max_steps": 500, "batch_size": 32, "lr": 5e-3, "precision": "no", "gradient_clip": 1.0}
-    trainer = trainer_for(made, train, val_data=unseen, eval_every=100, **options).fit()
-    found = trainer.evaluate()
-    assert found["val/exact_match"] >= 0.95, found
-    assert found["val/chrf"] > 95
-
-
 # -- checkpoints, adapters, errors -------------------------------------------------------------------------
-
-
-def checkpoint_of(trainer) -> Path:
-    return max((trainer.run_folder / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.parametrize("config", [t5, bart])
@@ -301,12 +199,7 @@ def test_an_adapter_is_all_that_is_trained_and_saved(task, tmp_path, config):
         made = task(str(tmp_path / "base"), adapter=LoRA(r=4, dropout=0.0))
         return trainer_for(made, run_dir=tmp_path / folder, save_every=2, save_last=5, **options)
 
-    class Cut:
-        def on_step_end(self, trainer, step, loss):
-            if step == 3:
-                raise KeyboardInterrupt
-
-    whole = run("whole").fit()
+    whole, again = toys.check_resuming(run)
     folder = checkpoint_of(whole)
     opened = PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base"), folder).eval()
     plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base").eval()
@@ -315,12 +208,8 @@ def test_an_adapter_is_all_that_is_trained_and_saved(task, tmp_path, config):
     assert torch.equal(opened(**inputs).logits, whole.task.model(**inputs).logits)
     assert not torch.equal(opened(**inputs).logits, plain(**inputs).logits)
     assert len(whole.task.generate(["1 2", "3"])) == 2
-    with pytest.raises(KeyboardInterrupt):
-        run("cut", callbacks=[Cut()]).fit()
-    again = run("cut").fit()
-    for (name, mine), theirs in zip(again.task.model.named_parameters(), whole.task.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-        assert mine.requires_grad == ("lora_" in name)
+    for name, p in again.task.model.named_parameters():
+        assert p.requires_grad == ("lora_" in name)
 
 
 def test_wrong_arguments_and_data(task):

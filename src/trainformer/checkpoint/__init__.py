@@ -1,4 +1,4 @@
-"""Checkpoints for people: list, inspect, verify, compare, export weights, protect.
+"""Checkpoints for people: list, inspect, verify, compare, export weights, make what is deployed, protect.
 
 Every path may be a run's folder or its folder of checkpoints (both mean the newest), the folder of one checkpoint, or,
 where that makes sense, a single file. Nothing here changes a run, and nothing that is read is executed.
@@ -16,5 +16,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.checkpoint.summary": ["Part", "Summary", "inspect"],
         "trainformer.checkpoint.comparison": ["Comparison", "Difference", "PartComparison", "compare"],
         "trainformer.checkpoint.weights": ["export_weights"],
+        "trainformer.checkpoint.finalizing": ["Finalized", "finalize"],
     },
 )

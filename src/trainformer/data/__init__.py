@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.data.image": ["ImageDataset", "find_corrupt_images", "load_images"],
         "trainformer.data.lists": ["ImageList"],
         "trainformer.data.loader": ["DatasetSource", "LoaderSource"],
+        "trainformer.data.multimodal": ["ImageTextDataset"],
         "trainformer.data.samplers": [
             "ClassBalancedSampler",
             "EpochSampler",

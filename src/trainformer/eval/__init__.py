@@ -18,6 +18,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "reliability",
         ],
         "trainformer.eval.probe": ["ProbeResult", "label_subset", "linear_probe"],
+        "trainformer.eval.correlation": ["pearson", "spearman"],
+        "trainformer.eval.entities": ["TagScheme"],
+        "trainformer.eval.multilabel": ["multilabel_metrics"],
+        "trainformer.eval.ranking": ["ranking_metrics"],
         "trainformer.eval.ngrams": ["bigram_perplexity", "unigram_perplexity"],
         "trainformer.eval.generation": [
             "bits_per_byte",

@@ -1,4 +1,4 @@
-"""Losses: margin softmax, contrastive, distillation, pairs, tokens and preferences."""
+"""Losses: margin softmax, contrastive, distillation, pairs, rankings, tokens and preferences."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -31,6 +31,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "sequence_log_probs",
             "token_cross_entropy",
         ],
+        "trainformer.losses.ranking": ["cosine_similarity_loss", "multiple_negatives_loss"],
         "trainformer.losses.factory": ["make_metric_loss", "metric_loss_names"],
     },
 )

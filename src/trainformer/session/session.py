@@ -39,7 +39,7 @@ from trainformer.session.provenance import declared_arguments, fingerprint, reco
 from trainformer.session.settings import RunSettings
 from trainformer.session.signals import SignalStop, obeying_signals
 from trainformer.session.snapshot import cloned, write_snapshot
-from trainformer.session.suiting import check_task, suit_to_loader, suit_to_task, without_vain_sampler
+from trainformer.session.suiting import can_be_indexed, check_task, suit_to_loader, suit_to_task, without_vain_sampler
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
 
@@ -92,6 +92,8 @@ class Session:
         # Settings that follow from task or data, where the user chose none.
         self.suited = without_vain_sampler(settings, suited, loaded.train)
         self.declared = declared_arguments(task)
+        if provides(task, "look_at") and can_be_indexed(loaded.train):
+            task.look_at(loaded.train)
         if provides(task, "configure"):
             task.configure(loaded.info)
         self.backend = TorchBackend(task, torch_settings(settings), reduces_rows=provides(task, "on_eval_end"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainformer.backends.torch.memory import SdpaChoice, sdpa_backends
 from trainformer.backends.torch.nonfinite import parse_policy
+from trainformer.backends.torch.quantize import check_recipes
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.cadence import Cadence, Unit
 
@@ -44,7 +45,10 @@ class RunSettings:
 
     # Where and how it is computed
     device: Any = None  # None: the best there is
-    precision: str = "auto"  # auto, no, bf16, fp16
+    precision: str = "auto"  # auto, no, bf16, fp16, fp8
+    fp8_recipe: str | None = None  # tensorwise, rowwise, rowwise_with_gw_hp; precision="fp8" alone means tensorwise
+    fp8_dim_alignment: int = 16  # layers with a size that is no multiple of this stay out of fp8
+    qat_recipe: str | None = None  # round weights while training as this recipe will in deployment
     compile: bool | str = False  # or a mode of torch.compile
     channels_last: bool = False
     gradient_checkpointing: bool = False
@@ -81,7 +85,7 @@ class RunSettings:
 
     def validate(self) -> None:
         """Refuse settings that cannot work, before anything is built."""
-        for name in ("epochs", "batch_size", "accumulation_steps"):
+        for name in ("epochs", "batch_size", "accumulation_steps", "fp8_dim_alignment"):
             self._whole(name, least=1)
         for name in ("max_steps", "eval_batch_size", "keep_every"):
             if getattr(self, name) is not None:
@@ -117,6 +121,7 @@ class RunSettings:
             raise BadArgument(expected(words, self.matmul_precision))
         parse_policy(self.nonfinite)
         sdpa_backends(self.sdpa_backend)
+        check_recipes(self.precision, self.fp8_recipe, self.qat_recipe)
 
     def _whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

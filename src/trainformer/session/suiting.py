@@ -51,7 +51,12 @@ def suit_to_task(settings: RunSettings, task: Any, passed: frozenset[str]) -> di
 
 def without_vain_sampler(settings: RunSettings, suited: dict[str, Any], train_data: Any) -> dict[str, Any]:
     """What was suited, less a sampler that the task wished for where nobody can sample."""
-    if "sampler" not in suited or not (is_loader(train_data) or is_stream(train_data)):
+    if "sampler" not in suited or can_be_indexed(train_data):
         return suited
     settings.sampler = None
     return {name: value for name, value in suited.items() if name != "sampler"}
+
+
+def can_be_indexed(data: Any) -> bool:
+    """Whether there are samples to choose from, and not only batches or a stream to read."""
+    return not (is_loader(data) or is_stream(data))

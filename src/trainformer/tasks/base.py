@@ -63,6 +63,9 @@ class TaskBase:
     def configure(self, info: DatasetInfo) -> None:
         """Called once, before anything is built, with what the data say (number of classes, shape of inputs)."""
 
+    def look_at(self, dataset: Any) -> None:
+        """Called before `configure` with the training data, to learn what only their records tell. Not with streams."""
+
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
         """Settings of the run that suit this task, by name. They count where the user did not choose.
 

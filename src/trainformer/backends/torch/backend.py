@@ -12,6 +12,7 @@ hand-written loop over the mean. Nothing in a step waits for the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.backends.torch import gradients, memory
+from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, resolve_device
@@ -30,6 +31,8 @@ from trainformer.backends.torch.splitting import MemorySplitter
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
 from trainformer.engine.metrics import weighted_means
+
+logger = logging.getLogger("trainformer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,9 @@ class TorchSettings:
     optimizer: Any = "adamw"
     scheduler: Any = "onecycle"
     precision: str = "auto"
+    fp8_recipe: str | None = None
+    fp8_dim_alignment: int = 16
+    qat_recipe: str | None = None
     device: Any = None
     nonfinite: str = "raise"
     compile: bool | str = False
@@ -63,9 +69,13 @@ class TorchBackend:
         self.task = task
         self.settings = settings
         self.device = resolve_device(settings.device)
-        self.precision = make_precision(settings.precision, self.device)
+        self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
+        self.precision = make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
+        if self.fp8 is not None:
+            quantize.check_fp8_device(self.device)
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         self.splitter = MemorySplitter(settings.oom)
+        self.replaced = self._replace_layers()
         self._place_model()
         self.optimizer = make_optimizer(
             settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay
@@ -107,6 +117,16 @@ class TorchBackend:
             # In place: the module keeps its class and its keys, so checkpoints of compiled and plain runs are equal.
             model.compile(mode=settings.compile if isinstance(settings.compile, str) else None)
 
+    def _replace_layers(self) -> str:
+        """Put layers of fewer bits into the model, before anything is made of its layers; what was done, in words."""
+        settings, model = self.settings, self.task.model
+        if self.fp8 is not None:
+            return f"fp8 ({self.fp8}) in {quantize.use_fp8(model, self.fp8, settings.fp8_dim_alignment)}"
+        if settings.qat_recipe is not None:
+            recipe = quantize.recipe_named(settings.qat_recipe, "qat_recipe")
+            return f"trained for {recipe.name}: {quantize.prepare_qat(model, recipe)}"
+        return ""
+
     def _transform(self, train: bool) -> nn.Module | None:
         get = getattr(self.task, "get_train_transforms" if train else "get_eval_transforms", None)
         transform = get() if callable(get) else None
@@ -131,6 +151,8 @@ class TorchBackend:
 
     def run_context(self) -> ExitStack:
         """Process-wide settings of a run; leaving the context puts them back."""
+        if self.replaced:
+            logger.info(self.replaced)
         stack = ExitStack()
         stack.enter_context(memory.process_settings(self.settings.sdpa_backend, self.settings.matmul_precision))
         return stack
@@ -144,7 +166,7 @@ class TorchBackend:
 
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
         """Batches on the device, with the task's transforms applied."""
-        if train not in self._transforms:  # asked for now, when the task has seen its data
+        if train not in self._transforms:  # not before the first batch: by then the task has seen its data
             self._transforms[train] = self._transform(train)
         return self._feeder.feed(batches, self._transforms[train])
 

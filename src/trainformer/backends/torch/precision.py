@@ -13,6 +13,7 @@ _NAMES = {
     **dict.fromkeys(("no", "fp32", "float32", "32"), "fp32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
     **dict.fromkeys(("fp16", "float16", "16"), "fp16"),
+    "fp8": "fp8",
 }
 
 
@@ -39,6 +40,12 @@ class BFloat16(Precision):
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
+class Float8(BFloat16):
+    """bfloat16 around linear layers that multiply in fp8, which `quantize` puts into the model."""
+
+    name = "fp8"
+
+
 class Float16(Precision):
     """Autocast to float16, with a loss scale that is found as training goes."""
 
@@ -52,16 +59,20 @@ class Float16(Precision):
         return torch.autocast(self.device.type, dtype=torch.float16)
 
 
-def make_precision(name: str, device: torch.device) -> Precision:
+def make_precision(name: str, device: torch.device, fp8: bool = False) -> Precision:
     """The precision of that name; ``"auto"`` is bf16 where the device computes in it natively, else fp32.
+
+    With `fp8`, layers of the model multiply in fp8: what is between them is then in bf16, unless the name is ``"no"``.
 
     >>> make_precision("auto", torch.device("cpu")).name
     'fp32'
     """
     kind = _NAMES.get(name)
     if kind is None:
-        raise BadArgument(expected("precision to be 'auto', 'no' (or 'fp32'), 'bf16' or 'fp16'", name))
+        raise BadArgument(expected("precision to be 'auto', 'no' (or 'fp32'), 'bf16', 'fp16' or 'fp8'", name))
+    if fp8 and kind in ("auto", "bf16"):
+        kind = "fp8"
     if kind == "auto":
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         kind = "bf16" if native else "fp32"
-    return {"fp32": Precision, "bf16": BFloat16, "fp16": Float16}[kind](device)
+    return {"fp32": Precision, "bf16": BFloat16, "fp16": Float16, "fp8": Float8}[kind](device)

@@ -1,0 +1,352 @@
+"""Linear layers of fewer bits, made with torchao: in fp8 to train faster, or rounded as they will be in deployment.
+
+Owns the names of the recipes, which layers one applies to, and the change of a model in place. Parameters stay the very
+same objects under the same names, so optimizers, tied weights and checkpoints do not notice. What becomes of a trained
+model is decided in `trainformer.checkpoint.finalize`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainformer.adapters.base import is_adapted, kind_of, unwrapped
+from trainformer.adapters.targets import head_names, linear_names
+from trainformer.backends.torch.random_state import capture_random, restore_random
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.optional import require
+
+#: From the fastest to the most accurate.
+FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+#: Set to 1, fp8 is computed by other means where the device cannot: slowly, to try things out.
+EMULATE = "TRAINFORMER_FP8_EMULATE"
+_FP8_CAPABILITY = (8, 9)
+_INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+_FP8_MULTIPLE = 16  # what the kernels need of both sizes of a layer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to round a model for deployment; `group` is how many weights of a row share a scale, None: all of them."""
+
+    name: str
+    group: int | None
+    make: Callable[[ModuleType, int | None], Any] = field(repr=False)
+    needs_gpu: bool = False
+
+    def base(self) -> Any:
+        """torchao's configuration, new each time."""
+        return self.make(torchao(), self.group)
+
+
+def _int8_activations(ao: ModuleType, group: int | None, bits: torch.dtype = _INT4) -> Any:
+    return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=bits, weight_granularity=_granularity(ao, group))
+
+
+def _weights_alone(ao: ModuleType, group: int | None, bits: torch.dtype = _INT4) -> Any:
+    return ao.IntxWeightOnlyConfig(weight_dtype=bits, granularity=_granularity(ao, group))
+
+
+def _granularity(ao: ModuleType, group: int | None) -> Any:
+    return ao.PerAxis(0) if group is None else ao.PerGroup(group)
+
+
+#: By name. The integers of the first four are symmetric, and kept in a byte each until a runtime packs them.
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("int8-dynamic-act-int4-weight", 32, _int8_activations),
+        Recipe("int8-dynamic-act-int8-weight", None, lambda ao, group: _int8_activations(ao, group, torch.int8)),
+        Recipe("intx-int4-weight-only", 32, _weights_alone),
+        Recipe("int8-weight-only", None, lambda ao, group: _weights_alone(ao, group, torch.int8)),
+        Recipe("int4-weight-only", 32, lambda ao, group: ao.Int4WeightOnlyConfig(group_size=group), True),
+        Recipe(
+            "float8-dynamic-act-float8-weight",
+            None,
+            lambda ao, group: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+            True,
+        ),
+        Recipe(
+            "float8-dynamic-act-int4-weight", 128, lambda ao, group: ao.Float8DynamicActivationInt4WeightConfig(), True
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers that a recipe applies to, and the others with the reason why not, by name."""
+
+    chosen: tuple[str, ...]
+    skipped: dict[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        """
+        >>> str(Layers(("0", "1"), {"an output layer": ("head",)}))
+        '2 linear layers; left as they are: 1 (an output layer)'
+        """
+        text = f"{len(self.chosen)} linear layer{'' if len(self.chosen) == 1 else 's'}"
+        left = ", ".join(f"{len(names)} ({reason})" for reason, names in self.skipped.items())
+        return f"{text}; left as they are: {left}" if left else text
+
+
+# -- names -------------------------------------------------------------------------------------------------
+
+
+def recipe_named(name: str, argument: str) -> Recipe:
+    """The recipe of that name.
+
+    >>> recipe_named("int8-weights-only", "qat_recipe")
+    Traceback (most recent call last):
+    ...
+    trainformer.core.errors.BadArgument: Expected qat_recipe to be the name of a recipe, received 'int8-weights-only'. \
+Did you mean 'int8-weight-only' or 'int4-weight-only' or 'intx-int4-weight-only'?
+    """
+    if not isinstance(name, str) or name not in RECIPES:
+        hint = did_you_mean(str(name), RECIPES) or f"Known: {', '.join(RECIPES)}."
+        raise BadArgument(expected(f"{argument} to be the name of a recipe", name, hint))
+    return RECIPES[name]
+
+
+def fp8_recipe_of(precision: str, fp8_recipe: str | None) -> str | None:
+    """The fp8 recipe that settings ask for; None without fp8.
+
+    >>> fp8_recipe_of("fp8", None), fp8_recipe_of("auto", None)
+    ('tensorwise', None)
+    """
+    return fp8_recipe or ("tensorwise" if precision == "fp8" else None)
+
+
+def check_recipes(precision: str, fp8_recipe: str | None, qat_recipe: str | None) -> None:
+    """Refuse names that are not known, and what does not go together."""
+    if fp8_recipe is not None and fp8_recipe not in FP8_RECIPES:
+        hint = did_you_mean(str(fp8_recipe), FP8_RECIPES)
+        raise BadArgument(expected(f"fp8_recipe to be one of {', '.join(FP8_RECIPES)} or None", fp8_recipe, hint))
+    if qat_recipe is not None:
+        recipe_named(qat_recipe, "qat_recipe")
+    fp8 = fp8_recipe_of(precision, fp8_recipe)
+    if fp8 and qat_recipe:
+        raise BadArgument(
+            f"Expected fp8 or qat_recipe, received both ({fp8!r} and {qat_recipe!r}): each replaces the linear layers "
+            "by others. Train in bf16 for quantisation (precision='bf16'), or leave out qat_recipe."
+        )
+    if fp8 and precision in ("fp16", "float16", "16"):
+        raise BadArgument(
+            expected(
+                "fp8 in a bf16 run",
+                precision,
+                "The gradients of fp8 layers have scales of their own; leave out precision, or pass 'fp8'.",
+            )
+        )
+
+
+# -- which layers ------------------------------------------------------------------------------------------
+
+
+def layers_for(model: nn.Module, recipe: Recipe) -> Layers:
+    """Where a recipe applies, by the structure of a model alone: so it is the same before and after training."""
+    fits = f"of a width that {recipe.group} does not divide"
+    return _sorted_out(model, lambda layer: fits if recipe.group and layer.in_features % recipe.group else None)
+
+
+def _fp8_layers(model: nn.Module, alignment: int) -> Layers:
+    def reason(layer: nn.Linear) -> str | None:
+        if layer.in_features % alignment or layer.out_features % alignment:
+            return f"with a size that {alignment} does not divide"
+        return None if layer.weight.requires_grad else "frozen"
+
+    return _sorted_out(model, reason)
+
+
+def _sorted_out(model: nn.Module, reason: Callable[[nn.Linear], str | None]) -> Layers:
+    """Linear layers to be replaced, and why the others are not."""
+    usual = set(linear_names(model))
+    heads = head_names(model, kind_of(model))
+    adapters = _adapter_names(model)
+    chosen: list[str] = []
+    skipped: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        if type(layer) is not nn.Linear or (name not in usual and _in_attention(model, name)):
+            why: str | None = f"of the kind {type(layer).__name__}"
+        elif not name or name not in usual or _is_inside(name, heads):
+            why = "the output"
+        elif _is_inside(name, adapters):
+            why = "an adapter's"
+        else:
+            why = reason(layer)
+        if why is None:
+            chosen.append(name)
+        else:
+            skipped.setdefault(why, []).append(name)
+    return Layers(tuple(chosen), {why: tuple(names) for why, names in skipped.items()})
+
+
+def _in_attention(model: nn.Module, name: str) -> bool:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(parent, nn.MultiheadAttention)
+
+
+def _is_inside(name: str, parts: list[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def _adapter_names(model: nn.Module) -> list[str]:
+    """Layers that an adapter was put on, with all that is in them."""
+    if not is_adapted(model):
+        return []
+    kinds = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
+    return [name for name, part in model.named_modules() if isinstance(part, kinds)]
+
+
+# -- the change --------------------------------------------------------------------------------------------
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """Refuse fp8 where there is no arithmetic for it."""
+    if is_emulated():
+        return
+    received = str(device)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= _FP8_CAPABILITY:
+            return
+        received = f"{torch.cuda.get_device_name(device)}, which has {'.'.join(map(str, capability))}"
+    raise BadArgument(
+        f"Expected a GPU of compute capability {'.'.join(map(str, _FP8_CAPABILITY))} or more for fp8 (Ada, Hopper, "
+        f"Blackwell), received {received}. Pass precision='bf16'. To try a run out elsewhere, slowly, set {EMULATE}=1."
+    )
+
+
+def is_emulated() -> bool:
+    """Whether fp8 is to be computed by other means."""
+    return os.environ.get(EMULATE, "0") not in ("", "0")
+
+
+def use_fp8(model: nn.Module, recipe: str, alignment: int = _FP8_MULTIPLE) -> Layers:
+    """Let linear layers multiply in fp8, in place. Their weights stay what they are; both operands are rounded anew."""
+    float8 = require("torchao.float8", "quantization", "for fp8")
+    if alignment % _FP8_MULTIPLE and not is_emulated():
+        raise BadArgument(expected(f"fp8_dim_alignment to be a multiple of {_FP8_MULTIPLE}", alignment))
+    with _replacing(model) as inner:
+        layers = _fp8_layers(inner, alignment)
+        wanted = _modules(inner, layers, f"fp8_recipe={recipe!r}")
+        config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated())
+        float8.convert_to_float8_training(inner, config=config, module_filter_fn=lambda part, name: id(part) in wanted)
+        if is_emulated():
+            for part in inner.modules():
+                if type(part).__name__ == "Float8Linear":
+                    part.register_forward_pre_hook(_cast_as_on_gpu)
+    return layers
+
+
+def prepare_qat(model: nn.Module, recipe: Recipe) -> Layers:
+    """Let linear layers round weights and inputs as a recipe will when the model is deployed, in place."""
+    if is_adapted(model):
+        raise BadArgument(
+            "Expected qat_recipe or an adapter, received both: what is rounded in the end is the merged weight, which "
+            "does not exist while the adapter is trained. Train without an adapter, or without qat_recipe and quantise "
+            "the merged model: trainformer finalize RUN OUT --quantize RECIPE."
+        )
+    qat = require("torchao.quantization.qat", "quantization", "for quantisation-aware training")
+    with _replacing(model) as inner:
+        layers = layers_for(inner, recipe)
+        wanted = _modules(inner, layers, f"the recipe {recipe.name!r}")
+        config = qat.QATConfig(recipe.base(), step="prepare")
+        torchao().quantize_(inner, config, filter_fn=lambda part, name: id(part) in wanted)
+        for part in inner.modules():
+            _pass_gradients(part)
+    return layers
+
+
+def restore_linear(model: nn.Module) -> None:
+    """Plain linear layers in the place of those made here, in place, with the same parameters."""
+    for name, part in list(model.named_modules(remove_duplicate=False)):
+        if name and type(part).__name__ in ("FakeQuantizedLinear", "Float8Linear"):
+            with torch.device("meta"):
+                plain = nn.Linear(part.in_features, part.out_features, bias=False)  # type: ignore[arg-type]
+            plain.weight, plain.bias = part.weight, part.bias  # type: ignore[assignment]
+            model.set_submodule(name, plain.train(part.training))
+
+
+def _cast_as_on_gpu(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """torchao's layer heeds autocast on a GPU alone."""
+    kind = inputs[0].device.type
+    if kind == "cuda" or not torch.is_autocast_enabled(kind):
+        return inputs
+    return (inputs[0].to(torch.get_autocast_dtype(kind)), *inputs[1:])
+
+
+class _PassGradient(torch.autograd.Function):
+    """Rounds forwards, and hands the gradient through as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return rounded(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _StraightThrough(nn.Module):
+    """Around a quantiser of torchao 0.18 for float8, whose own gradient is zero for all but the largest values."""
+
+    def __init__(self, quantiser: Any) -> None:
+        super().__init__()
+        self.quantiser = quantiser
+        self.config = quantiser.config
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """The values, rounded."""
+        return _PassGradient.apply(values, self.quantiser)
+
+
+def _pass_gradients(layer: nn.Module) -> None:
+    for name in ("activation_fake_quantizer", "weight_fake_quantizer"):
+        quantiser = getattr(layer, name, None)
+        config = getattr(quantiser, "config", None)
+        types = (getattr(config, "dtype", None), getattr(config, "activation_dtype", None))
+        if quantiser is not None and torch.float8_e4m3fn in types:
+            setattr(layer, name, _StraightThrough(quantiser))
+
+
+@contextmanager
+def _replacing(model: nn.Module) -> Iterator[nn.Module]:
+    """Around a replacement of layers: none of an earlier one left, random numbers and modes as before."""
+    inner, random = unwrapped(model), capture_random()  # new layers draw weights, which are then thrown away
+    restore_linear(inner)
+    yield inner
+    restore_random(random)
+    for part in inner.modules():
+        for child in part.children():
+            if isinstance(child, nn.Linear):
+                child.train(part.training)
+        if isinstance(part, nn.TransformerEncoderLayer):
+            # Its fast path for evaluation reads the weights of its layers and never calls them.
+            part.activation_relu_or_gelu = 0
+
+
+def _modules(model: nn.Module, layers: Layers, asked: str) -> set[int]:
+    """The chosen modules by identity: one that appears under two names is replaced under both."""
+    if not layers.chosen:
+        raise BadArgument(
+            f"Expected a model with linear layers for {asked}, received {type(model).__name__}, none of whose layers "
+            f"can be taken ({layers}). Leave it out."
+        )
+    return {id(model.get_submodule(name)) for name in layers.chosen}
+
+
+def torchao() -> ModuleType:
+    """The package that does the arithmetic."""
+    return require("torchao.quantization", "quantization", "to quantise")

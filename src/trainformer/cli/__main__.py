@@ -1,0 +1,7 @@
+"""`python -m trainformer.cli`, where the command is not on the path."""
+
+import sys
+
+from trainformer.cli.frame import main
+
+sys.exit(main())

@@ -1,0 +1,328 @@
+"""Embeddings of texts: vectors in which texts that mean the same lie close together, for search and comparison.
+
+Owns the task: what a record is, pooling, which loss is meant, and what is measured. The losses are in `losses.ranking`,
+the metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose files lie beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core.errors import did_you_mean, expected
+from trainformer.data.text.sources import records_of
+from trainformer.data.text.store import tokenize
+from trainformer.eval.correlation import pearson, spearman
+from trainformer.eval.ranking import ranking_metrics
+from trainformer.eval.retrieval import retrieval_metrics
+from trainformer.losses.numerics import check_positive, full, full_precision, unit_rows
+from trainformer.losses.pairs import make_pair_loss
+from trainformer.losses.ranking import Keys, cosine_similarity_loss, multiple_negatives_loss
+from trainformer.models.modes import evaluating
+from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.embedding_data import EmbeddedTexts, EmbeddingEncoder, Roles, collate, roles_of
+
+LOSSES = ("auto", "multiple_negatives", "cosine", "supcon")
+POOLINGS = {"mean": "mean", "cls": "cls", "max": "max", "last": "lasttoken"}  # as sentence-transformers calls them
+
+
+@dataclass(eq=False)
+class TextEmbedding(LanguageTask):
+    """Train embeddings of texts with a model of transformers: an encoder (BERT, MPNet, ...) or a decoder (Qwen, ...).
+
+    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
+    the same name unless `tokenizer` says otherwise. Records are pairs (`anchor` and `positive`, `query` and `passage`,
+    `sentence1` and `sentence2`, ...), perhaps with `negative` texts; pairs with a `score` from -1 to 1; or texts with
+    a `label`. `loss="auto"` means `"multiple_negatives"`, `"cosine"` and `"supcon"` for these, in turn.
+
+    With multiple negatives, an anchor shall find its positive among those of the whole batch (and of all ranks): the
+    larger the batch, the better. Equal texts are not negatives of each other. `symmetric` also searches the other way.
+    `matryoshka_dims` trains the first so many values of an embedding to do by themselves.
+
+    `pooling` makes one vector of those of the tokens: `"mean"`, `"cls"`, `"max"` or `"last"` (decoders). `query_prompt`
+    comes before anchors, `passage_prompt` before all other texts.
+    """
+
+    model_name: Any = "sentence-transformers/all-MiniLM-L6-v2"
+    adapter: Adapter | None = None
+    max_length: int = 256
+    _: KW_ONLY
+    pooling: str = "mean"
+    normalize: bool = True
+    loss: str = "auto"
+    temperature: float = 0.05
+    symmetric: bool = False
+    query_prompt: str = ""
+    passage_prompt: str = ""
+    matryoshka_dims: Sequence[int] | None = None
+    recall_at: tuple[int, ...] = (1, 5, 10)
+    tokenizer: Any = None
+    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
+    cache_dir: str | Path | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    kind = "embedding"
+    groups_lengths = False  # batches of like lengths would have other negatives than random ones
+
+    def __post_init__(self) -> None:
+        self._begin()
+        for name, known in (("pooling", tuple(POOLINGS)), ("loss", LOSSES)):
+            value = getattr(self, name)
+            if value not in known:
+                choices = ", ".join(map(repr, known))
+                raise BadArgument(expected(f"{name} to be one of {choices}", value, did_you_mean(str(value), known)))
+        check_positive("temperature", self.temperature, "0.05 is usual.")
+        dims = self.matryoshka_dims
+        if dims is not None and (not dims or any(not isinstance(d, int) or d < 1 for d in dims)):
+            raise BadArgument(expected("matryoshka_dims to be positive whole numbers", dims, "Pass [256, 128, 64]."))
+        if self.adapter is not None:
+            self.adapter.check(kind=self.kind)
+        self._supcon: nn.Module | None = None
+
+    # -- the model -----------------------------------------------------------------------------------------
+
+    def _load(self) -> nn.Module:
+        model = super()._load()
+        inner: Any = unwrapped(model)
+        config = getattr(inner, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            do = "Use an encoder or a decoder."
+            raise BadArgument(expected("a model that reads texts alone", type(inner).__name__, do))
+        width = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
+        if self.matryoshka_dims is not None and width is not None and max(self.matryoshka_dims) > width:
+            raise BadArgument(expected(f"matryoshka_dims of at most {width}, the width", list(self.matryoshka_dims)))
+        pooler = getattr(inner, "pooler", None)
+        if isinstance(pooler, nn.Module):  # of no use here: it would wait for gradients that never come
+            pooler.requires_grad_(False)
+        return model
+
+    def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
+        """A batch is not cut where memory is short: its texts are each other's negatives."""
+        wanted = {**super().training_defaults(settings, chosen), "oom": "raise"}
+        if self.loss == "supcon" and not {"monitor_metric", "monitor_mode"} & set(chosen):
+            wanted |= {"monitor_metric": "val/map@r", "monitor_mode": "max"}
+        return wanted
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """All texts of each record, tokenised once."""
+        records = records_of(dataset, None)
+        roles = self._checked(roles_of(records[0], self.loss), train)
+        prompts = self.query_prompt, self.passage_prompt
+        encoder = EmbeddingEncoder(self.text, self.max_length, roles, prompts, labelled=train)
+        name = "training data" if train else "validation data"
+        return EmbeddedTexts(tokenize(encoder.needed(records), encoder, cache_dir=self.cache_dir, name=name), roles)
+
+    def _checked(self, roles: Roles, train: bool) -> Roles:
+        """Records that the loss can learn from; for evaluation, and to embed, any will do."""
+        loss = roles.loss if self.loss == "auto" else self.loss
+        fits = {
+            "multiple_negatives": len(roles.texts) > 1,
+            "cosine": len(roles.texts) == 2 and roles.target is not None,
+            "supcon": len(roles.texts) == 1 and roles.target is not None,
+        }
+        if train and not fits[loss]:
+            needed = {
+                "multiple_negatives": "pairs of texts (anchor and positive)",
+                "cosine": "two texts and a score (sentence1, sentence2, score)",
+                "supcon": "a text and a label",
+            }
+            raise DataError(expected(f"records of {needed[loss]} for loss={loss!r}", [*roles.texts, roles.target]))
+        return roles._replace(loss=loss if fits[loss] else "none")
+
+    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Padded texts: `input_ids` of anchors, and those of positives, negatives, ... under names of their own."""
+        return collate(examples, self.text.pad_token_id, self.max_length)
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def _embedded(self, batch: Mapping[str, Tensor], role: str = "") -> Tensor:
+        """Embeddings of one kind of text: (B, D), or (B, N, D) of several negatives. In float32, not normalised."""
+        ids, mask = batch[f"{role}input_ids"], batch[f"{role}attention_mask"]
+        hidden = self.model(input_ids=ids.flatten(0, -2), attention_mask=mask.flatten(0, -2)).last_hidden_state
+        return pool(hidden, mask.flatten(0, -2), self.pooling).unflatten(0, ids.shape[:-1])
+
+    def _widths(self, embeddings: Tensor) -> list[int]:
+        return [embeddings.shape[-1]] if self.matryoshka_dims is None else list(self.matryoshka_dims)
+
+    def _normalized(self, embeddings: Tensor) -> Tensor:
+        return unit_rows(embeddings) if self.normalize else embeddings
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """The loss of a batch, summed over its anchors (and over the widths of `matryoshka_dims`)."""
+        anchors = self._embedded(batch)
+        if "labels" in batch:
+            return self._labelled_loss(anchors, batch["labels"])
+        positives = self._embedded(batch, "positive_")
+        negatives = self._embedded(batch, "negative_") if "negative_input_ids" in batch else None
+        total = torch.zeros((), device=anchors.device)
+        for width in self._widths(anchors):
+            first, second = anchors[:, :width], positives[:, :width]
+            if "scores" in batch:
+                total = total + cosine_similarity_loss(first, second, batch["scores"], reduction="sum")
+            else:
+                total = total + multiple_negatives_loss(
+                    first,
+                    second,
+                    None if negatives is None else negatives[..., :width],
+                    keys=Keys(batch["key"], batch["positive_key"], batch.get("negative_key")),
+                    temperature=self.temperature,
+                    symmetric=self.symmetric,
+                    reduction="sum",
+                )
+        return Loss(total, len(anchors))
+
+    def _labelled_loss(self, embeddings: Tensor, labels: Tensor) -> Loss:
+        if self._supcon is None:
+            self._supcon = make_pair_loss("supcon", temperature=self.temperature)
+        means = [self._supcon(embeddings[:, :width], labels) for width in self._widths(embeddings)]
+        return Loss(torch.stack(means).sum() * len(labels), len(labels))
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Embeddings of the whole set, which is looked at at once."""
+        rows: dict[str, Any] = {"embedding": self._normalized(self._embedded(batch)), "key": batch["key"]}
+        if "positive_input_ids" in batch:
+            positives = self._embedded(batch, "positive_")
+            rows |= {"positive": self._normalized(positives), "positive_key": batch["positive_key"]}
+        if "scores" in batch:
+            losses = cosine_similarity_loss(rows["embedding"], rows["positive"], batch["scores"], reduction="sum")
+            rows |= {"loss": (losses, len(batch["scores"])), "score": batch["scores"]}
+        return rows | ({"label": batch["labels"]} if "labels" in batch else {})
+
+    def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """How well anchors find their positives among all distinct ones, or how well cosines follow the scores."""
+        if "label" in rows:
+            return retrieval_metrics(rows["embedding"].float(), rows["label"], recall_at=self.recall_at)
+        if "positive" not in rows:
+            raise DataError(expected("pairs of texts, or texts with labels, to evaluate on", "texts alone"))
+        if "score" in rows:
+            cosines = (unit_rows(rows["embedding"]) * unit_rows(rows["positive"])).sum(1)
+            return {
+                "pearson": pearson(cosines, rows["score"]).item(),
+                "spearman": spearman(cosines, rows["score"]).item(),
+            }
+        queries, query = distinct(rows["key"])
+        passages, passage = distinct(rows["positive_key"])
+        return ranking_metrics(
+            rows["embedding"][queries],
+            rows["positive"][passages],
+            torch.stack([query, passage], dim=1),
+            recall_at=self.recall_at,
+            temperature=self.temperature,
+        )
+
+    def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Embeddings of the (first) texts, with labels beside them where there are any."""
+        rows = {"embedding": self._normalized(self._embedded(batch))}
+        return rows | ({"label": batch["labels"]} if "labels" in batch else {})
+
+    # -- use -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def embed(self, texts: Any, *, prompt: str = "", dim: int | None = None, batch_size: int = 32) -> Tensor:
+        """Embeddings (N, D) of texts, on the CPU. `prompt` comes before each; `dim` keeps the first so many values."""
+        several = [texts] if isinstance(texts, str) else list(texts)
+        if not several:
+            raise BadArgument(expected("at least one text", texts))
+        roles = Roles(("text",), None, "none")
+        encoder = EmbeddingEncoder(self.text, self.max_length, roles, (prompt, prompt), labelled=False)
+        items = [roles.taken_apart(encoder.encode({"text": text})[0]._asdict()) for text in several]
+        order = sorted(range(len(items)), key=lambda place: -len(items[place]["input_ids"]))  # less padding
+        model: Any = unwrapped(self.model)
+        found = []
+        with evaluating(model):
+            for begin in range(0, len(items), batch_size):
+                batch = self.collate_fn([items[place] for place in order[begin : begin + batch_size]])
+                found.append(self._embedded({name: value.to(model.device) for name, value in batch.items()}).cpu())
+        rows = torch.cat(found)[torch.tensor(order).argsort(), :dim]
+        return self._normalized(rows)
+
+    def similarity(self, queries: Any, passages: Any) -> Tensor:
+        """Cosines (Q, P) of texts, with the prompts of each side."""
+        sides = (queries, self.query_prompt), (passages, self.passage_prompt)
+        first, second = (unit_rows(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
+        return first @ second.T
+
+    # -- records -------------------------------------------------------------------------------------------
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """What is wrong with the texts of a batch, in sentences."""
+        if "positive_key" not in batch or "scores" in batch:
+            return []
+        if len(batch["key"]) == 1:
+            return ["A batch of one pair has no negatives: pass a larger batch_size."]
+        if bool((batch["positive_key"] == batch["positive_key"][0]).all()):
+            return ["All positives of the batch are the same text: there are no negatives."]
+        return []
+
+    def save_assets(self, folder: Path) -> list[str]:
+        """What `from_pretrained` looks for, and what `SentenceTransformer` does: pooling, normalising, prompts."""
+        names = super().save_assets(folder)
+        kinds = ["Transformer", "Pooling", *(["Normalize"] if self.normalize else [])]
+        paths = ["", *(f"{place}_{kind}" for place, kind in enumerate(kinds) if place)]
+        modules = [
+            {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for place, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+        ]
+        config: Any = unwrapped(self.model).config
+        modes = {f"pooling_mode_{mode}": mode.startswith(POOLINGS[self.pooling]) for mode in _MODES}
+        files = {
+            "modules.json": modules,
+            "sentence_bert_config.json": {"max_seq_length": self.max_length, "do_lower_case": False},
+            "config_sentence_transformers.json": {
+                "prompts": {"query": self.query_prompt, "document": self.passage_prompt},
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine",
+            },
+            "1_Pooling/config.json": {"word_embedding_dimension": config.get_text_config().hidden_size, **modes},
+        }
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2))
+        for path in paths[2:]:
+            (folder / path).mkdir(exist_ok=True)
+        return sorted({*names, *(name for name in files if "/" not in name)})
+
+
+_MODES = ("cls_token", "max_tokens", "mean_tokens", "lasttoken")
+
+
+def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
+    """One vector (N, D) of the vectors (N, T, D) of tokens, in float32; padding, on either side, does not count.
+
+    >>> hidden = torch.tensor([[[1.0], [3.0], [9.0]]])
+    >>> [pool(hidden, torch.tensor([[1, 1, 0]]), how).item() for how in ("mean", "cls", "max", "last")]
+    [2.0, 1.0, 3.0, 3.0]
+    """
+    with full_precision(hidden):
+        hidden = full(hidden)
+        there = mask.bool().unsqueeze(-1)
+        if how == "mean":
+            # Padding is set to zero, not multiplied by it: what is there may be no number.
+            return hidden.masked_fill(~there, 0.0).sum(1) / there.sum(1).clamp(min=1)
+        if how == "max":
+            return hidden.masked_fill(~there, -torch.inf).amax(1)
+        places = torch.arange(mask.shape[1], device=mask.device)
+        chosen = mask.argmax(1) if how == "cls" else (places * mask).argmax(1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
+
+
+def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each different key stands first, and which of these every key is.
+
+    >>> distinct(torch.tensor([7, 5, 7]))
+    (tensor([1, 0]), tensor([1, 0, 1]))
+    """
+    _, first, place = np.unique(keys.numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first), torch.from_numpy(place)

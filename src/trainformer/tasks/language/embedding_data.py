@@ -1,0 +1,262 @@
+"""Records for embeddings: which texts of a record play which role, as tokens in a store and as batches.
+
+Owns roles, keys that tell equal texts, and shapes. What is learned from them is the business of `embedding`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainformer.core import DataError
+from trainformer.core.errors import expected
+from trainformer.data.text.batches import pad
+from trainformer.data.text.encode import Encoded, Naming, Report
+from trainformer.data.text.forms import TEXT_KEYS, expected_value, value_of
+from trainformer.tasks.language.parts import (
+    PartsEncoder,
+    as_words,
+    found_keys,
+    from_words,
+    joined,
+    only_columns,
+    parted,
+)
+
+_VERSION = "embedded-1"  # of what `EmbeddingEncoder` makes of a record: raise it when that changes
+_PAIRS = (
+    *(("anchor", "positive"), ("query", "positive"), ("question", "positive"), ("query", "pos"), ("anchor", "pos")),
+    *(("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("text1", "text2"), ("text_a", "text_b")),
+    *(("premise", "hypothesis"), ("question1", "question2"), ("query", "passage"), ("query", "document")),
+    *(("query", "answer"), ("question", "answer"), ("question", "context"), ("title", "body")),
+    *(("text", "text_pair"), ("source", "target")),
+)
+_NEGATIVES = (("negative",), ("negatives",), ("neg",), ("hard_negative",))
+_NUMBERED = re.compile(r"(hard_)?neg(ative)?s?_?\d+", re.I)
+_SCORES = tuple((name,) for name in ("score", "similarity_score", "similarity", "label"))
+_LABELS = (("label",), ("labels",), ("class",), ("category",))
+
+
+class Roles(NamedTuple):
+    """The keys of an anchor, its positive and its negatives (or of one text), the key of a score or label, the loss.
+
+    `negatives` is how many there are; they may be one list under one key.
+    """
+
+    texts: tuple[str, ...]
+    target: str | None
+    loss: str
+    negatives: int = 0
+
+    @property
+    def size(self) -> int:
+        """Texts of a record."""
+        return min(len(self.texts), 2) + self.negatives
+
+    def taken_apart(self, item: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """The texts of a piece and their keys, and what stands beside them."""
+        *texts, target = parted(item, self.size + 1)
+        made: dict[str, Any] = {"input_ids": texts[0], "key": key_of(texts[0])}
+        if len(texts) > 1:
+            made |= {"positive": texts[1], "positive_key": key_of(texts[1])}
+        if self.negatives:
+            made |= {"negatives": texts[2:], "negative_key": [key_of(text) for text in texts[2:]]}
+        if self.loss == "cosine" and len(target):
+            made["score"] = from_words(target, np.float32)[0]
+        if self.loss == "supcon" and len(target):
+            made["label"] = from_words(target, np.int64)[0]
+        return made
+
+
+def roles_of(record: Any, loss: str = "auto") -> Roles:
+    """What the texts of a record are, by its keys, and which loss that means if none is named.
+
+    >>> roles_of({"query": "a", "positive": "b", "negative": ["c", "d"]})
+    Roles(texts=('query', 'positive', 'negative'), target=None, loss='multiple_negatives', negatives=2)
+    >>> roles_of({"sentence1": "a", "sentence2": "b", "score": 0.5}).loss
+    'cosine'
+    """
+    if isinstance(record, str):
+        return Roles(("text",), None, "supcon")
+    if isinstance(record, list | tuple) and len(record) > 1 and all(isinstance(text, str) for text in record):
+        names = ("anchor", "positive", *(f"negative_{i}" for i in range(1, len(record) - 1)))
+        return Roles(names, None, "multiple_negatives", len(record) - 2)
+    pair = found_keys(record, _PAIRS)
+    if pair is None:
+        text = found_keys(record, [("input_ids",), *((name,) for name in (*TEXT_KEYS, "anchor", "query"))])
+        if text is None:
+            received = list(record) if isinstance(record, Mapping) else type(record).__name__
+            do = "Rename the columns to anchor and positive, for instance."
+            raise DataError(expected("records of two texts, or of a text and a label", received, do))
+        label = found_keys(record, _LABELS)
+        return Roles(text, None if label is None else label[0], "supcon")
+    numbered = tuple(sorted((key for key in record if _NUMBERED.fullmatch(str(key))), key=_number))
+    negatives = numbered or found_keys(record, _NEGATIVES) or ()
+    several = len(negatives) == 1 and isinstance(record[negatives[0]], list | tuple)
+    size = len(record[negatives[0]]) if several else len(negatives)
+    score = None if negatives else found_keys(record, _SCORES)
+    # The label of a pair is a score where it is no class: 0 and 1 say whether two texts mean the same.
+    is_class = score is not None and score[0].lower() == "label" and not isinstance(record[score[0]], float)
+    if loss == "multiple_negatives" or (loss == "auto" and is_class):
+        score = None
+    meant = "multiple_negatives" if score is None else "cosine"
+    return Roles((*pair, *negatives), None if score is None else score[0], meant, size)
+
+
+def _number(key: str) -> int:
+    return int(re.sub(r"\D", "", key))
+
+
+def key_of(ids: np.ndarray) -> int:
+    """64 bits that tell texts apart by their tokens, the same in every process.
+
+    >>> key_of(np.array([1, 2], dtype=np.int32)) == key_of(np.array([1, 2], dtype=np.int64))
+    True
+    """
+    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+class EmbeddingEncoder(PartsEncoder):
+    """Turns records into tokens: those of every text, and the score or label.
+
+    `prompts` come before the anchor, and before all other texts. `labelled` records must have what the loss needs.
+    """
+
+    def __init__(
+        self, tokenizer: Any, max_length: int, roles: Roles, prompts: tuple[str, str], *, labelled: bool
+    ) -> None:
+        super().__init__(tokenizer, max_length)
+        self.roles = roles
+        self.prompts = prompts
+        self.labelled = labelled
+
+    def fingerprint(self) -> str:
+        """A digest of everything the tokens depend on but the records."""
+        return f"{super().fingerprint()} {_VERSION} {tuple(self.roles)} {self.prompts!r}"
+
+    def needed(self, records: Any) -> Any:
+        """Records with the columns that are read alone."""
+        target = [] if self.roles.target is None else [self.roles.target]
+        return only_columns(records, [*self.roles.texts, *target])
+
+    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+        """One piece for each record: predictions have a row for each."""
+        pieces = []
+        for place, record in enumerate(records):
+            with naming(place):
+                pieces.append([self._piece(record, report)])
+        return pieces
+
+    def _piece(self, record: Any, report: Report) -> Encoded:
+        texts, target = self._parts_of(record)
+        made = [self._one(text, self.prompts[place > 0]) for place, text in enumerate(texts)]
+        self._count(report, sum(len(ids) for ids, _ in made), any(cut for _, cut in made))
+        return joined([*(ids for ids, _ in made), self._target(target)])
+
+    def _one(self, text: Any, prompt: str) -> tuple[np.ndarray, bool]:
+        if not isinstance(text, str) and self.roles.texts[0].lower() == "input_ids":
+            return self._given_tokens(text)
+        ids, _, cut = self._tokens(prompt + self._text(text, "the texts of the record"))
+        return ids, cut
+
+    def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
+        """All texts of a record in their order, and what stands beside them."""
+        if isinstance(record, str):
+            record = {self.roles.texts[0]: record}
+        elif isinstance(record, list | tuple):
+            record = dict(zip(self.roles.texts, record, strict=False))
+        texts = [value_of(record, key) for key in self.roles.texts]
+        if len(texts) == 3 and isinstance(texts[2], list | tuple):
+            texts = [*texts[:2], *texts[2]]
+        if len(texts) != self.roles.size:
+            what = f"{self.roles.negatives} negatives, as many as the first record has"
+            raise DataError(expected(what, len(texts) - 2, "Give every record equally many."))
+        return texts, None if self.roles.target is None else record.get(self.roles.target)
+
+    def _target(self, value: Any) -> np.ndarray:
+        if self.roles.loss not in ("cosine", "supcon") or self.roles.target is None:
+            return np.empty(0, dtype=np.int32)
+        if value is None:
+            raise DataError(expected(f"a {self.roles.target}", "none", "Remove the record, or give it one."))
+        if self.roles.loss == "supcon":
+            # Labels only say which texts belong together: a digest of a name will do.
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            return as_words(np.asarray([value if whole else _digest(str(value))], dtype=np.int64))
+        try:
+            score = float(value)
+        except (TypeError, ValueError):
+            score = math.nan
+        if not -1 <= score <= 1:
+            do = "Bring scores into this range: divide those from 0 to 5 by 5."
+            raise DataError(expected_value("a score from -1 to 1, as a cosine has", value, do))
+        return as_words(np.asarray([score], dtype=np.float32))
+
+
+def _digest(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class EmbeddedTexts(Dataset):
+    """A token store of `EmbeddingEncoder`, taken apart again."""
+
+    in_memory = True  # as the store is: reading is slicing
+
+    def __init__(self, store: Any, roles: Roles) -> None:
+        self.store = store
+        self.roles = roles
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of all texts of a record together."""
+        return self.store.lengths
+
+    @property
+    def targets(self) -> np.ndarray | None:
+        """The class of each labelled text, counted from 0, which samplers ask for."""
+        if self.roles.loss != "supcon" or self.roles.target is None:
+            return None
+        return np.unique([int(self[i]["label"]) for i in range(len(self))], return_inverse=True)[1]
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.roles.taken_apart(self.store[index])
+
+
+def collate(examples: Sequence[Mapping[str, Any]], pad_id: int, max_length: int) -> dict[str, Tensor]:
+    """A batch: texts of each role padded by themselves, negatives as (B, N, T)."""
+    batch = _padded([example["input_ids"] for example in examples], pad_id, max_length)
+    first = examples[0]
+    if "positive" in first:
+        batch |= _named("positive_", _padded([example["positive"] for example in examples], pad_id, max_length))
+    if "negatives" in first:
+        flat = _padded([ids for example in examples for ids in example["negatives"]], pad_id, max_length)
+        size = len(first["negatives"])
+        batch |= _named("negative_", {name: rows.unflatten(0, (-1, size)) for name, rows in flat.items()})
+    for name in ("key", "positive_key", "negative_key"):
+        if name in first:
+            batch[name] = torch.tensor([example[name] for example in examples])
+    for name, plural in (("score", "scores"), ("label", "labels")):
+        if name in first:
+            batch[plural] = torch.as_tensor(np.stack([example[name] for example in examples]))
+    return batch
+
+
+def _padded(rows: Sequence[np.ndarray], pad_id: int, max_length: int) -> dict[str, Tensor]:
+    batch = pad([{"input_ids": ids} for ids in rows], pad_id, max_length=max_length)
+    del batch["labels"]
+    return batch
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}

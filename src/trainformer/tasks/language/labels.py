@@ -1,0 +1,308 @@
+"""Labels of texts and words: which there are, and what number each has.
+
+Owns finding the problem (one class of several, several classes at once, numbers) and the classes from the labels of a
+data set, and writing a label down as a few 32-bit words. Names are numbered once, by the training data; a label that
+training does not know is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainformer.core import BadArgument, DataError
+from trainformer.core.errors import did_you_mean, expected
+from trainformer.data.text.forms import expected_value
+from trainformer.tasks.language.parts import as_words, from_words
+
+Problem = Literal["single", "multi", "regression"]
+PROBLEM_TYPES = {  # what transformers calls them
+    "single": "single_label_classification",
+    "multi": "multi_label_classification",
+    "regression": "regression",
+}
+_MOST_CLASSES = 100_000  # beyond, labels are identifiers or texts
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A problem, its classes (or numbers to be predicted), and how often each occurs where that was counted.
+
+    `hot` says that the labels of a sample are given as one 0 or 1 for each class.
+
+    >>> labels = Labels("single", 2, ("bad", "good"))
+    >>> labels.decoded([labels.words("good"), labels.words(0)])
+    tensor([1, 0])
+    """
+
+    problem: Problem
+    count: int
+    names: tuple[str, ...] | None = None
+    hot: bool = False
+    counts: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def width(self) -> int:
+        """Words of a label."""
+        return {"single": 1, "multi": -(-self.count // 4), "regression": self.count}[self.problem]
+
+    def words(self, label: Any) -> np.ndarray:
+        """A label as 32-bit words; None is a label that is not there."""
+        if self.problem == "single":
+            return np.asarray([-1 if label is None else self.index(label)], dtype=np.int32)
+        if self.problem == "regression":
+            return as_words(np.asarray(self._numbers(label), dtype=np.float32))
+        if label is None:
+            return np.full(self.width, -1, dtype=np.int32)
+        marks = np.zeros(self.count, dtype=np.uint8)
+        marks[self._indices(label)] = 1
+        return as_words(marks)
+
+    def decoded(self, rows: Sequence[np.ndarray]) -> Tensor | None:
+        """The labels of a batch: class indices (B,), or floats (B, classes); None if one is not there."""
+        if self.problem == "regression":
+            values = np.stack([from_words(row, np.float32) for row in rows])
+            return None if np.isnan(values).any() else torch.from_numpy(values.copy())
+        stacked = np.stack(rows)
+        if (stacked < 0).any():
+            return None
+        if self.problem == "single":
+            return torch.from_numpy(stacked[:, 0].astype(np.int64))
+        marks = np.stack([from_words(row, np.uint8)[: self.count] for row in rows])
+        return torch.from_numpy(marks.astype(np.float32))
+
+    def index(self, label: Any) -> int:
+        """The number of a class, by its name or number."""
+        if isinstance(label, float) and label.is_integer():  # what a table makes of whole numbers beside gaps
+            label = int(label)
+        if isinstance(label, str) or (self._names_are_numbers() and _is_whole(label)):
+            return self._named(str(label).strip())
+        if not _is_whole(label):
+            raise DataError(expected_value("a label that is the name or the number of a class", label))
+        if not 0 <= int(label) < self.count:
+            do = "Classes count from 0." if self.names is None else f"Classes are: {_some(self.names)}."
+            raise DataError(expected(f"a label from 0 to {self.count - 1}", int(label), do))
+        return int(label)
+
+    def name(self, index: int) -> str:
+        """The name of a class, as transformers gives one to classes that have none."""
+        return f"LABEL_{index}" if self.names is None else self.names[index]
+
+    def _named(self, label: str) -> int:
+        if self.names is None:
+            if label.isdecimal() and int(label) < self.count:
+                return int(label)
+            raise DataError(expected_value(f"a label from 0 to {self.count - 1}", label, "Pass class_names."))
+        try:
+            return self.names.index(label)
+        except ValueError:
+            hint = did_you_mean(label, self.names) or f"Training knows: {_some(self.names)}."
+            raise DataError(expected_value("the label of a class that training knows", label, hint)) from None
+
+    def _names_are_numbers(self) -> bool:
+        return self.names is not None and all(name.lstrip("-").isdecimal() for name in self.names)
+
+    def _indices(self, label: Any) -> list[int]:
+        several = _as_list(label)
+        if several is None:
+            several = [label]
+        if not self.hot:
+            return [self.index(one) for one in several]
+        if len(several) != self.count or any(mark not in (0, 1) for mark in several):
+            raise DataError(expected_value(f"{self.count} marks of 0 or 1, one for each class", several))
+        return [place for place, mark in enumerate(several) if mark]
+
+    def _numbers(self, label: Any) -> list[float]:
+        if label is None:
+            return [math.nan] * self.count
+        several = _as_list(label)
+        several = [label] if several is None else several
+        try:
+            numbers = [float(one) for one in several]
+        except (TypeError, ValueError):
+            numbers = []
+        if len(numbers) != self.count or not all(map(math.isfinite, numbers)):
+            what = "a finite number" if self.count == 1 else f"{self.count} finite numbers"
+            raise DataError(expected_value(f"{what} as label", label))
+        return numbers
+
+
+def read_labels(
+    values: Iterable[Any],
+    problem: Problem | None = None,
+    names: Sequence[str] | None = None,
+    count: int | None = None,
+    known: Sequence[str] | None = None,
+) -> Labels:
+    """What the labels of a data set are. `problem`, `names` and `count` are what is said of them already.
+
+    Names are numbered in their order (numbers by value); in that of `known`, where these are all of them.
+
+    >>> read_labels(["good", "bad", "good"])
+    Labels(problem='single', count=2, names=('bad', 'good'), hot=False)
+    >>> read_labels([[0, 2], [], [1]]).count, read_labels([0.5, 1.25]).problem
+    (3, 'regression')
+    """
+    seen = _Seen(regression=problem == "regression")
+    for value in values:
+        seen.add(value)
+    problem = problem or seen.problem()
+    if problem == "regression":
+        return Labels("regression", count or seen.longest or 1, None if names is None else tuple(names))
+    hot = problem == "multi" and seen.is_hot()
+    found = seen.classes()
+    texts = [label for label in found if isinstance(label, str)]
+    if names is None and texts and not hot:
+        wanted = sorted({str(label) for label in found}, key=_by_value)
+        names = known if known is not None and set(wanted) <= set(known) else wanted
+    size = seen.longest if hot else max((int(label) for label in found if not isinstance(label, str)), default=-1) + 1
+    size = max(size, count or 0)
+    if names is None and known is not None and size in (0, len(known)):
+        names = known
+    size = size if names is None else len(names)
+    if not seen.total and names is None and count is None:
+        raise DataError(expected("labels in the training data", "none"))
+    made = Labels(problem, size, None if names is None else tuple(names), hot)
+    return Labels(problem, size, made.names, hot, _counted(made, seen))
+
+
+def check_classes(labels: Labels, num_classes: int | None) -> None:
+    """Refuse fewer than two classes, and another number than the user's."""
+    if labels.problem == "regression":
+        return
+    if num_classes is not None and labels.count != num_classes:
+        do = "Leave num_classes out to take it from the data."
+        raise BadArgument(
+            expected(f"num_classes={labels.count}, as many as there are names or labels", num_classes, do)
+        )
+    if labels.problem == "single" and labels.count < 2:
+        what = "none" if not labels.count else f"{labels.count} ({labels.name(0)})"
+        raise DataError(expected("at least two classes to tell apart", what, "Are the labels in the data?"))
+
+
+def check_names(problem: Any, names: Any, count: Any) -> None:
+    """Refuse arguments that cannot be right, whatever the data."""
+    if problem is not None and problem not in get_args(Problem):
+        choices = get_args(Problem)
+        do = did_you_mean(str(problem), choices)
+        raise BadArgument(expected("problem to be 'single', 'multi', 'regression' or None", problem, do))
+    if names is not None:
+        listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        if not listed or not names or len(set(names)) != len(names):
+            raise BadArgument(expected("class_names to be a list of different names", names))
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise BadArgument(expected("num_classes to be a positive integer", count))
+    if names is not None and count is not None and len(names) != count:
+        raise BadArgument(expected(f"num_classes={len(names)}, as many as class_names", count, "Leave it out."))
+
+
+class _Seen:
+    """What the labels of a data set look like, one after the other."""
+
+    def __init__(self, regression: bool) -> None:
+        self.regression = regression
+        self.kinds: set[str] = set()
+        self.values: Counter[Any] = Counter()
+        self.lengths: set[int] = set()
+        self.repeats = False
+        self.total = 0
+
+    def add(self, value: Any) -> None:
+        """Look at one more label."""
+        if value is None:
+            return
+        self.total += 1
+        several = _as_list(value)
+        if several is not None:
+            self.kinds.add("list")
+            self.lengths.add(len(several))
+            self.repeats |= len(set(several)) < len(several)
+            self.kinds |= {"marks" for one in several if isinstance(one, float | bool | np.floating | np.bool_)}
+        if self.regression:
+            return
+        for one in [value] if several is None else several:
+            plain = one.item() if isinstance(one, np.generic) else one
+            if several is None:
+                self.kinds.add(_kind(plain))
+            self.values[plain] += 1
+        if len(self.values) > _MOST_CLASSES and "float" not in self.kinds:
+            do = "Is the label a text, or an identifier? For numbers pass problem='regression'."
+            raise DataError(expected_value(f"at most {_MOST_CLASSES:,} classes", value, do))
+
+    @property
+    def longest(self) -> int:
+        """Labels of the sample that has most."""
+        return max(self.lengths, default=0)
+
+    def problem(self) -> Problem:
+        """What the labels ask for."""
+        if "list" in self.kinds:
+            return "multi"
+        return "regression" if "float" in self.kinds else "single"
+
+    def is_hot(self) -> bool:
+        """Whether lists have a 0 or 1 for each class: numbers of classes would not come twice in one list."""
+        same = len(self.lengths) == 1 and self.longest > 1 and set(self.values) <= {0, 1}
+        return same and ("marks" in self.kinds or self.repeats)
+
+    def classes(self) -> list[Any]:
+        """The different labels."""
+        for label in self.values:
+            if not isinstance(label, str | int | float) or (isinstance(label, float) and not label.is_integer()):
+                raise DataError(expected_value("labels that are names or numbers of classes", label))
+            if not isinstance(label, str) and label < 0:
+                do = "Give every class a number from 0 on, and leave out records without a label."
+                raise DataError(expected("labels from 0 on", int(label), do))
+        return list(self.values)
+
+
+def _kind(value: Any) -> str:
+    """What a label by itself is: texts of numbers, as tables have them, are numbers."""
+    if isinstance(value, str):
+        return "float" if not _parses(value, int) and _parses(value, float) else "name"
+    return "float" if isinstance(value, float) else "number"
+
+
+def _parses(text: str, kind: type) -> bool:
+    try:
+        return math.isfinite(kind(text))
+    except ValueError:
+        return False
+
+
+def _counted(labels: Labels, seen: _Seen) -> tuple[int, ...] | None:
+    """How often each class occurs; unknown where a label is none of them, which reading the records will tell."""
+    if labels.problem != "single" or not seen.total:
+        return None
+    counts = [0] * labels.count
+    try:
+        for value, times in seen.values.items():
+            counts[labels.index(value)] += times
+    except DataError:
+        return None
+    return tuple(counts)
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    if isinstance(value, np.ndarray | Tensor):
+        return value.tolist() if value.ndim else None
+    return list(value) if isinstance(value, list | tuple | set) else None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer | np.bool_)
+
+
+def _by_value(name: str) -> tuple[int, int, str]:
+    return (0, int(name), name) if _parses(name, int) else (1, 0, name)
+
+
+def _some(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -1,0 +1,366 @@
+"""Text classification: one class of several, several at once, or numbers, for texts and pairs of texts.
+
+Owns the task: what a record is, the losses and the metrics. Classes and their names are in `classifying` and `labels`.
+The loss is a sum over texts, never a model's own mean: so padding and accumulation do not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core.errors import expected
+from trainformer.data.info import DatasetInfo
+from trainformer.data.text.batches import pad
+from trainformer.data.text.encode import Encoded, Naming, Report
+from trainformer.data.text.forms import TEXT_KEYS, value_of
+from trainformer.data.text.sources import records_of
+from trainformer.data.text.store import tokenize
+from trainformer.eval.classification import confusion_matrix, precision_recall_f1
+from trainformer.eval.correlation import pearson, spearman
+from trainformer.eval.multilabel import multilabel_metrics
+from trainformer.losses.numerics import full, full_precision
+from trainformer.models.modes import evaluating
+from trainformer.tasks.language.classifying import ClassifyingTask
+from trainformer.tasks.language.labels import Labels, Problem
+from trainformer.tasks.language.parts import PartsEncoder, found_keys, joined, only_columns, parted
+from trainformer.tasks.vision.arguments import given_weights
+from trainformer.tasks.vision.batch import cross_entropy
+
+_VERSION = "texts-1"  # of what `TextEncoder` makes of a record: raise it when that changes, cached tokens are then left
+_PAIRS = (
+    *(("text", "text_pair"), ("text", "text2"), ("text1", "text2"), ("text_a", "text_b")),
+    *(("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("premise", "hypothesis")),
+    *(("question1", "question2"), ("question", "sentence"), ("question", "context"), ("question", "passage")),
+    *(("question", "answer"), ("query", "passage"), ("query", "document")),
+)
+_TEXTS = (("input_ids",), *_PAIRS, *((name,) for name in TEXT_KEYS))
+_LABELS = tuple((name,) for name in ("label", "labels", "target", "class", "category", "score", "similarity_score"))
+
+
+@dataclass(eq=False)
+class TextClassification(ClassifyingTask):
+    """Train a classifier of texts, or of pairs of texts (BERT, RoBERTa, DeBERTa, Llama, ... of transformers).
+
+    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
+    the same name unless `tokenizer` says otherwise. Records have a `text`, or two (`text` and `text_pair`, `sentence1`
+    and `sentence2`, `premise` and `hypothesis`, ...), and a `label`; texts of more than `max_length` tokens lose their
+    end. A label is a name, a number, a list of them (several classes at once) or a number to be predicted: `problem`,
+    left out, is found from the labels, and so are the classes. Labels of validation data mean the same classes.
+
+    `label_smoothing` and `class_weights` (a number per class, or `"balanced"`) are for one class of several. Evaluation
+    looks at the whole set: accuracy and macro F1; F1 and average precision of several classes; correlations of numbers.
+    """
+
+    model_name: Any = "bert-base-uncased"
+    adapter: Adapter | None = None
+    max_length: int = 512
+    _: KW_ONLY
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    problem: Problem | None = None
+    label_smoothing: float = 0.0
+    class_weights: Literal["balanced"] | Sequence[float] | None = None
+    tokenizer: Any = None
+    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
+    cache_dir: str | Path | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
+
+    kind = "sequence_classification"
+    groups_lengths = True
+
+    def __post_init__(self) -> None:
+        self._begin()
+        self._begin_classes(self.problem)
+        if not 0 <= self.label_smoothing < 1:
+            raise BadArgument(expected("label_smoothing from 0 to below 1", self.label_smoothing))
+        if isinstance(self.class_weights, str) and self.class_weights != "balanced":
+            raise BadArgument(expected("class_weights to be 'balanced', a list of numbers or None", self.class_weights))
+        self._weights: Tensor | None = None
+
+    def configure(self, info: DatasetInfo) -> None:
+        """Find the classes, load the model, and weigh the classes."""
+        super().configure(info)
+        labels = self.labels
+        self.problem = labels.problem
+        if labels.problem != "single" and (self.label_smoothing or self.class_weights is not None):
+            do = "Leave label_smoothing and class_weights out."
+            raise BadArgument(expected("one class of several for these arguments", f"problem={self.problem!r}", do))
+        if self.class_weights == "balanced":
+            weights = DatasetInfo(class_counts=None if labels.counts is None else list(labels.counts)).class_weights
+            if weights is None:
+                do = "Pass the weights as numbers."
+                raise DataError(expected("to know how often each class occurs for class_weights='balanced'", None, do))
+            self._weights = weights
+        else:
+            self._weights = given_weights(self.class_weights, labels.count)
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def _label_values(self, dataset: Any) -> tuple[Iterable[Any], list[str] | None]:
+        records = records_of(dataset, None)
+        first = records[0]
+        if not isinstance(first, Mapping):
+            pairs = (records[i] for i in range(len(records)))
+            return (record[1] for record in pairs if isinstance(record, list | tuple) and len(record) == 2), None
+        keys = found_keys(first, _LABELS)
+        if keys is None:
+            return (), None
+        return column_values(records, keys[0])
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Texts, tokenised once, with their labels."""
+        records = records_of(dataset, None)
+        encoder = TextEncoder(self.text, self.max_length, self.labels, records[0], labelled=train)
+        name = "training data" if train else "validation data"
+        store = tokenize(only_columns(records, encoder.keys), encoder, cache_dir=self.cache_dir, name=name)
+        return TextParts(store, self.labels)
+
+    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Padded texts, and labels where every text has one."""
+        batch = pad(examples, self.text.pad_token_id, max_length=self.max_length)
+        types = batch.pop("labels")
+        labels = self.labels.decoded([example["label"] for example in examples])
+        batch["token_type_ids"] = types.clamp(min=0)
+        return batch if labels is None else {**batch, "labels": labels}
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        model: Any = self.model
+        names = ["input_ids", "attention_mask"]
+        if self._has_types(unwrapped(model).config):
+            names.append("token_type_ids")
+        return full(model(**{name: batch[name] for name in names if name in batch}).logits)
+
+    def _has_types(self, config: Any) -> bool:
+        """Whether the model is told which text a token belongs to. GPT-2 means something else by types."""
+        return getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in self.text.model_input_names
+
+    def _loss(self, logits: Tensor, labels: Tensor, *, train: bool) -> tuple[Tensor, Any]:
+        """Sum and weight of the loss."""
+        with full_precision(logits):
+            if self.labels.problem == "single":
+                weights = self._weights_like(logits) if train else None
+                smoothing = self.label_smoothing if train else 0.0
+                return tuple(cross_entropy(logits, labels, class_weights=weights, label_smoothing=smoothing))  # type: ignore[return-value]
+            if self.labels.problem == "multi":
+                losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
+            else:
+                losses = (logits - labels.to(logits.dtype)).square()
+            return losses.mean(1).sum(), len(labels)
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """Cross-entropy (one class), binary cross-entropy averaged over classes (several), or squared error."""
+        logits, labels = self._logits(batch), _wanted(batch)
+        total, weight = self._loss(logits, labels, train=True)
+        if self.labels.problem != "single":
+            return Loss(total, weight)
+        right = (logits.detach().argmax(-1) == labels).sum()
+        return Loss(total, weight, metrics={"accuracy": (right, len(labels))})
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The plain loss, and predictions for the metrics of the whole set."""
+        logits, labels = self._logits(batch), _wanted(batch)
+        metrics: dict[str, Any] = {"loss": self._loss(logits, labels, train=False), "label": labels}
+        if self.labels.problem == "single":
+            prediction = logits.argmax(-1)
+            return {
+                **metrics,
+                "accuracy": ((prediction == labels).sum(), len(labels)),
+                "prediction": prediction,
+            }
+        return {**metrics, "prediction": logits.sigmoid() if self.labels.problem == "multi" else logits}
+
+    def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """What can only be said of the whole set. The confusion matrix is kept as `confusion`."""
+        predictions, labels = rows["prediction"], rows["label"]
+        if self.labels.problem == "single":
+            self.confusion = confusion_matrix(predictions, labels, self.labels.count)
+            return {"f1": precision_recall_f1(predictions, labels, "macro", self.labels.count).f1.item()}
+        if self.labels.problem == "multi":
+            return multilabel_metrics(predictions, labels)
+        columns = list(zip(predictions.float().T, labels.float().T, strict=True))
+        return {
+            "mse": (predictions.double() - labels.double()).square().mean().item(),
+            "pearson": float(np.mean([pearson(p, w).item() for p, w in columns])),
+            "spearman": float(np.mean([spearman(p, w).item() for p, w in columns])),
+        }
+
+    def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Probabilities and what follows from them, or the predicted numbers as `value`. Labels may be there or not."""
+        logits = self._logits(batch)
+        if self.labels.problem == "regression":
+            return {"value": logits.squeeze(1) if self.labels.count == 1 else logits}
+        if self.labels.problem == "multi":
+            return {"prediction": logits > 0, "probabilities": logits.sigmoid()}
+        probabilities = logits.softmax(-1)
+        probability, prediction = probabilities.max(-1)
+        return {"prediction": prediction, "probability": probability, "probabilities": probabilities}
+
+    @torch.no_grad()
+    def classify(self, texts: Any, *, top: int | None = None, batch_size: int = 32) -> list[dict[str, float]]:
+        """Names with scores for each text or pair of texts, the best first: all, or the best `top`.
+
+        Scores are probabilities (which of several classes at once need not sum to 1), or the predicted numbers.
+        """
+        several: list[Any] = [texts] if isinstance(texts, str) else list(texts)
+        if not several:
+            return []
+        records = [{"text": t} if isinstance(t, str) else {"text": t[0], "text_pair": t[1]} for t in several]
+        encoders = {
+            len(form): TextEncoder(self.text, self.max_length, self.labels, form, labelled=False)
+            for form in ({"text": ""}, {"text": "", "text_pair": ""})
+        }
+        items = [encoders[len(record)].encode(record)[0]._asdict() for record in records]
+        model: Any = unwrapped(self.model)
+        found: list[list[float]] = []
+        with evaluating(model):
+            for begin in range(0, len(items), batch_size):
+                batch = self.collate_fn([taken_apart(item, self.labels) for item in items[begin : begin + batch_size]])
+                rows = self.predict_step({name: value.to(model.device) for name, value in batch.items()})
+                found += rows.get("probabilities", rows.get("value")).reshape(-1, self.labels.count).tolist()  # type: ignore[union-attr]
+        named = [{self.labels.name(place): score for place, score in enumerate(row)} for row in found]
+        return [dict(sorted(row.items(), key=lambda pair: -pair[1])[:top]) for row in named]
+
+    def _weights_like(self, logits: Tensor) -> Tensor | None:
+        if self._weights is not None and (self._weights.device, self._weights.dtype) != (logits.device, logits.dtype):
+            self._weights = self._weights.to(logits)  # once: copying every step would wait for the device
+        return self._weights
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """What is wrong with the labels of a batch, in sentences."""
+        if "labels" not in batch:
+            return ["Texts of the batch have no label."]
+        labels = batch["labels"]
+        alike = self.labels.problem != "regression" and len(labels) > 8 and bool((labels == labels[:1]).all())
+        return [
+            "All texts of the batch have one and the same label: are the data sorted, or is it a wrong column?"
+        ] * alike
+
+
+def _wanted(batch: Mapping[str, Tensor]) -> Tensor:
+    if "labels" not in batch:
+        raise DataError(expected("a label with every text", "texts without", "To predict labels, call predict()."))
+    return batch["labels"]
+
+
+def column_values(records: Any, key: str) -> tuple[Iterable[Any], list[str] | None]:
+    """The values of a key in all records, and the names of its classes where an HF data set has them."""
+    feature = (getattr(records, "features", None) or {}).get(key)
+    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+    column = only_columns(records, [key])
+    values = (column[i] for i in range(len(column)))
+    return (record.get(key) for record in values if isinstance(record, Mapping)), names
+
+
+class TextEncoder(PartsEncoder):
+    """Turns records into tokens: those of the first text, of the second, and the label.
+
+    Which keys are meant is decided by the first record. `labelled` records must have a label.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int, labels: Labels, first: Any, *, labelled: bool) -> None:
+        super().__init__(tokenizer, max_length)
+        self.labels = labels
+        self.labelled = labelled
+        self._bare = not isinstance(first, Mapping)
+        texts, label = found_keys(first, _TEXTS), found_keys(first, _LABELS)
+        if texts is None and not self._bare:
+            do = "Rename the columns."
+            raise DataError(expected("records with a text, or with text and text_pair", list(first), do))
+        self._texts = texts or ()
+        self._label = None if label is None else label[0]
+
+    @property
+    def keys(self) -> list[str]:
+        """What is read of a record."""
+        return [*self._texts, *([] if self._label is None else [self._label])]
+
+    def fingerprint(self) -> str:
+        """A digest of everything the tokens depend on but the records."""
+        return f"{super().fingerprint()} {_VERSION} {self.keys} {self.labels} {self.labelled}"
+
+    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+        """One piece for each record: predictions have a row for each."""
+        pieces = []
+        for place, record in enumerate(records):
+            with naming(place):
+                pieces.append([self._piece(record, report)])
+        return pieces
+
+    def _piece(self, record: Any, report: Report) -> Encoded:
+        values, label = self._parts_of(record)
+        if label is None and self.labelled:
+            raise DataError(expected("a label", "none", "Remove the record, or give it one."))
+        if self._texts and self._texts[0].lower() == "input_ids":
+            ids, cut = self._given_tokens(values[0])
+            types = np.zeros_like(ids)
+        else:
+            names = self._texts or ("text",)
+            texts = [self._text(value, key) for value, key in zip(values, names, strict=True)]
+            ids, types, cut = self._tokens(*texts)
+        self._count(report, len(ids), cut)
+        border = int(np.count_nonzero(types == 0))  # the second text comes behind the first, with the types of BERT
+        return joined([ids[:border], ids[border:], self.labels.words(label)])
+
+    def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
+        """The texts and the label of a record."""
+        if not self._bare:
+            label = None if self._label is None else value_of(record, self._label)
+            return [value_of(record, key) for key in self._texts], label
+        if isinstance(record, str):
+            return [record], None
+        if not isinstance(record, list | tuple) or len(record) != 2:
+            raise DataError(
+                expected("a text with its label", type(record).__name__, 'Write {"text": ..., "label": ...}.')
+            )
+        return [record[0]], record[1]
+
+
+def taken_apart(item: Mapping[str, np.ndarray], labels: Labels) -> dict[str, np.ndarray]:
+    """Tokens, the text that each belongs to (as `labels`, which are padded alike), and the words of the label."""
+    first, second, label = parted(item, 3)
+    types = np.repeat(np.arange(2), [len(first), len(second)])
+    return {"input_ids": np.concatenate([first, second]), "labels": types, "label": label}
+
+
+class TextParts(Dataset):
+    """A token store of `TextEncoder`, taken apart again."""
+
+    in_memory = True  # as the store is: reading is slicing
+
+    def __init__(self, store: Any, labels: Labels) -> None:
+        self.store = store
+        self.labels_of = labels
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each text."""
+        return self.store.lengths - self.labels_of.width
+
+    @property
+    def targets(self) -> list[int] | None:
+        """The class of each text, which samplers ask for."""
+        if self.labels_of.problem != "single":
+            return None
+        return [int(self.store[i]["input_ids"][-1]) for i in range(len(self))]
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return taken_apart(self.store[index], self.labels_of)

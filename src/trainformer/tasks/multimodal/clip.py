@@ -1,0 +1,350 @@
+"""CLIP and its relatives: two towers that put images and texts that belong together at the same place.
+
+Owns the task: its arguments, what a step computes, what is measured, and using the result (embeddings, zero-shot
+classes). Samples and batches are in `pairs`, the losses in `contrastive`, recalls in `retrieval`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainformer.adapters.base import Adapter
+from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core.errors import expected
+from trainformer.data.image import load_images
+from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
+from trainformer.data.order import preserved_generators
+from trainformer.data.targets import is_stream, targets_of
+from trainformer.losses.numerics import unit_rows
+from trainformer.models.modes import evaluating
+from trainformer.tasks.multimodal.arguments import TOWERS, check_arguments, check_end
+from trainformer.tasks.multimodal.contrastive import clip_loss, siglip_loss
+from trainformer.tasks.multimodal.image_text_task import ProcessorTask
+from trainformer.tasks.multimodal.pairs import EncodedPairs, EncodedStream, PairEncoder, collate, split_pair
+from trainformer.tasks.multimodal.processing import PixelAugment, Pixels
+from trainformer.tasks.multimodal.retrieval import matches, retrieval_metrics
+from trainformer.tasks.vision.batch import Normalize
+from trainformer.tasks.vision.checks import image_problems
+
+_MOST_SCANNED_BYTES = 4 << 30  # of shards that are read through for their length
+_LARGEST_SCALE = 100.0  # that of the paper
+# Texts that are read from left to right and end in EOS: nothing behind it is ever looked at, so a mask says nothing.
+_CAUSAL = ("clip",)
+_NEEDED = ("get_image_features", "get_text_features", "logit_scale")
+
+
+@dataclass(eq=False)
+class CLIP(ProcessorTask):
+    """Train CLIP, SigLIP, Chinese-CLIP or AltCLIP of transformers on images with captions, from scratch or further.
+
+    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the processor is that of
+    the same name unless `processor` says otherwise. Data are those of `ImageTextDataset`, or any data set of
+    ``{"image", "text"}`` or ``(image, text)``. Images get the very pixels of the model's processor; training cuts out
+    `crop_scale` of their area at random, on the device (``augment=None``: not, or a module for batches of pixels).
+
+    The negatives of a pair are the other pairs of its batch on all ranks, but not those of other micro-batches, and not
+    those with an equal caption, unless ``same_caption="negative"`` (as in the papers). The temperature is learned; its
+    inverse stays at or below `max_scale` (None: 100 for CLIP, no limit for SigLIP). ``freeze="image"`` or "text" keeps
+    that tower as it is.
+
+    Evaluation embeds the whole set once: recall at `recall_at`, the median rank, and the loss, both ways. On images
+    with labels it is the accuracy of zero-shot classes: `classes`, or the names the data have, put into `templates`.
+    """
+
+    model_name: Any = "openai/clip-vit-base-patch32"
+    adapter: Adapter | None = None
+    _: KW_ONLY
+    max_length: int = 77
+    processor: Any = None
+    augment: str | nn.Module | Callable[[Tensor], Tensor] | None = "crop"
+    crop_scale: tuple[float, float] = (0.9, 1.0)
+    same_caption: str = "ignore"
+    max_scale: float | None = None
+    freeze: str | None = None
+    recall_at: tuple[int, ...] = (1, 5, 10)
+    eval_captions: int = 5
+    classes: Sequence[str] | None = None
+    templates: str | Sequence[str] = "a photo of a {}."
+    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    kind = "clip"
+
+    def __post_init__(self) -> None:
+        self._begin()
+        check_arguments(self)
+        if self.adapter is not None:
+            self.adapter.check(kind=self.kind)
+        self._normalizer: Normalize | None = None
+        self._class_names: Sequence[str] | None = self.classes
+
+    # -- the model -----------------------------------------------------------------------------------------
+
+    def _load(self) -> nn.Module:
+        model = super()._load()
+        for name, parameter in model.named_parameters():
+            if self.freeze is not None and set(name.split(".")) & set(TOWERS[self.freeze]):
+                parameter.requires_grad_(False)
+        return model
+
+    def _fit_vocabulary(self, model: Any) -> None:
+        """Refuse what is no such model, and a processor that was made for another one."""
+        missing = [name for name in _NEEDED if not hasattr(model, name)]
+        if missing or model.config.model_type == "siglip2":
+            why = f"without {', '.join(missing)}" if missing else "which takes patches of images of any shape"
+            raise BadArgument(expected("CLIP, SigLIP or a model like them", f"{type(model).__name__}, {why}"))
+        config = model.config.text_config
+        if len(self.text) > config.vocab_size:
+            known = f"{len(self.text)} tokens"
+            raise BadArgument(expected(f"a tokenizer of at most {config.vocab_size} tokens, as the model has", known))
+        self.max_length = min(self.max_length, config.max_position_embeddings)
+        if model.config.model_type in _CAUSAL:
+            check_end(self.text("a")["input_ids"], config.eos_token_id)
+
+    @property
+    def _pads_fully(self) -> bool:
+        model: Any = self.model
+        return model.config.model_type.startswith("siglip")
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def load_data(self, path: str) -> Any:
+        """Images with captions by path or name (see `ImageTextDataset`), or images with labels (see `load_images`)."""
+        if not path.startswith("hf:") and not holds_captions(path):
+            return load_images(path)
+        data = ImageTextDataset(path)
+        if isinstance(data, ImageTextStream):
+            size = sum(Path(shard).stat().st_size for shard in data.shards)
+            return data.scan() if size <= _MOST_SCANNED_BYTES else data
+        return data
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Pixels and tokens: in training of one caption per image, else of up to `eval_captions`."""
+        if not is_stream(dataset) and not len(dataset):
+            return dataset
+        first = _first(dataset)
+        pair = split_pair(first)
+        if train and not pair.captions:
+            held = list(first) if isinstance(first, Mapping) else type(first).__name__
+            raise DataError(expected("images with captions to train on", held, "Pass {'image', 'text'} samples."))
+        if not pair.captions and self.classes is None:
+            self._class_names = targets_of(dataset).names
+        encoder = self._encoder(0 if train else self.eval_captions if _has_several(dataset, pair) else 1)
+        self._check_pixels(encoder(first)["pixel_values"])
+        return EncodedStream(dataset, encoder, shuffle=train) if is_stream(dataset) else EncodedPairs(dataset, encoder)
+
+    def _encoder(self, captions: int) -> PairEncoder:
+        assert self.model is not None  # which knows how many tokens it takes
+        return PairEncoder(Pixels(self.preprocessor.image_processor), self.text, self.max_length, captions)
+
+    def _check_pixels(self, pixels: Tensor) -> None:
+        model: Any = self.model
+        side = model.config.vision_config.image_size
+        size = (side, side) if isinstance(side, int) else tuple(side)
+        if tuple(pixels.shape[-2:]) != size:
+            raise BadArgument(
+                expected(
+                    f"a processor that makes images of {size[0]} x {size[1]} pixels, as the model takes",
+                    f"{pixels.shape[-2]} x {pixels.shape[-1]}",
+                    "Set size (and crop_size) of processor.image_processor.",
+                )
+            )
+
+    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Pixels, padded captions and their numbers."""
+        return collate(examples, self.text.pad_token_id, self.max_length, full=self._pads_fully)
+
+    def get_train_transforms(self) -> Any:
+        """A random crop of each image and normalising, on the device."""
+        if self.augment is None:
+            return self._normalize
+        if not isinstance(self.augment, str):
+            return self.augment
+        pixels = Pixels(self.preprocessor.image_processor)
+        model: Any = self.model
+        side = model.config.vision_config.image_size
+        # Not mirrored: captions speak of left and right, and of what is written.
+        return PixelAugment(side, scale=self.crop_scale, flip=0.0, mean=pixels.mean, std=pixels.std)
+
+    def get_eval_transforms(self) -> nn.Module:
+        """Normalising on the device."""
+        return self._normalize
+
+    @property
+    def _normalize(self) -> Normalize:
+        if self._normalizer is None:
+            pixels = Pixels(self.preprocessor.image_processor)
+            self._normalizer = Normalize(pixels.mean, pixels.std)
+        return self._normalizer
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """The loss of the pairs of a batch, both ways."""
+        model: Any = self.model
+        images = self._normalize(batch["pixel_values"])  # leaves alone what the loader's transforms have normalised
+        output = model(pixel_values=images, **self._text_inputs(batch))
+        captions = batch.get("caption") if self.same_caption == "ignore" else None  # a user's own loader has none
+        numbers = None if captions is None else captions.flatten()
+        pair = output.image_embeds, output.text_embeds
+        scale, bias = model.logit_scale, getattr(model, "logit_bias", None)
+        if bias is None:
+            loss = clip_loss(*pair, scale, numbers, reduction="sum")
+        else:
+            loss = siglip_loss(*pair, scale, bias, numbers, reduction="sum")
+        return Loss(loss, len(images), metrics={"logit_scale": scale.detach().exp().squeeze()})
+
+    @torch.no_grad()
+    def on_step_end(self, step: int, max_steps: int) -> None:
+        """Keep the temperature from falling below its limit, on the device."""
+        model: Any = self.model
+        largest = self.max_scale or (None if hasattr(model, "logit_bias") else _LARGEST_SCALE)
+        if largest is not None and model.logit_scale.requires_grad:
+            model.logit_scale.clamp_(max=math.log(largest))
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Embeddings of images, and of captions where there are any, for the metrics of the whole set."""
+        rows = {"embedding": self._image_features(self._normalize(batch["pixel_values"]))}
+        if "caption" in batch:
+            texts = self._text_features(self._text_inputs(batch))
+            rows |= {"text_embedding": texts.view(*batch["caption"].shape, -1), "caption": batch["caption"]}
+        return rows | ({"label": batch["label"]} if "label" in batch else {})
+
+    def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Embeddings of images, with the labels or the embeddings of captions beside them."""
+        return self.eval_step(batch)
+
+    def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """Recall both ways over the whole set, or accuracy of zero-shot classes."""
+        if "label" in rows:
+            return self._zero_shot_metrics(rows["embedding"], rows["label"])
+        if "caption" not in rows:
+            raise DataError("Expected captions or labels to evaluate on, received images alone.")
+        model: Any = self.model
+        scale, bias = model.logit_scale.detach().exp().item(), getattr(model, "logit_bias", None)
+        found = matches(rows["embedding"], rows["text_embedding"], rows["caption"])
+        return retrieval_metrics(found, self.recall_at, scale, None if bias is None else bias.item())
+
+    def _zero_shot_metrics(self, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
+        if self._class_names is None:
+            raise BadArgument(
+                "Expected the names of the classes to evaluate on images with labels, received data without. Pass "
+                "classes=[...] to CLIP."
+            )
+        classifier = self.zero_shot_classifier(self._class_names).cpu()
+        if int(labels.max()) >= len(classifier):
+            raise DataError(expected(f"labels of the {len(classifier)} classes", int(labels.max())))
+        best = (embeddings @ classifier.T).topk(min(5, len(classifier))).indices
+        right = best == labels.unsqueeze(1)
+        return {
+            "zero_shot_accuracy": right[:, 0].double().mean().item(),
+            "zero_shot_top5": right.any(1).double().mean().item(),
+        }
+
+    def _text_inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        model: Any = self.model
+        names = ["input_ids"]
+        if model.config.model_type not in _CAUSAL and not self._pads_fully:
+            names.append("attention_mask")
+        return {name: batch[name].flatten(0, -2) for name in names}
+
+    def _image_features(self, pixels: Tensor) -> Tensor:
+        model: Any = self.model
+        return _unit(model.get_image_features(pixel_values=pixels))
+
+    def _text_features(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        model: Any = self.model
+        return _unit(model.get_text_features(**inputs))
+
+    # -- using it ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def embed_images(self, images: Sequence[Any], batch_size: int = 64) -> Tensor:
+        """Embeddings (N, D) of length one of images: PIL images, or uint8 tensors or arrays, of any size."""
+        device = next(self.model.parameters()).device
+        pixels = Pixels(self.preprocessor.image_processor)
+        rows = []
+        with evaluating(self.model):
+            for start in range(0, len(images), batch_size):
+                batch = torch.stack([pixels(image) for image in images[start : start + batch_size]])
+                rows.append(self._image_features(self._normalize(batch.to(device))))
+        return torch.cat(rows)
+
+    @torch.no_grad()
+    def embed_texts(self, texts: str | Sequence[str], batch_size: int = 256) -> Tensor:
+        """Embeddings (N, D) of length one of texts."""
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        device = next(self.model.parameters()).device
+        encoder = self._encoder(1)
+        rows = []
+        with evaluating(self.model):
+            for start in range(0, len(texts), batch_size):
+                examples = [{"tokens": [encoder.tokens(text)]} for text in texts[start : start + batch_size]]
+                blank = torch.zeros(1, dtype=torch.uint8)
+                batch = self.collate_fn([{"pixel_values": blank, **example} for example in examples])
+                inputs = {name: rows.to(device) for name, rows in self._text_inputs(batch).items()}
+                rows.append(self._text_features(inputs))
+        return torch.cat(rows)
+
+    def zero_shot_classifier(self, classes: Sequence[str], templates: str | Sequence[str] | None = None) -> Tensor:
+        """One embedding (classes, D) for each class: the mean over the templates, in each of which it is put."""
+        forms = self.templates if templates is None else templates
+        forms = [forms] if isinstance(forms, str) else list(forms)
+        rows = self.embed_texts([form.format(name) for name in classes for form in forms])
+        return unit_rows(rows.view(len(classes), len(forms), -1).mean(1))
+
+    def zero_shot(
+        self, images: Sequence[Any], classes: Sequence[str], templates: str | Sequence[str] | None = None
+    ) -> Tensor:
+        """Probabilities (N, classes) of classes for images, by their names alone."""
+        model: Any = self.model
+        logits = self.embed_images(images) @ self.zero_shot_classifier(classes, templates).T
+        logits = logits * model.logit_scale.detach().exp()
+        bias = getattr(model, "logit_bias", None)
+        return logits.softmax(1) if bias is None else (logits + bias.detach()).sigmoid()
+
+    # -- records -------------------------------------------------------------------------------------------
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """What is wrong with the pairs of a batch, in sentences."""
+        problems = image_problems(batch["pixel_values"], 3)
+        captions = batch.get("caption")
+        if captions is not None and len(captions) > 1 and len(captions.unique()) == 1:
+            problems.append("All captions of the batch are equal: there is nothing to tell apart.")
+        return problems
+
+    def config_dict(self) -> dict[str, Any]:
+        """The arguments, as far as they can be written down."""
+        by_name = self.augment is None or isinstance(self.augment, str)
+        return super().config_dict() | {"augment": self.augment if by_name else type(self.augment).__name__}
+
+
+def _first(dataset: Any) -> Any:
+    """A sample, with the generators left as they are."""
+    with preserved_generators():
+        if not is_stream(dataset):
+            return dataset[0]
+        first = dataset.first() if hasattr(dataset, "first") else next(iter(dataset), None)
+    if first is None:
+        raise DataError(expected("a stream of at least one sample", "an empty one"))
+    return first
+
+
+def _has_several(dataset: Any, pair: Any) -> bool:
+    """Whether images have several captions: as the data say, or by the first of them."""
+    while hasattr(dataset, "dataset"):
+        dataset = dataset.dataset  # below subsets
+    return len(pair.captions) > 1 or bool(getattr(dataset, "has_several_captions", False))
+
+
+def _unit(features: Any) -> Tensor:
+    """Rows of length one, of what a tower gives."""
+    return unit_rows(getattr(features, "pooler_output", features))

@@ -1,0 +1,101 @@
+"""Losses of images and texts that belong together: the softmax loss of CLIP and the sigmoid loss of SigLIP.
+
+Owns the losses, in float32. With several processes the negatives are those of all of them, and each computes the loss
+of its own rows: averaged over ranks, gradients are those of one process with the whole batch.
+
+Where two pairs have one and the same caption, neither's image is wrong for the other's text: as negatives they are left
+out. (To share the target among them instead would change nothing: as their texts are equal, the sum of the softmax loss
+over such pairs stays what it is.)
+
+Radford et al., CLIP, 2021; Zhai et al., SigLIP, 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainformer.losses.numerics import Reduction, check_rows, full, full_precision, reduced, unit_rows
+from trainformer.utils.distributed import gather_rows, rank
+
+
+def clip_loss(
+    images: Tensor,
+    texts: Tensor,
+    log_scale: Tensor,
+    captions: Tensor | None = None,
+    *,
+    reduction: Reduction = "mean",
+    gather: bool = True,
+) -> Tensor:
+    """Each image (B, D) shall find its text (B, D) among all texts, and each text its image; the mean of both ways.
+
+    `log_scale` is the logarithm of what cosines are multiplied with. `captions` (B,) are numbers, equal for equal
+    texts: other pairs of the same number are no negatives. Without, all pairs but one's own are.
+
+    >>> rows = torch.eye(4)
+    >>> clip_loss(rows, rows, torch.tensor(10.0).log())
+    tensor(0.0001)
+    """
+    check_rows(("images", images), ("texts", texts))
+    with full_precision(images):
+        scale = full(log_scale).exp()
+        images, texts = unit_rows(images), unit_rows(texts)
+        every_image, every_text = _gathered(images, texts, gather)
+        to_text, to_image = (scale * images) @ every_text.T, (scale * texts) @ every_image.T
+        own = _own(len(images), images.device, gather)
+        left_out = _left_out(captions, own, gather)
+        if left_out is not None:
+            to_text, to_image = (logits.masked_fill(left_out, -torch.inf) for logits in (to_text, to_image))
+        both = [F.cross_entropy(logits, own, reduction="none") for logits in (to_text, to_image)]
+        return reduced((both[0] + both[1]) / 2, reduction)
+
+
+def siglip_loss(
+    images: Tensor,
+    texts: Tensor,
+    log_scale: Tensor,
+    bias: Tensor,
+    captions: Tensor | None = None,
+    *,
+    reduction: Reduction = "mean",
+    gather: bool = True,
+) -> Tensor:
+    """Every image with every text as a yes or no of its own; one value per text, the sum over all images.
+
+    >>> rows = torch.eye(4)
+    >>> siglip_loss(rows, rows, torch.tensor(20.0).log(), torch.tensor(-10.0))
+    tensor(0.0002)
+    """
+    check_rows(("images", images), ("texts", texts))
+    with full_precision(images):
+        images, texts = unit_rows(images), unit_rows(texts)
+        every_image, _ = _gathered(images, texts, gather)
+        logits = (full(log_scale).exp() * texts) @ every_image.T + full(bias)
+        own = _own(len(texts), texts.device, gather)
+        right = own.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
+        losses = -F.logsigmoid(torch.where(right, logits, -logits))
+        left_out = _left_out(captions, own, gather)
+        return reduced((losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(1), reduction)
+
+
+def _gathered(images: Tensor, texts: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
+    """Images and texts of all ranks, with one message."""
+    if not gather:
+        return images, texts
+    every_image, every_text = gather_rows(torch.cat([images, texts], dim=1)).chunk(2, dim=1)
+    return every_image, every_text
+
+
+def _own(count: int, device: torch.device, gather: bool) -> Tensor:
+    """The places of one's own rows among all."""
+    return torch.arange(count, device=device) + (rank() * count if gather else 0)
+
+
+def _left_out(captions: Tensor | None, own: Tensor, gather: bool) -> Tensor | None:
+    """Which of all rows (columns) have the caption of one's own rows, and are not those themselves."""
+    if captions is None:
+        return None
+    same = captions.unsqueeze(1) == (gather_rows(captions) if gather else captions)
+    return same.scatter(1, own.unsqueeze(1), False)
