@@ -548,3 +548,21 @@ TOKENIZERS = {
     "llama2 marked": make_tokenizer(LLAMA2, "<s> $A"),
     "bos": make_tokenizer(adds="<s> $A"),
 }
+
+
+def test_marks_that_end_in_a_space_do_not_reach_over_what_follows():
+    words = {"[UNK]": 0, "you": 1, "said": 2, "me": 3}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]", eos_token="[UNK]")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} "
+        "{% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
+    )
+    said = [("user", "you"), ("assistant", "said me"), ("user", "you you"), ("assistant", "me")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    ours = Encoder(tokenizer, max_length=None).encode({"messages": messages})[0].labels.tolist()
+    assert ours == [-100, 2, 3, -100, -100, 3]
+    # The library's own mask is the control: if it is right one day, the detour can go.
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert theirs["assistant_masks"] == [0, 1, 1, 1, 1, 1]

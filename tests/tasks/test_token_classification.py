@@ -321,9 +321,7 @@ def test_wrong_data_and_arguments(task, tokenizer):
     with pytest.raises(BadArgument, match="special tokens"):
         trainer_for(task(max_length=2), RECORDS)
     named = task().class_names
-    assert sorted(trainer_for(task(class_names=None), RECORDS).task.class_names) == sorted(
-        named
-    )
+    assert sorted(trainer_for(task(class_names=None), RECORDS).task.class_names) == sorted(named)
 
 
 @pytest.mark.slow

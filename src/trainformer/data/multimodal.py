@@ -106,6 +106,10 @@ class ImageTextDataset(Dataset):
             item["text"] = random.choice(item["captions"])
         return item
 
+    def undecoded(self, index: int) -> dict[str, Any]:
+        """The item with the paths of its images instead of the images, where they have one: to look through many."""
+        return self._converted(position(index, len(self)), self._find)
+
     def where(self, index: int) -> str:
         """The place of a record, for messages: file and line where it is known."""
         return where(self._records, index)
@@ -227,7 +231,7 @@ class RecordReader:
         marks = _marks(said)
         if marks and marks != len(images):
             raise DataError(expected(f"as many images as marks {IMAGE_MARK}, which are {marks}", len(images)))
-        if not images and "messages" not in said:
+        if not images and "text" in said:
             raise DataError(self._missing(record, "image", self.image_key, IMAGE_COLUMNS))
         opened = [opener(image) for image in images]
         one = len(opened) == 1 and not isinstance(record.get("images"), list)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.optional import require
 
 Message = Mapping[str, Any]
 
@@ -76,15 +77,13 @@ class ChatRenderer:
         return bool(_MARKER.search(template)) and bool(getattr(self.tokenizer, "is_fast", False))
 
     def _by_markers(self, chat: _Chat, since: int) -> Conversation:
-        encoded = chat.tokenize_marked()
-        ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-        mask = np.asarray(encoded["assistant_masks"], dtype=bool)
+        text, spans = chat.render_marked()
+        ids, mask = self._supervised(text, [cut for span in spans for cut in span])
         eos = self.tokenizer.eos_token_id
         if eos is not None:
             mask[1:] |= mask[:-1] & (ids[1:] == eos)
         turns = chat.assistant_turns(since)
         if turns != chat.assistant_turns(0):
-            text = chat.render()
             border = self._borders(chat, text, turns[0])[0] if turns else len(text)
             _, (first,) = locate(self.tokenizer, text, [border], special=False)
             mask[:first] = False
@@ -94,6 +93,10 @@ class ChatRenderer:
         text = chat.render()
         borders = [self._borders(chat, text, turn) for turn in chat.assistant_turns(since)]
         cuts = [cut for begin, end in borders for cut in (begin, self._trim(text, begin, end))]
+        return self._supervised(text, cuts)
+
+    def _supervised(self, text: str, cuts: Sequence[int]) -> Conversation:
+        """The tokens of a text, trained on between the first and the second place, the third and the fourth, ..."""
         ids, places = locate(self.tokenizer, text, cuts, special=False)
         mask = np.zeros(len(ids), dtype=bool)
         for begin, end in zip(places[::2], places[1::2], strict=True):
@@ -185,14 +188,20 @@ class _Chat:
             return None
         return (before, after[0]) if len(after) == 1 else None
 
-    def tokenize_marked(self) -> Mapping[str, Any]:
-        """Tokens and the mask of the template's markers."""
+    def render_marked(self) -> tuple[str, list[tuple[int, int]]]:
+        """The whole conversation as text, and the characters between the template's markers.
+
+        Not the mask of tokens that `apply_chat_template` offers: where what is marked ends in whitespace that no token
+        has of its own, that reaches over everything behind it.
+        """
+        render = require("transformers.utils.chat_template_utils", "text", "for chat templates").render_jinja_template
+        options = {**self.tokenizer.special_tokens_map, **self.options}
+        template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
         try:
-            return self.tokenizer.apply_chat_template(
-                self.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self.options
-            )
+            texts, spans = render([self.messages], chat_template=template, return_assistant_tokens_mask=True, **options)
         except Exception as error:
             raise _not_rendered(error) from error
+        return texts[0], [tuple(span) for span in spans[0]]
 
     def _render(self, messages: list[Message], prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainformer.adapters.base import Adapter
-from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
 from trainformer.data.text.encode import Encoder
@@ -23,12 +22,12 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.models.language import ensure_pad_token, load_model, load_tokenizer
-from trainformer.tasks.base import TaskBase
+from trainformer.tasks.adapted import Adapted
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class LanguageTask(TaskBase):
+class LanguageTask(Adapted):
     """Base of the tasks on text. A subclass is a dataclass with the fields annotated here."""
 
     kind: ClassVar[str]
@@ -49,8 +48,7 @@ class LanguageTask(TaskBase):
             raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
         if isinstance(self.max_length, bool) or not isinstance(self.max_length, int) or self.max_length < 2:
             raise BadArgument(expected("max_length to be a whole number of at least 2", self.max_length))
-        if self.adapter is not None and not isinstance(self.adapter, Adapter):
-            raise BadArgument(expected("adapter to be a LoRA, QLoRA, PrefixTuning or the like", self.adapter))
+        self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
         self._model: nn.Module | None = None
         self._tokenizer: Any = None
 
@@ -129,23 +127,11 @@ class LanguageTask(TaskBase):
 
     # -- records -------------------------------------------------------------------------------------------
 
-    def model_state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: with an adapter, the adapter alone."""
-        return self.model.state_dict() if self.adapter is None else adapter_state_dict(self.model)
-
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Take it back."""
-        if self.adapter is None:
-            self.model.load_state_dict(state)
-        else:
-            load_adapter_state_dict(self.model, state)
-
     def save_assets(self, folder: Path) -> list[str]:
         """What `from_pretrained` looks for beside the weights: configurations and the tokenizer, or the adapter."""
         before = set(folder.iterdir())
-        if self.adapter is not None:
-            self.adapter.save(self.model, folder)
-        else:
+        super().save_assets(folder)
+        if self.adapter is None:
             model: Any = self.model
             model.config.save_pretrained(folder)
             if getattr(model, "generation_config", None) is not None and model.can_generate():

@@ -77,8 +77,6 @@ class CausalLM(TokenPrediction):
         self._begin()
         if self.chunk_tokens is not None and self.chunk_tokens < 0:
             raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
-        if self.adapter is not None:
-            self.adapter.check(kind=self.kind, packing=self.packing)
         self._token_bytes: Tensor | None = None
         self._states = OutputStates(chunked=self.chunk_tokens != 0)
 

@@ -36,8 +36,6 @@ class ClassifyingTask(LanguageTask):
         self._asked: Problem | None = cast("Problem | None", problem)
         self._labels: Labels | None = None
         self._loaded: Any = None  # what was loaded by path, until it is known whether that is the training data
-        if self.adapter is not None:
-            self.adapter.check(kind=self.kind)
 
     @abstractmethod
     def _label_values(self, dataset: Any) -> tuple[Iterable[Any], list[str] | None]:

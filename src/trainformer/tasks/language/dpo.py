@@ -94,8 +94,6 @@ class DPO(LanguageTask):
         check_label_smoothing(self.label_smoothing, "sigmoid" if self.loss == "simpo" else self.loss)
         if self.truncation == "split":
             raise BadArgument(expected("truncation to be 'auto', 'truncate' or 'drop'", "split"))
-        if self.adapter is not None:
-            self.adapter.check(kind=self.kind)
         self._check_reference()
         self._reference: nn.Module | None = None
         self._known_by: str | None = None

@@ -85,8 +85,6 @@ class TextEmbedding(LanguageTask):
         dims = self.matryoshka_dims
         if dims is not None and (not dims or any(not isinstance(d, int) or d < 1 for d in dims)):
             raise BadArgument(expected("matryoshka_dims to be positive whole numbers", dims, "Pass [256, 128, 64]."))
-        if self.adapter is not None:
-            self.adapter.check(kind=self.kind)
         self._supcon: nn.Module | None = None
 
     # -- the model -----------------------------------------------------------------------------------------

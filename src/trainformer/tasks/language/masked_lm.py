@@ -64,8 +64,6 @@ class MaskedLM(TokenPrediction):
         self._begin()
         if not 0 < self.mask_prob < 1:
             raise BadArgument(expected("mask_prob between 0 and 1", self.mask_prob, "0.15 is usual."))
-        if self.adapter is not None:
-            self.adapter.check(kind=self.kind)
 
     # -- data ----------------------------------------------------------------------------------------------
 

@@ -71,8 +71,6 @@ class Seq2Seq(TokenPrediction):
             if isinstance(value, bool) or not isinstance(value, int) or value < 2:
                 raise BadArgument(expected(f"{name} to be a whole number of at least 2", value))
         self._begin()
-        if self.adapter is not None:
-            self.adapter.check(kind=self.kind)
 
     @property
     def max_length(self) -> int:  # type: ignore[override]

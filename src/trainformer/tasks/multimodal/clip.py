@@ -81,8 +81,6 @@ class CLIP(ProcessorTask):
     def __post_init__(self) -> None:
         self._begin()
         check_arguments(self)
-        if self.adapter is not None:
-            self.adapter.check(kind=self.kind)
         self._normalizer: Normalize | None = None
         self._class_names: Sequence[str] | None = self.classes
 

@@ -92,7 +92,7 @@ class PairEncoder:
     def tokens(self, text: str) -> list[int]:
         """The tokens of a text, cut at the model's length."""
         if not text.strip():
-            raise DataError("Expected a caption, received an empty one. Remove the record, or pass skip_bad=True.")
+            raise DataError('Expected a caption, received an empty one. Remove the record, or pass bad_samples="skip".')
         # One text at a time: a batch would start threads, which worker processes do not survive.
         return self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
 

@@ -49,6 +49,11 @@ def check_arguments(task: ImageClassification) -> None:
         if value is not None and not low <= value <= high:
             limit = f"from {low} to {high}" if high < math.inf else f"at least {low}"
             raise BadArgument(expected(f"{name} to be {limit}", value))
+    if task.freeze_backbone and task.adapter is not None:
+        raise BadArgument(
+            "Expected freeze_backbone or adapter, received both. Leave freeze_backbone out: with an adapter the "
+            "weights of the backbone are frozen anyway."
+        )
     _check_loss(task)
     _check_evaluation(task)
 

@@ -15,6 +15,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.folder import LAYOUT
@@ -23,6 +24,7 @@ from trainformer.data.info import DatasetInfo
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1, topk_correct
 from trainformer.models.backbones import Unbuilt, Weights, outputs_of
 from trainformer.models.heads import single_sample_batchnorm
+from trainformer.tasks.adapted import Adapted
 from trainformer.tasks.vision.arguments import (
     balanced_weights,
     check_arguments,
@@ -50,7 +52,7 @@ from trainformer.utils.distributed import world_size
 
 
 @dataclass(eq=False)
-class ImageClassification(VisionTask):
+class ImageClassification(Adapted, VisionTask):
     """Classify images with a timm backbone, or with a module of your own that gives logits.
 
     The head is sized from the data unless `num_classes` says otherwise; so are the input channels (`in_chans`).
@@ -67,7 +69,8 @@ class ImageClassification(VisionTask):
     the last `mixup_off_last` epochs of a run (below 1: that share of them).
 
     `loss` is `"ce"` or `"bce"`, in which every class is a yes or no; `class_weights` weigh the former: a number per
-    class, or `"balanced"` for the inverse of the frequencies. With `freeze_backbone` the classifier alone is trained.
+    class, or `"balanced"` for the inverse of the frequencies. With `freeze_backbone` the classifier alone is trained,
+    with `adapter` (a `LoRA`, say) what it adds to the backbone as well; statistics of batch normalisation then stay.
     `tta` averages the probabilities of several views in evaluation and prediction: `"flip"`, or a number of views.
     `model_kwargs` go to `timm.create_model`. `recipe="modern"` sets what was left out, here and in the trainer; see
     `trainformer.tasks.vision.recipes`.
@@ -99,6 +102,7 @@ class ImageClassification(VisionTask):
     drop_rate: float | None = None
     drop_path_rate: float | None = None
     freeze_backbone: bool = False
+    adapter: Adapter | None = None
     tta: int | str = 0
     topk: Sequence[int] = (1, 5)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -119,6 +123,7 @@ class ImageClassification(VisionTask):
 
     def __post_init__(self) -> None:
         check_arguments(self)
+        self._check_adapter("vision")
         self._begin()
         self._epoch = 0
         self._run: Any = None  # the settings of the run, which may still grow
@@ -158,6 +163,8 @@ class ImageClassification(VisionTask):
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
         """Settings of the run that the recipe has."""
         self._run = settings
+        if self.adapter is not None and settings.layer_decay is not None:
+            raise BadArgument("Expected no layer_decay with an adapter, whose layers it does not know. Leave it out.")
         batch = settings.batch_size * settings.accumulation_steps * world_size()
         pretrained = self.pretrained or self.checkpoint is not None
         wanted = recipe_settings(self.recipe, self.backbone, pretrained, batch)
@@ -194,6 +201,7 @@ class ImageClassification(VisionTask):
         rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
         self.model = self._make_backbone(self.num_classes, channels, **rates)
         self._freeze()
+        self._adapt()
         self._as_built = fingerprint(self.model)
 
     def _adopt(self, model: nn.Module) -> None:
@@ -210,6 +218,11 @@ class ImageClassification(VisionTask):
         self.num_classes = self.num_classes or outputs
         self._freeze()
         self._look_at(model)
+        self._adapt()
+
+    def _adapt(self) -> None:
+        if self.adapter is not None:
+            self.model = self.adapter.apply(self.model, kind="vision")
 
     def _freeze(self) -> None:
         """With `freeze_backbone`, leave the classifier alone to be trained."""
@@ -235,9 +248,15 @@ class ImageClassification(VisionTask):
         return parts
 
     def set_mode(self, train: bool) -> None:
-        """Training or evaluation mode. A frozen backbone is always in the latter: no statistics move, nothing drops."""
+        """Training or evaluation mode. A frozen backbone is always in the latter: no statistics move, nothing drops.
+
+        Under an adapter they do not move either: its checkpoint would not hold them.
+        """
         if not self.freeze_backbone:
             self.model.train(train)
+            for part in self.model.modules() if self.adapter is not None else ():
+                if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                    part.eval()
             return
         self.model.eval()
         for part in self._classifier():
