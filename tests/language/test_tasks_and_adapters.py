@@ -124,7 +124,14 @@ ROWS = {
     "seq2seq-t5": pairs(toys.t5),
     "seq2seq-bart": pairs(toys.bart),
     "masked-bert": Row(MaskedLM, toys.bert, "AutoModelForMaskedLM", TEXTS, words),
-    "dpo-llama": Row(DPO, toys.llama, "AutoModelForCausalLM", toys.preferences(), toys.chat_tokenizer),
+    "dpo-llama": Row(
+        DPO,
+        toys.llama,
+        "AutoModelForCausalLM",
+        toys.preferences(),
+        toys.chat_tokenizer,
+        generate=partial(continued, "the quick"),
+    ),  # fmt: skip
     "classes-bert": Row(
         TextClassification,
         toys.bert,

@@ -102,7 +102,7 @@ class Session:
         self._evaluation = Evaluation(inference, settings, loaded)
         self.val_source = self._evaluation.val_source
         self.labels_comparable = loaded.comparable
-        self.train_size = size_of(loaded.train)
+        self.train_size = size_of(getattr(self.train_source, "dataset", loaded.train))
         self.backend.schedule_for(self.total_steps())
         record_config(self)
 

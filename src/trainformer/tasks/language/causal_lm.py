@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cro
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import evaluating
 from trainformer.tasks.language.prediction import TokenPrediction
+from trainformer.tasks.language.writing import WritesOn
 
 logger = logging.getLogger("trainformer")
 
@@ -40,7 +41,7 @@ _CLOSE = 1e-3  # how far packed logits may be off those of single documents: oth
 
 
 @dataclass(eq=False)
-class CausalLM(TokenPrediction):
+class CausalLM(WritesOn, TokenPrediction):
     """Train a causal language model (GPT, Llama, Mistral, Qwen, ...) of transformers, from scratch or further.
 
     `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
@@ -140,27 +141,6 @@ class CausalLM(TokenPrediction):
             return token_cross_entropy(states, batch["labels"], **options)
         chunk = self.chunk_tokens or None
         return linear_cross_entropy(states, head.weight, batch["labels"], bias=head.bias, chunk_tokens=chunk, **options)
-
-    # -- generating ----------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def generate(self, prompts: str | Sequence[str], max_new_tokens: int = 64, **options: Any) -> list[str]:
-        """Continuations of prompts; `options` go to transformers' `generate` (`do_sample`, `temperature`, ...)."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not texts or any(not text for text in texts):
-            raise BadArgument(expected("prompts of at least one character", prompts))
-        model: Any = self.model
-        # On the left: what is generated must follow the prompt, and not its padding.
-        examples = [{"input_ids": self.text(text)["input_ids"]} for text in texts]
-        batch = pad(examples, self.text.pad_token_id, side="left", multiple_of=1)
-        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        with evaluating(model):
-            made = model.generate(
-                **inputs,
-                max_new_tokens=max_new_tokens,
-                **{"do_sample": False, "pad_token_id": self.text.pad_token_id, **options},
-            )
-        return self.text.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
     # -- checks --------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from trainformer.losses.preference import (
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
 from trainformer.models.modes import evaluating
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.writing import WritesOn
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
 _ALONE = ("orpo", "simpo")  # these have no reference
@@ -48,7 +48,7 @@ _SAMPLED = 256  # elements of each tensor by which a reference is known again
 
 
 @dataclass(eq=False)
-class DPO(LanguageTask):
+class DPO(WritesOn):
     """Train a causal language model to prefer the chosen of two answers.
 
     Records have a `prompt`, a `chosen` and a `rejected` answer: texts, or messages; where both answers are whole
