@@ -41,9 +41,10 @@ class NoSync:
     on_train_end = on_error = on_log = lambda self, trainer, *rest: torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_steps_never_wait_for_the_device(tokenizer, tmp_path, precision):
-    trainer = make(tokenizer, tmp_path, precision=precision, callbacks=[NoSync()]).fit()
+def test_steps_never_wait_for_the_device(tokenizer, tmp_path, precision, packing):
+    trainer = make(tokenizer, tmp_path, precision=precision, packing=packing, callbacks=[NoSync()]).fit()
     assert trainer.state.step == 12
     assert all(torch.isfinite(p).all() for p in trainer.task.model.parameters())
 

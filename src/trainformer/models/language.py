@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,10 +103,11 @@ class OutputStates:
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, nn.Linear | None]:
         """(hidden states, layer), or (logits, None)."""
         head = output_head(model) if self._usable is not False else None
-        if head is None:
-            return model(**inputs, use_cache=False).logits, None
-        # One row of logits is made for nothing; the hidden states of the others are what is asked for.
-        output = model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        with told_documents(packed="position_ids" in inputs):
+            if head is None:
+                return model(**inputs, use_cache=False).logits, None
+            # One row of logits is made for nothing; the hidden states of the others are what is asked for.
+            output = model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         hidden = output.hidden_states[-1]
         if self._usable is None:
             self._usable = self._fits(head, hidden, output.logits)
@@ -118,6 +121,38 @@ class OutputStates:
     def _fits(head: nn.Linear, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
         made = head(hidden[:, -1:])
         return made.shape == logits.shape and torch.allclose(made.float(), logits.float(), atol=1e-2)
+
+
+@contextmanager
+def told_documents(packed: bool) -> Iterator[None]:
+    """Tell transformers in this block whether sequences hold several documents, told apart by `position_ids`.
+
+    Without an attention mask it would look at the positions and wait for the device, in every step.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    found = getattr(masking, "find_packed_sequence_indices", None)
+    if found is None:
+        yield
+        return
+    masking.find_packed_sequence_indices = _documents if packed else _one_document
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = found
+
+
+def _documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of its document for each token: positions go on by 1 inside of one.
+
+    >>> _documents(torch.tensor([[0, 1, 2, 0, 1]])).tolist()
+    [[0, 0, 0, 1, 1]]
+    """
+    begins = torch.diff(position_ids, dim=-1) != 1
+    return torch.nn.functional.pad(begins.long(), (1, 0)).cumsum(-1)
+
+
+def _one_document(position_ids: torch.Tensor) -> None:
+    return None
 
 
 def _checked_name(source: Any, argument: str) -> str:
