@@ -21,7 +21,14 @@ from trainformer.tasks import CausalLM, ImageClassification, MetricLearning
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-SLOW = {"README.md", "getting-started.md", "image-classification.md"}  # pages that take more than some five seconds
+SLOW = {
+    "README.md",
+    "getting-started.md",
+    "image-classification.md",
+    "language.md",
+    "multimodal.md",
+    "text-tasks.md",
+}  # pages that take more than some five seconds
 BLOCK = re.compile(r"^(?P<indent> *)```python(?P<flags>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.M | re.S)
 FENCED = re.compile(r"^ *```.*?^ *```", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:)(?P<file>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")

@@ -131,7 +131,7 @@ ROWS = {
         toys.preferences(),
         toys.chat_tokenizer,
         generate=partial(continued, "the quick"),
-    ),  # fmt: skip
+    ),
     "classes-bert": Row(
         TextClassification,
         toys.bert,
