@@ -1,7 +1,7 @@
 """Text, and images with text, on a GPU: each task learns, in bf16 too, resumes bitwise, and says where it waits."""
 
 import warnings
-from functools import partial
+from functools import cache
 
 import clip_toys
 import pytest
@@ -23,10 +23,15 @@ from trainformer.tasks import (
 pytestmark = pytest.mark.gpu
 
 TEXTS = toys.sentences()
-WORDS = partial(toys.masking_tokenizer, TEXTS)
 LABELLED = [{"text": text, "label": "animal" if "dog" in text or "fox" in text else "other"} for text in TEXTS]
 TAGGED = [{"tokens": text.split(), "ner_tags": ["B-X" if w == "fox" else "O" for w in text.split()]} for text in TEXTS]
 SIMILAR = [{"anchor": text, "positive": " ".join(reversed(text.split()))} for text in TEXTS]
+
+
+@cache
+def words():
+    """One for all: to train it again on the same texts gives another."""
+    return toys.masking_tokenizer(TEXTS)
 
 
 def of_text(task, config, data, tokenizer, **options):
@@ -48,10 +53,10 @@ TASKS = {
     "gpt2": of_text(CausalLM, toys.gpt2, toys.conversations(), toys.chat_tokenizer),
     "dpo": of_text(DPO, toys.llama, toys.preferences(), toys.chat_tokenizer),
     "t5": pairs,
-    "masked": of_text(MaskedLM, toys.bert, TEXTS, WORDS),
-    "classes": of_text(TextClassification, toys.bert, LABELLED, WORDS),
-    "tags": of_text(TokenClassification, toys.bert, TAGGED, WORDS),
-    "embedding": of_text(TextEmbedding, toys.bert, SIMILAR, WORDS),
+    "masked": of_text(MaskedLM, toys.bert, TEXTS, words),
+    "classes": of_text(TextClassification, toys.bert, LABELLED, words),
+    "tags": of_text(TokenClassification, toys.bert, TAGGED, words),
+    "embedding": of_text(TextEmbedding, toys.bert, SIMILAR, words),
     "clip": lambda: (clip_toys.make(), None),
     "siglip": lambda: (clip_toys.make("siglip"), None),
     "llava": lambda: (vlm_toys.make("llava"), None),
@@ -67,7 +72,7 @@ def run(name, folder, **options):
     defaults = {"max_steps": 10, "batch_size": 4, "lr": 1e-3, "log": "none", "save_best": 0, "num_workers": 0}
     defaults |= {"run_dir": folder, "log_every": 9, "precision": "no"}
     if data is None:
-        toy = clip_toys if "clip" in name else vlm_toys
+        toy = clip_toys if name in ("clip", "siglip") else vlm_toys
         return toy.trainer_for(task, **{**defaults, **options})
     return toys.trainer_for(task, data, **{**defaults, **options})
 
@@ -125,8 +130,9 @@ def test_who_waits_for_the_device(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["causal", "packed", "dpo", "classes", "embedding", "clip", "llava"])
 def test_a_run_goes_on_bitwise(name, tmp_path):
-    whole = run(name, tmp_path / "whole").fit()
+    plain = {"sdpa_backend": "math"}  # other kernels may have a backward pass that is not the same twice
+    whole = run(name, tmp_path / "whole", **plain).fit()
     with pytest.raises(KeyboardInterrupt):
-        run(name, tmp_path / "cut", callbacks=[toys.Cut()]).fit()
-    again = run(name, tmp_path / "cut").fit()
+        run(name, tmp_path / "cut", callbacks=[toys.Cut()], **plain).fit()
+    again = run(name, tmp_path / "cut", **plain).fit()
     assert same(weights(whole.task), weights(again.task))
