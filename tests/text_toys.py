@@ -195,6 +195,17 @@ class Cut:
             raise KeyboardInterrupt
 
 
+def causal_maker(tokenizer: Any, folder: Path) -> Callable[..., Any]:
+    """Makes `CausalLM` tasks of a small Llama, or of another model."""
+    from trainformer.tasks import CausalLM
+
+    def make(model: Any = None, **options: Any) -> Any:
+        defaults = {"max_length": 32, "tokenizer": tokenizer, "cache_dir": folder / "tokens"}
+        return CausalLM(llama() if model is None else model, **{**defaults, **options})
+
+    return make
+
+
 # -- what they are held against ----------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from trainformer.backends.torch import master_weights
 from trainformer.backends.torch.gradients import total_norm
 from trainformer.backends.torch.master_weights import MasterWeights
 from trainformer.callbacks import EMA
+from trainformer.core.errors import BadArgument
 
 
 def groups_of(parameters, decay=0.1):
@@ -277,3 +278,14 @@ def test_the_norm_of_short_gradients_is_computed_in_fp32():
         assert norm.item() == pytest.approx(wanted, rel=1e-4)
     large = [torch.full((1000,), 3000.0, dtype=torch.float16)]
     assert total_norm(large, uniform=True).item() == pytest.approx(3000 * 1000**0.5, rel=1e-4)
+
+
+def test_fp16_weights_do_not_go_with_a_loss_scale():
+    with pytest.raises(BadArgument, match="parameters in fp32 for precision='fp16'"):
+        make(Upcast(net(torch.float16, FP32)), precision="fp16")
+
+
+def test_the_announcement_names_short_weights(caplog):
+    with caplog.at_level("INFO", logger="trainformer"):
+        make(Upcast(net(BF16, FP32)), max_steps=1).fit()
+    assert "9,219 trainable parameters (bfloat16), " in caplog.text

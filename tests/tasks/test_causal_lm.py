@@ -10,7 +10,7 @@ from torchmetrics.text import Perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import text_toys as toys
-from text_toys import WORDS, batches_of, checkpoint_of, gpt2, llama
+from text_toys import WORDS, batches_of, causal_maker, checkpoint_of, gpt2, llama
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks import CausalLM
@@ -25,11 +25,7 @@ def tokenizer():
 
 @pytest.fixture
 def task(tokenizer, tmp_path):
-    def make(model=None, **options):
-        defaults = {"max_length": 32, "tokenizer": tokenizer, "cache_dir": tmp_path / "tokens"}
-        return CausalLM(llama() if model is None else model, **{**defaults, **options})
-
-    return make
+    return causal_maker(tokenizer, tmp_path)
 
 
 def trainer_for(task, data=TEXTS, **options):

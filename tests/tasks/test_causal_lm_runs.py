@@ -10,13 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from text_toys import Cut, batches_of, chat_tokenizer, gpt2, llama, sentences, trainer_for
+from text_toys import Cut, batches_of, causal_maker, chat_tokenizer, gpt2, sentences, trainer_for
 from trainformer import Trainer
 from trainformer.callbacks import EMA, TextSamples
 from trainformer.core.errors import BadArgument
 from trainformer.data.text.token_bytes import token_bytes
 from trainformer.loggers import read_jsonl
-from trainformer.tasks import CausalLM, ImageClassification
+from trainformer.tasks import ImageClassification
 
 TEXTS = sentences()
 
@@ -28,11 +28,7 @@ def tokenizer():
 
 @pytest.fixture
 def task(tokenizer, tmp_path):
-    def make(model=None, **options):
-        defaults = {"max_length": 32, "tokenizer": tokenizer, "cache_dir": tmp_path / "tokens"}
-        return CausalLM(llama() if model is None else model, **{**defaults, **options})
-
-    return make
+    return causal_maker(tokenizer, tmp_path)
 
 
 class Corpus(IterableDataset):

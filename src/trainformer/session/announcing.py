@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from trainformer.session.session import Session
@@ -29,10 +32,17 @@ def announce_start(session: Session) -> None:
     backend, samples = session.backend, session.train_size
     parameters = sum(p.numel() for p in backend.parameters)
     logger.info(
-        "training %s on %s in %s: %s trainable parameters, %s samples, %s steps",
+        "training %s on %s in %s: %s trainable parameters%s, %s samples, %s steps",
         type(session.task).__name__, backend.device, backend.precision.name, f"{parameters:,}",
+        _in_short(backend.parameters),
         samples if samples is not None else "?", total if total is not None else "?",
     )  # fmt: skip
+
+
+def _in_short(parameters: Iterable[Tensor]) -> str:
+    """Which of the parameters are kept in fewer bits than usual."""
+    short = sorted({str(p.dtype).removeprefix("torch.") for p in parameters} - {"float32", "float64"})
+    return f" ({', '.join(short)})" if short else ""
 
 
 def announce_stop(session: Session) -> None:

@@ -80,6 +80,11 @@ class TorchBackend:
         self.optimizer = make_optimizer(
             settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay
         )
+        if self.precision.scaler is not None and any(p.dtype == torch.float16 for p in named_parameters(task).values()):
+            raise BadArgument(
+                "Expected parameters in fp32 for precision='fp16', whose scaled gradients need the range, received "
+                "some in fp16. Load the model in fp32 or bf16, or pass precision='no'."
+            )
         self.names = {id(p): name for name, p in named_parameters(task).items()}
         # Trainable parameters outside an optimizer the user gave would pile up gradients: those are dropped too.
         optimized = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}

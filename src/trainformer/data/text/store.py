@@ -90,6 +90,23 @@ class TokenStore(Dataset):
         return f"TokenStore({len(self):,} pieces, {int(self.offsets[-1]):,} tokens)"
 
 
+class OverStore(Dataset):
+    """What data sets have in common that make something else of each piece of a store."""
+
+    in_memory = True  # as the store is: reading is slicing
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each item."""
+        return self.store.lengths
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+
 def lengths_of(dataset: Any) -> np.ndarray:
     """The number of tokens of every item: of a store, of a `Subset` of one, or of any data with `input_ids`.
 

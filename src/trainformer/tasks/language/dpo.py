@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from trainformer.adapters.base import Adapter, adapted_model
 from trainformer.core import BadArgument, DataError, Loss
@@ -26,7 +25,7 @@ from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import Encoded, Encoder, Naming, Report
 from trainformer.data.text.records import StandardRecords
-from trainformer.data.text.store import TokenStore, tokenize
+from trainformer.data.text.store import OverStore, tokenize
 from trainformer.losses.numerics import check_positive
 from trainformer.losses.preference import (
     check_gamma,
@@ -291,13 +290,8 @@ class _Scorer:
         return sequence_log_probs(states, batch["labels"], weight=head.weight, bias=head.bias, chunk_tokens=self._chunk)
 
 
-class _Pairs(Dataset):
+class _Pairs(OverStore):
     """Pairs of answers over a store in which they lie side by side."""
-
-    in_memory = True  # memory-mapped: reading is slicing
-
-    def __init__(self, store: TokenStore) -> None:
-        self.store = store
 
     @property
     def lengths(self) -> np.ndarray:

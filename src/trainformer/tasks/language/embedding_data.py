@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from trainformer.core import DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import Encoded, Naming, Report
 from trainformer.data.text.forms import TEXT_KEYS, expected_value, value_of
+from trainformer.data.text.store import OverStore
 from trainformer.tasks.language.parts import (
     PartsEncoder,
     as_words,
@@ -205,19 +205,12 @@ def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class EmbeddedTexts(Dataset):
-    """A token store of `EmbeddingEncoder`, taken apart again."""
-
-    in_memory = True  # as the store is: reading is slicing
+class EmbeddedTexts(OverStore):
+    """A token store of `EmbeddingEncoder`, taken apart again. Lengths are those of all texts of a record together."""
 
     def __init__(self, store: Any, roles: Roles) -> None:
-        self.store = store
+        super().__init__(store)
         self.roles = roles
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of all texts of a record together."""
-        return self.store.lengths
 
     @property
     def targets(self) -> np.ndarray | None:
@@ -225,9 +218,6 @@ class EmbeddedTexts(Dataset):
         if self.roles.loss != "supcon" or self.roles.target is None:
             return None
         return np.unique([int(self[i]["label"]) for i in range(len(self))], return_inverse=True)[1]
-
-    def __len__(self) -> int:
-        return len(self.store)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.roles.taken_apart(self.store[index])

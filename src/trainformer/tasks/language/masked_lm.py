@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
+from trainformer.data.text.store import OverStore
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.tasks.language.prediction import TokenPrediction
 
@@ -154,28 +154,18 @@ class WordEncoder(Encoder):
         return Encoded(ids, labels)
 
 
-class MaskedDataset(Dataset):
+class MaskedDataset(OverStore):
     """Pieces of a token store, masked anew whenever one is read: by the generators that the loader seeds.
 
     `fixed` masks depend on the number of the piece alone. `others` are the tokens that may stand in for one.
     """
 
-    in_memory = True  # masking takes some 30 us: less than to hand a sample over from another process
-
     def __init__(self, store: Any, mask_id: int, others: np.ndarray, mask_prob: float, *, fixed: bool = False) -> None:
-        self.store = store
+        super().__init__(store)  # masking takes some 30 us: less than to hand a sample over from another process
         self.mask_id = mask_id
         self.others = others
         self.mask_prob = mask_prob
         self.fixed = fixed
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each piece."""
-        return self.store.lengths
-
-    def __len__(self) -> int:
-        return len(self.store)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         item = self.store[index]

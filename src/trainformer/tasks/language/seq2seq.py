@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from trainformer.adapters.base import Adapter, unwrapped
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
+from trainformer.data.text.store import OverStore
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import evaluating
@@ -251,21 +251,8 @@ class PairEncoder(Encoder):
         return [Encoded(np.concatenate([source, target]), labels)]
 
 
-class PairDataset(Dataset):
+class PairDataset(OverStore):
     """A token store of `PairEncoder`, taken apart again: `input_ids` of the source, `labels` of the target."""
-
-    in_memory = True  # as the store is: reading is slicing
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of source and target together."""
-        return self.store.lengths
-
-    def __len__(self) -> int:
-        return len(self.store)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         item = self.store[index]

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from trainformer.adapters.base import Adapter, unwrapped
 from trainformer.core import BadArgument, DataError, Loss
@@ -25,7 +24,7 @@ from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import Encoded, Naming, Report
 from trainformer.data.text.forms import TEXT_KEYS, value_of
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import tokenize
+from trainformer.data.text.store import OverStore, tokenize
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1
 from trainformer.eval.correlation import pearson, spearman
 from trainformer.eval.multilabel import multilabel_metrics
@@ -338,13 +337,11 @@ def taken_apart(item: Mapping[str, np.ndarray], labels: Labels) -> dict[str, np.
     return {"input_ids": np.concatenate([first, second]), "labels": types, "label": label}
 
 
-class TextParts(Dataset):
+class TextParts(OverStore):
     """A token store of `TextEncoder`, taken apart again."""
 
-    in_memory = True  # as the store is: reading is slicing
-
     def __init__(self, store: Any, labels: Labels) -> None:
-        self.store = store
+        super().__init__(store)
         self.labels_of = labels
 
     @property
@@ -358,9 +355,6 @@ class TextParts(Dataset):
         if self.labels_of.problem != "single":
             return None
         return [int(self.store[i]["input_ids"][-1]) for i in range(len(self))]
-
-    def __len__(self) -> int:
-        return len(self.store)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return taken_apart(self.store[index], self.labels_of)
