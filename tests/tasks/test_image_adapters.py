@@ -68,6 +68,25 @@ def test_a_run_goes_on_bit_for_bit(name, tmp_path):
         assert torch.equal(p, again.task.model.state_dict()[name]), name
 
 
+def test_a_checkpoint_written_behind_the_run_holds_one_state(tmp_path):
+    trainer = run(classifier(ADAPTERS["lora"]), tmp_path, save_async=True, save_every=2, save_last=4).fit()
+    folders = sorted((tmp_path / "checkpoints").glob("step_*"))
+    assert len(folders) > 2
+    for folder in folders:
+        ours, peft = load_file(folder / "model.safetensors"), load_file(folder / "adapter_model.safetensors")
+        assert ours.keys() == peft.keys()
+        assert all(torch.equal(ours[name], peft[name]) for name in ours)
+    # What is written beside the weights is theirs, whatever became of the model since.
+    late = tmp_path / "late"
+    late.mkdir()
+    (late / "model.safetensors").write_bytes((folders[0] / "model.safetensors").read_bytes())
+    assert trainer.task.save_assets(late) == ["adapter_config.json", "adapter_model.safetensors"]
+    first = load_file(folders[0] / "model.safetensors")
+    assert all(
+        torch.equal(first[name], tensor) for name, tensor in load_file(late / "adapter_model.safetensors").items()
+    )
+
+
 def test_an_export_is_a_plain_model(tmp_path):
     trainer = run(classifier(ADAPTERS["lora"]), tmp_path).fit()
     weights = torch.load(trainer.export(tmp_path / "plain.pt"), weights_only=True)

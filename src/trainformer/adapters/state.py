@@ -82,13 +82,19 @@ def save_adapter(model: nn.Module, folder: AnyFolder, embeddings: bool | None = 
     target.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu().contiguous().clone() for name, tensor in adapter_state_dict(inner, embeddings).items()}
     save_file(state, target / WEIGHTS_FILE, {"format": "pt"})
+    save_adapter_config(inner, target)
+    return [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def save_adapter_config(model: nn.Module, folder: AnyFolder) -> None:
+    """Write how the adapter of a model is made, without its weights."""
+    inner = adapted_model(model)
     config = copy.deepcopy(inner.peft_config[_NAME])
     config.inference_mode = True  # whoever opens the folder with peft wants to use the adapter; load_adapter trains on
     base = type(inner.get_base_model())
     # Without a task type, peft's Auto classes need to know what the adapter was made for.
     mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
-    config.save_pretrained(str(target), auto_mapping_dict=None if config.task_type else mapping)
-    return [CONFIG_FILE, WEIGHTS_FILE]
+    config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else mapping)
 
 
 def load_adapter(model: nn.Module, folder: AnyFolder) -> nn.Module:

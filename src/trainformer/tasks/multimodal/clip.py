@@ -7,7 +7,7 @@ classes). Samples and batches are in `pairs`, the losses in `contrastive`, recal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,10 @@ class CLIP(ProcessorTask):
         return self._normalizer
 
     # -- steps ---------------------------------------------------------------------------------------------
+
+    def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
+        """A batch is not cut where memory is short: its pairs are each other's negatives."""
+        return {**super().training_defaults(settings, chosen), "oom": "raise"}
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss of the pairs of a batch, both ways."""

@@ -186,7 +186,8 @@ class MetricLearning(VisionTask):
         if not {"monitor_metric", "monitor_mode"} & set(chosen):
             wanted = {"monitor_metric": "val/map@r", "monitor_mode": "max"}
         if isinstance(self.loss, str) and is_pair_loss(self.loss):
-            wanted["sampler"] = "pk"
+            # A batch is not cut where memory is short: a loss over pairs would lose those across the cut.
+            wanted |= {"sampler": "pk", "oom": "raise"}
         return wanted
 
     # -- data ----------------------------------------------------------------------------------------------

@@ -235,7 +235,9 @@ class SSL(VisionTask):
         """Optimizer, rate, decay and schedule of the paper, for the batch size at hand."""
         named = isinstance(self.backbone, str)
         is_vit = has_fixed_size(self.backbone) if named else hasattr(self.backbone, "patch_embed")  # type: ignore[arg-type]
-        return paper_settings(self.method, is_vit, settings, chosen)
+        wanted = paper_settings(self.method, is_vit, settings, chosen)
+        # A batch is not cut where memory is short if its images are each other's negatives.
+        return wanted | ({"oom": "raise"} if self.method in ("simclr", "moco_v3") else {})
 
     # -- data ----------------------------------------------------------------------------------------------
 
