@@ -6,6 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+import vlm_toys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
@@ -187,6 +188,8 @@ def test_samples_that_cannot_be():
         TextSamples([])
     with pytest.raises(BadArgument, match="max_new_tokens to be at least 1"):
         TextSamples(["a"], max_new_tokens=0)
+    with pytest.raises(BadArgument, match=r"a task with generate.*received 'VLM'"):
+        vlm_toys.trainer_for(vlm_toys.make(), callbacks=[TextSamples(["a"])])
     images = [(torch.zeros(3, 8, 8), label % 2) for label in range(4)]
     with pytest.raises(BadArgument, match=r"a task with generate.*received 'ImageClassification'"):
         Trainer(ImageClassification("resnet18", pretrained=False), images, callbacks=[TextSamples(["a"])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,8 @@ class TextSamples:
 
     def attach(self, trainer: TrainerLike) -> None:
         """See that there is somebody to write."""
-        if not callable(getattr(trainer.task, "generate", None)):
+        generate = getattr(trainer.task, "generate", None)
+        if not callable(generate) or "images" in inspect.signature(generate).parameters:
             raise BadArgument(
                 expected("a task with generate(prompts) for TextSamples", type(trainer.task).__name__, "Leave it out.")
             )
