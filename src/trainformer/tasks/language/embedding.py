@@ -290,7 +290,7 @@ class TextEmbedding(LanguageTask):
             (folder / name).write_text(json.dumps(content, indent=2))
         for path in paths[2:]:
             (folder / path).mkdir(exist_ok=True)
-        return sorted({*names, *files})
+        return sorted({*names, *(name for name in files if "/" not in name)})  # manifests have no folders
 
 
 _MODES = ("cls_token", "max_tokens", "mean_tokens", "lasttoken")
