@@ -186,7 +186,9 @@ class Stream(IterableDataset):
         raise AssertionError("the stream was consumed")
 
 
-@pytest.mark.parametrize("data", [Labels(["a", "b"]), Labels([0.5, 1.5]), Stream(), [1, 2, 3]], ids=repr)
+@pytest.mark.parametrize(
+    "data", [Labels(["a", "b"]), Labels([0.5, 1.5]), Stream(), [1, 2, 3]], ids=["names", "numbers", "stream", "list"]
+)
 @pytest.mark.parametrize("make", [ClassBalancedSampler, PKSampler])
 def test_unknown_labels_are_an_error_that_helps(data: Any, make: Any) -> None:
     with pytest.raises(DataError, match=f"for {make.__name__}, received .*attribute `targets`"):
