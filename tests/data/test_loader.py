@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.data import loader as loader_module
 from trainformer.data.loader import (
     DatasetSource,
     LoaderSource,
@@ -281,6 +283,20 @@ def test_workers_that_keep_dying_are_an_error(tmp_path):
     source = DatasetSource(Mortal(tmp_path, 9), 4, num_workers=1)
     with pytest.raises(DataError, match=r"died 4 times.*num_workers"):
         list(source.batches(0))
+
+
+def test_a_worker_may_die_while_it_is_looked_for(monkeypatch):
+    """Torch's handler of dead children, which any other loader sets, raises wherever the program is at that moment."""
+
+    class Worker:
+        def is_alive(self):
+            return True  # it has closed its pipes and is about to go
+
+    def interrupted(seconds):
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    monkeypatch.setattr(loader_module.time, "sleep", interrupted)
+    assert loader_module._has_dead_worker(SimpleNamespace(_workers=[Worker()]))
 
 
 def test_a_loader_that_knows_its_place_is_not_read_again():

@@ -183,7 +183,10 @@ def _has_dead_worker(iterator: Any) -> bool:
             return True
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        try:
+            time.sleep(0.05)
+        except RuntimeError:  # torch's own handler of SIGCHLD, if another loader has set it: a worker was killed
+            return True
 
 
 class _EpochPlan(Sampler[tuple[int, np.ndarray]]):
