@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,3 +29,14 @@ def assert_close(mine: list[Tensor], theirs: list[Tensor], relative: float = 1e-
     for a, b in zip(mine, theirs, strict=True):
         bound = relative * max(b.abs().max().item(), 1e-6)
         torch.testing.assert_close(a.to(b.dtype), b, rtol=0, atol=bound)
+
+
+@contextlib.contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Any wait of the host for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

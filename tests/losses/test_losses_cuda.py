@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_tools import assert_close, value_and_gradients
+from loss_tools import assert_close, value_and_gradients, waits_are_errors
 from torch import Tensor
 
 from trainformer.losses import (
@@ -41,17 +40,6 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "koleo": lambda x, _: koleo_loss(x),
     "byol": lambda x, others: byol_loss(x, others[0]),
 }
-
-
-@contextlib.contextmanager
-def waits_are_errors() -> Iterator[None]:
-    """Any wait of the host for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_waiting_is_noticed() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_tools import HALVES, assert_close, value_and_gradients
+from loss_tools import HALVES, assert_close, value_and_gradients, waits_are_errors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -502,16 +501,6 @@ def test_logits_take_no_layer_arguments() -> None:
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def waits_are_errors() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

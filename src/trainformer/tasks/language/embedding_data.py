@@ -18,7 +18,7 @@ from torch import Tensor
 from trainformer.core import DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import Encoded, Naming, Report
+from trainformer.data.text.encode import Encoded, Report
 from trainformer.data.text.forms import TEXT_KEYS, expected_value, value_of
 from trainformer.data.text.store import OverStore
 from trainformer.tasks.language.parts import (
@@ -147,14 +147,6 @@ class EmbeddingEncoder(PartsEncoder):
         """Records with the columns that are read alone."""
         target = [] if self.roles.target is None else [self.roles.target]
         return only_columns(records, [*self.roles.texts, *target])
-
-    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
-        """One piece for each record: predictions have a row for each."""
-        pieces = []
-        for place, record in enumerate(records):
-            with naming(place):
-                pieces.append([self._piece(record, report)])
-        return pieces
 
     def _piece(self, record: Any, report: Report) -> Encoded:
         texts, target = self._parts_of(record)

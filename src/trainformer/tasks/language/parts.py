@@ -13,7 +13,7 @@ import numpy as np
 
 from trainformer.core import DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.encode import Encoded, Encoder, Report
+from trainformer.data.text.encode import Encoded, Encoder, Naming, Report
 from trainformer.data.text.forms import text_value
 
 
@@ -77,6 +77,18 @@ class PartsEncoder(Encoder):
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         super().__init__(tokenizer, max_length=max_length, add_eos=False)
+
+    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+        """One piece for each record: predictions have a row for each."""
+        pieces = []
+        for place, record in enumerate(records):
+            with naming(place):
+                pieces.append([self._piece(record, report)])
+        return pieces
+
+    def _piece(self, record: Any, report: Report) -> Encoded:
+        """The parts of a record, joined, and counted in the report."""
+        raise NotImplementedError
 
     def _text(self, value: Any, key: str) -> str:
         return text_value(value, key)

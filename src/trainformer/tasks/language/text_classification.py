@@ -21,7 +21,7 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.info import DatasetInfo
 from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import Encoded, Naming, Report
+from trainformer.data.text.encode import Encoded, Report
 from trainformer.data.text.forms import TEXT_KEYS, value_of
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import OverStore, tokenize
@@ -292,14 +292,6 @@ class TextEncoder(PartsEncoder):
     def fingerprint(self) -> str:
         """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.keys} {self.labels} {self.labelled}"
-
-    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
-        """One piece for each record: predictions have a row for each."""
-        pieces = []
-        for place, record in enumerate(records):
-            with naming(place):
-                pieces.append([self._piece(record, report)])
-        return pieces
 
     def _piece(self, record: Any, report: Report) -> Encoded:
         values, label = self._parts_of(record)
