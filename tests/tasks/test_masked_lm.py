@@ -180,10 +180,13 @@ def test_evaluation_is_by_tokens_and_does_not_depend_on_the_batch(task):
 
 @pytest.mark.slow
 def test_it_learns(task):
-    """Words of which each follows from its neighbours, all equally frequent: without these the perplexity is 12."""
+    """Words of which each follows from its neighbours, all equally frequent: without these the perplexity is 12.
+
+    The vocabulary differs from process to process (training of WordPiece is not deterministic): 1.4 to 1.7 was seen.
+    """
     text = [" ".join(WORDS[(start + k) % len(WORDS)] for k in range(8)) for start in range(len(WORDS))] * 4
     trainer = trainer_for(
-        task(whole_word=True), text, val_data=text, max_steps=300, batch_size=16, lr=4e-3, precision="no"
+        task(whole_word=True), text, val_data=text, max_steps=500, batch_size=16, lr=4e-3, precision="no"
     )
     assert trainer.evaluate()["val/perplexity"] > 50
     assert trainer.fit().evaluate()["val/perplexity"] < 6
