@@ -436,12 +436,6 @@ def test_an_unknown_logger_is_explained():
         make(log="wandbb", epochs=1).fit()
 
 
-def test_callbacks_of_transformers_are_told_apart():
-    transformers = pytest.importorskip("transformers")
-    with pytest.raises(BadArgument, match="TrainerCallback"):
-        make(callbacks=[transformers.PrinterCallback()])
-
-
 # -- callbacks and the trainer -----------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ class FakeBackend:
     """Loss of step n is n; records what it was asked to do."""
 
     may_repeat = False
+    wants_lookahead = False
 
     def __init__(self):
         self.windows = []

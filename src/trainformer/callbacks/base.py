@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
+from trainformer.callbacks.dialects import ForeignCallback, original, to_native
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine import Control, Event, LazyScalar, RunState
 
@@ -61,6 +62,10 @@ class TrainerLike(Protocol):
     def grad_norm(self) -> Any: ...
     @property
     def labels_comparable(self) -> bool: ...
+    @property
+    def train_batches(self) -> Any: ...
+    @property
+    def val_batches(self) -> Any: ...
     @property
     def logger(self) -> Any: ...
     def was_set(self, name: str) -> bool: ...
@@ -126,25 +131,34 @@ class CallbackList:
 
     def __init__(self, callbacks: Iterable[Any] | None = None) -> None:
         self.callbacks: list[Any] = []
+        self._shared: dict[str, Any] = {}  # by callbacks of one foreign dialect
         for callback in callbacks or ():
             self.add(callback)
 
-    def add(self, callback: Any) -> None:
-        """Append a callback."""
+    def add(self, callback: Any) -> Any:
+        """Append a callback of any dialect; the callback as it is kept, which may be a wrapper."""
         if isinstance(callback, type):
             raise BadArgument(
                 expected("a callback object", f"the class {callback.__name__}", f"Write {callback.__name__}().")
             )
-        if _is_huggingface(callback):
-            raise BadArgument(
-                f"{type(callback).__name__} is a transformers TrainerCallback, which this trainer does not take. "
-                "Write the same methods with the signatures of trainformer.callbacks.Callback."
-            )
-        if not any(callable(getattr(callback, name, None)) for name in (*METHODS.values(), "attach", "measure")):
+        callback = to_native(callback, self._shared)
+        names = (*METHODS.values(), "attach", "measure")
+        known = isinstance(callback, ForeignCallback) or any(callable(getattr(callback, n, None)) for n in names)
+        if not known:
             raise BadArgument(
                 expected(f"a callback with at least one of {', '.join(METHODS.values())}", type(callback).__name__)
             )
         self.callbacks.append(callback)
+        return callback
+
+    def remove(self, callback: Any) -> Any:
+        """Take out a callback, or the first of a class; what was taken out (not its wrapper), or None."""
+        for place, kept in enumerate(self.callbacks):
+            found = original(kept)
+            if (type(found) is callback) if isinstance(callback, type) else (found is callback):
+                del self.callbacks[place]
+                return found
+        return None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.callbacks)
@@ -156,8 +170,8 @@ class CallbackList:
         """Callbacks by a stable unique key: the class name, numbered from the second of a class on."""
         keys: dict[str, Any] = {}
         for callback in self.callbacks:
-            name = type(callback).__name__
-            number = 1 + sum(type(other).__name__ == name for other in keys.values())
+            name = name_of(callback)
+            number = 1 + sum(name_of(other) == name for other in keys.values())
             keys[name if number == 1 else f"{name}#{number}"] = callback
         return keys
 
@@ -185,6 +199,8 @@ class CallbackList:
 
 def handlers_of(callback: Any, trainer: Any) -> dict[Event, Callable[..., None]]:
     """The events a callback listens to, with its methods bound to the trainer."""
+    if isinstance(callback, ForeignCallback):
+        return callback.listen(trainer)
     found: dict[Event, Callable[..., None]] = {}
     for event, name in METHODS.items():
         method = getattr(callback, name, None)
@@ -194,7 +210,6 @@ def handlers_of(callback: Any, trainer: Any) -> dict[Event, Callable[..., None]]
     return found
 
 
-def _is_huggingface(callback: Any) -> bool:
-    return any(
-        c.__name__ == "TrainerCallback" and c.__module__.startswith("transformers") for c in type(callback).__mro__
-    )
+def name_of(callback: Any) -> str:
+    """How a callback is called in logs and checkpoints."""
+    return type(original(callback)).__name__

@@ -8,7 +8,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, Manifest
 from trainformer.engine.checkpoint import protect as mark
 from trainformer.engine.checkpoint.manifest import MANIFEST
-from trainformer.engine.checkpoint.store import folder_of_checkpoints
+from trainformer.engine.checkpoint.store import folder_of_checkpoints, is_named
 
 AnyPath = str | Path
 
@@ -83,4 +83,4 @@ def is_checkpoint(folder: Path) -> bool:
 
 def is_draft(folder: Path) -> bool:
     """Whether a folder is named like a checkpoint, or holds files of one."""
-    return folder.name.startswith("step_") or (folder / "model.safetensors").exists()
+    return is_named(folder) or (folder / "model.safetensors").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainformer.checkpoint.places import AnyPath, existing, is_checkpoint, is_draft
 from trainformer.core.errors import DataError
 from trainformer.engine.checkpoint import InvalidCheckpoint, Manifest
-from trainformer.engine.checkpoint.store import folder_of_checkpoints
+from trainformer.engine.checkpoint.store import folder_of_checkpoints, is_named
 
 
 def verify(path: AnyPath) -> list[str]:
@@ -24,7 +24,7 @@ def verify(path: AnyPath) -> list[str]:
     if is_checkpoint(path) or is_draft(path):
         return _problems_of_folder(path)
     folder = folder_of_checkpoints(path)
-    found = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.startswith("step_"))
+    found = sorted(p for p in folder.iterdir() if p.is_dir() and is_named(p))
     if not found:
         return [f"There is no complete checkpoint in {path}."]
     return [problem for checkpoint in found for problem in _problems_of_folder(checkpoint)]

@@ -23,6 +23,17 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Any] | None = None
 
 
+class Mean(NamedTuple):
+    """The same, where the loss is a mean already: it is `value`, and counts as much as `weight` says.
+
+    ``Mean(None, 0)`` is a micro-batch that gives no loss this time; nothing is learned from it.
+    """
+
+    value: Any
+    weight: Any
+    metrics: Mapping[str, Any] | None = None
+
+
 class Origin(NamedTuple):
     """Which samples a batch holds: what random numbers that belong to a sample are derived from."""
 
@@ -41,12 +52,16 @@ class Sized(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The same batch where the model is. `tokens` is 0 for data that have none."""
+    """The same batch where the model is. `tokens` is 0 for data that have none.
+
+    `more` says that another micro-batch of the same step follows; it is told only to a backend that wants to know.
+    """
 
     data: Any
     size: int
     tokens: int = 0
     bad: int = 0
+    more: bool = False
 
 
 class Entry(NamedTuple):

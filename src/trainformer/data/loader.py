@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -27,6 +27,9 @@ from trainformer.data.order import distinct_draws, epoch_order, preserved_genera
 logger = logging.getLogger("trainformer")
 
 _MOST_DEATHS = 3
+
+#: Samples in a batch.
+Count = Callable[[Any], int]
 
 
 class EpochOrder(Protocol):
@@ -223,9 +226,10 @@ class LoaderSource:
     in the middle has to read and drop what was seen, since nobody but the loader knows how to skip.
     """
 
-    def __init__(self, loader: Iterable[Any], seed: int = 0) -> None:
+    def __init__(self, loader: Iterable[Any], seed: int = 0, count: Count | None = None) -> None:
         self.loader = loader
         self.seed = seed
+        self._count = count or batch_length
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -253,7 +257,7 @@ class LoaderSource:
     def _sized(self, epoch: int, batches: Iterable[Any], position: int) -> Iterator[Sized]:
         """Nobody knows which samples these are; their places in the epoch stand for them."""
         for data in batches:
-            size = batch_length(data)
+            size = self._count(data)
             yield Sized(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
             position += size
 
@@ -269,8 +273,8 @@ class LoaderSource:
 class StatefulLoaderSource(LoaderSource):
     """A loader that can say where it is and go back there (`state_dict`, `load_state_dict`): nothing is read twice."""
 
-    def __init__(self, loader: Iterable[Any], seed: int = 0) -> None:
-        super().__init__(loader, seed)
+    def __init__(self, loader: Iterable[Any], seed: int = 0, count: Count | None = None) -> None:
+        super().__init__(loader, seed, count)
         self._restored = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -313,10 +317,10 @@ class StreamSource(StatefulLoaderSource):
         self._restored = True
 
 
-def loader_source(loader: Iterable[Any], seed: int) -> LoaderSource:
-    """A source for a loader that the user brings."""
+def loader_source(loader: Iterable[Any], seed: int, count: Count | None = None) -> LoaderSource:
+    """A source for a loader that the user brings; `count` tells the samples of a batch of unusual form."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return StatefulLoaderSource(loader, seed) if stateful else LoaderSource(loader, seed)
+    return StatefulLoaderSource(loader, seed, count) if stateful else LoaderSource(loader, seed, count)
 
 
 def stream_source(

@@ -21,7 +21,8 @@ class Event(enum.Enum):
                 SUBSTEP_END (step)         gradients of one micro-batch were added
             BEFORE_UPDATE (step)           gradients are complete and clipped, weights are still the old ones
             AFTER_UPDATE (step)            weights are new, gradients are still there
-            STEP_END (step, loss)          steps done including this one; the loss syncs only when read
+            STEP_END (step, loss)          steps done including this one; the loss syncs only when read; what is due
+                                           now stands in the control, and can be called off there
             LOG (metrics)                  at log points, before the record is written: listeners may add to it
             EVAL_BEGIN, EVAL_END (metrics) when an evaluation is due
             EPOCH_END (epoch, metrics)     after the last step of an epoch that was completed
@@ -67,6 +68,10 @@ class EventBus:
         """Add a listener; `name` is how it is called in logs (who asked to stop, who raised)."""
         for event, handler in handlers.items():
             self._handlers[event].append((name, handler))
+
+    def clear(self) -> None:
+        """Forget all listeners. An event that is being delivered still reaches those it was meant for."""
+        self._handlers = {event: [] for event in Event}
 
     def listeners(self, event: Event) -> list[tuple[str, Handler]]:
         """The live list of an event's listeners: the loop tests it before it prepares arguments."""

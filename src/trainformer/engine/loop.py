@@ -37,6 +37,8 @@ class Plan:
     eval_on_save: bool = False
     eval_at_end: bool = True
     save_at_end: bool = True
+    log_first: bool = True  # the first step, before the first record is due
+    log_rest: bool = True  # the last steps, though no record is due
     monitor: str = "val/loss"
     monitor_mode: str = "min"
 
@@ -63,11 +65,9 @@ class Loop:
         self.control = control
         self.services = services
         self._metrics = RunningMetrics(backend)
-        self._metrics.extend(Entry(*values) for values in state.pending)
-        state.pending = []
         self._epoch_metrics: dict[str, float] = {}
         self._now = time.perf_counter()
-        self._logged = self._now, state.step, state.samples, state.tokens
+        self._logged = self._now, 0, 0, 0
         self._evaluated = self._saved = self._now
         self._paused = 0.0
         # A cadence in minutes needs the clock after every step; one in steps or epochs does not.
@@ -80,19 +80,28 @@ class Loop:
     def run(self) -> None:
         """Train to the end of the plan, or until somebody asks to stop."""
         self.bus.emit(Event.TRAIN_BEGIN)
+        self._take_up()
         while not self._finished():
             self._run_epoch()
         self._wind_up()
         self.bus.emit(Event.TRAIN_END)
 
+    def _take_up(self) -> None:
+        """Begin where the state is by now: a callback may have loaded one when it heard that training begins."""
+        state = self.state
+        self._metrics.extend(Entry(*values) for values in state.pending)
+        state.pending = []
+        self._logged = self._now, state.step, state.samples, state.tokens
+
     def _run_epoch(self) -> None:
         state = self.state
         self._epoch_metrics = {}
+        self.control.should_end_epoch = False
         self.bus.emit(Event.EPOCH_BEGIN, state.epoch)
         self.backend.begin_training()
         for window in self._windows():
             self._run_step(window)
-            if state.batch == self.source.batches_per_epoch:
+            if state.batch == self.source.batches_per_epoch or self.control.should_end_epoch:
                 # What is due after this step waits for the end of the epoch, so that no checkpoint ever stands
                 # between an epoch's last step and its evaluation.
                 break
@@ -136,43 +145,51 @@ class Loop:
         state.tokens += result.tokens
         self._lr = result.lr
         self._metrics.extend(result.entries)
+        self._ask_for_what_is_due()
         if bus.listeners(Event.STEP_END):
             bus.emit(Event.STEP_END, step, self._lazy_loss(result))
 
     def _at_boundary(self, epoch: int | None = None) -> None:
-        """Log, evaluate and save where that is due now, or was asked for. `epoch`: so many have just been completed."""
-        plan, control, step = self.plan, self.control, self.state.step
+        """Log, evaluate and save where that was asked for. `epoch`: so many have just been completed."""
+        plan, control = self.plan, self.control
         self.services.poll()
         if control.signal is not None:
             self._obey_signal(control.signal)
-        if self._watches_clock:
-            self._now = time.perf_counter()
-        first = step == 1 and plan.log_every is not None
+        if control.aborted:
+            return
+        if epoch is not None:
+            self._ask_for_what_is_due(epoch)
         # What the end of a run makes due belongs to its last step, before the checkpoint of that step is written:
         # whoever is killed afterwards finds everything done.
         last = self._finished() and control.signal is None
-        if first or last or control.should_log or self._due(plan.log_every, self._logged[0], epoch):
+        if control.should_log or (last and plan.log_rest):
             self._log_rest()
-        save = control.should_save or self._due(plan.save_every, self._saved, epoch) or (last and plan.save_at_end)
-        evaluate = control.should_evaluate or self._due(plan.eval_every, self._evaluated, epoch)
-        evaluate |= last and plan.eval_at_end and not control.should_stop
-        if evaluate or (save and plan.eval_on_save):
-            save |= self._evaluate()
+        control.should_save |= last and plan.save_at_end
+        evaluate = control.should_evaluate or (last and plan.eval_at_end and not control.should_stop)
+        if evaluate or (control.should_save and plan.eval_on_save):
+            control.should_save |= self._evaluate()
         if epoch is not None:
             self.bus.emit(Event.EPOCH_END, epoch - 1, self._epoch_metrics)
-        if save:
+        if control.should_save and not control.aborted:
             self._save()
 
     def _end_epoch(self) -> None:
         self.state.end_epoch()
         self._at_boundary(self.state.epoch)
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._at_boundary()  # somebody asked for it on hearing that the epoch had ended
 
     def _wind_up(self) -> None:
         """What is outstanding after the last step: the last log record, evaluation and checkpoint."""
+        if self.control.aborted:
+            return
         self.backend.verify(self.state.step)
         if self.control.signal is None:
             # A signal ends the process, not the run: what is not yet logged is saved, and logged when it goes on.
-            self._log_rest()
+            if self.plan.log_rest:
+                self._log_rest()
+            elif self.state.step > self.state.loss_steps:
+                self._drain()
         keep = False
         if self.plan.eval_at_end and not self.control.should_stop and self.state.step > 0:
             keep = self._evaluate()
@@ -192,7 +209,11 @@ class Loop:
         batches = self.backend.feed(self.source.batches(state.epoch, state.batch, state.position), train=True)
         accumulation = self.plan.accumulation
         for first in batches:
-            window = (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
+            window: Iterable[Placed] = (
+                (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
+            )
+            if accumulation > 1 and self.backend.wants_lookahead:
+                window = _looking_ahead(window)
             yield list(window) if self.backend.may_repeat else window
 
     def _lazy_loss(self, result: StepResult) -> LazyScalar:
@@ -210,7 +231,7 @@ class Loop:
     def _log(self) -> None:
         state = self.state
         counts = self.backend.verify(state.step)
-        metrics = {f"train/{name}": value for name, value in (self._metrics.drain() | counts).items()}
+        metrics = {f"train/{name}": value for name, value in (self._drain() | counts).items()}
         metrics["train/lr"] = self._lr
         metrics["train/epoch"] = self._progress()
         if state.bad_samples:
@@ -219,6 +240,14 @@ class Loop:
         self.bus.emit(Event.LOG, metrics)
         state.log_history.append({"step": state.step, **metrics})
         self.services.log(metrics, state.step)
+
+    def _drain(self) -> dict[str, float]:
+        """Means of the steps since the last record."""
+        metrics = self._metrics.drain()
+        state = self.state
+        state.loss_sum += metrics.get("loss", 0.0) * (state.step - state.loss_steps)
+        state.loss_steps = state.step
+        return metrics
 
     def _evaluate(self) -> bool:
         """Evaluate, unless that was done at this step. Whether the result is worth a checkpoint."""
@@ -276,13 +305,28 @@ class Loop:
             return state.step >= plan.max_steps
         return plan.epochs is not None and state.epoch >= plan.epochs
 
+    def _ask_for_what_is_due(self, epoch: int | None = None) -> None:
+        """Enter into the control what the plan wants done after this step, or after this epoch."""
+        plan, control = self.plan, self.control
+        if self._watches_clock:
+            self._now = time.perf_counter()
+        first = self.state.step == 1 and plan.log_first and plan.log_every is not None
+        if first or self._due(plan.log_every, self._logged[0], epoch):
+            control.should_log = True
+        if self._due(plan.eval_every, self._evaluated, epoch):
+            control.should_evaluate = True
+        if self._due(plan.save_every, self._saved, epoch):
+            control.should_save = True
+
     def _due(self, cadence: Cadence | None, last: float, epoch: int | None) -> bool:
         if cadence is None:
             return False
-        if cadence.unit == "seconds":
-            return cadence.due_after(self._now - last)
         if cadence.unit == "epochs":
             return epoch is not None and cadence.due_at_epoch(epoch)
+        if epoch is not None:
+            return False  # what steps and time make due was asked for after the step
+        if cadence.unit == "seconds":
+            return cadence.due_after(self._now - last)
         return cadence.due_at_step(self.state.step)
 
     def _progress(self) -> float:
@@ -305,3 +349,14 @@ class Loop:
         if state.tokens > tokens:
             speed["train/tokens_per_second"] = (state.tokens - tokens) / elapsed
         return speed
+
+
+def _looking_ahead(window: Iterable[Placed]) -> Iterator[Placed]:
+    """Micro-batches that know whether another of the same step follows."""
+    ahead: Placed | None = None
+    for batch in window:
+        if ahead is not None:
+            yield ahead._replace(more=True)
+        ahead = batch
+    if ahead is not None:
+        yield ahead

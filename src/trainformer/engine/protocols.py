@@ -29,6 +29,11 @@ class Backend(Protocol):
         """Whether a window may be asked for again, so that its batches have to be kept."""
         ...
 
+    @property
+    def wants_lookahead(self) -> bool:
+        """Whether it matters if a micro-batch is the last of its step (see `Placed.more`)."""
+        ...
+
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
         """Put batches where the model is, one ahead where that can overlap with computing."""
         ...

@@ -28,6 +28,8 @@ class RunState:
     tokens: int = 0
     bad_samples: int = 0
     seconds: float = 0.0
+    loss_sum: float = 0.0  # over the first `loss_steps` steps, as far as they were read: their mean is that of the run
+    loss_steps: int = 0
     evaluated_at: int = -1
     saved_at: int = -1
     best_metrics: dict[str, float] = field(default_factory=dict)

@@ -39,8 +39,8 @@ class SaveFailed(TrainformerError, OSError):
 class Checkpointer:
     """Writes and prunes the checkpoints of one run, in the loop's time or behind its back."""
 
-    def __init__(self, folder: Path, retention: Retention, asynchronous: bool) -> None:
-        self.store = CheckpointStore(folder)
+    def __init__(self, folder: Path, retention: Retention, asynchronous: bool, naming: str = "step_{:08d}") -> None:
+        self.store = CheckpointStore(folder, naming)
         self.retention = retention
         self.asynchronous = asynchronous
         self.failures = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
     """Batches of loaded data, prepared by the task for training or evaluation."""
     if is_loader(data):
         _refuse_sampling(options, train, "a loader has a sampler and batches of its own; set them there")
-        return loader_source(data, options.seed)
+        return loader_source(data, options.seed, task.count_samples if provides(task, "count_samples") else None)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
     collate = task.collate_fn if provides(task, "collate_fn") else None
@@ -139,6 +139,34 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
         pin_memory=options.pin_memory,
         skip_bad=options.skip_bad,
     )
+
+
+class Batches:
+    """The batches of a source as callbacks written for other trainers know them: a loader with a length."""
+
+    def __init__(self, source: Source, batch_size: int) -> None:
+        self._source = source
+        self.batch_size = batch_size
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Number of batches, where that is known."""
+        return self._source.batches_per_epoch
+
+    @property
+    def dataset(self) -> Any:
+        """What the batches are made of."""
+        loader = getattr(self._source, "loader", None)
+        return getattr(self._source, "dataset", None) or getattr(loader, "dataset", loader)
+
+    def __len__(self) -> int:
+        length = self.batches_per_epoch
+        if length is None:
+            raise TypeError("these batches come from a stream, which has no length")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch.data for batch in self._source.batches(0))
 
 
 def _sampler_for(data: Any, options: LoadOptions) -> Any:

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,24 @@ class RunFolder:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         with messages_to(handler):
             yield
+
+
+class NoFolder:
+    """A run that leaves nothing on disk."""
+
+    path = None
+
+    def recording(self, config: PipelineConfig) -> AbstractContextManager[None]:
+        """No ``config.json``."""
+        return nullcontext()
+
+    def status(self, outcome: Callable[[], str]) -> AbstractContextManager[None]:
+        """No ``status.json``."""
+        return nullcontext()
+
+    def log_file(self) -> AbstractContextManager[None]:
+        """No ``log.txt``."""
+        return nullcontext()
 
 
 def _read_status(path: Path) -> dict[str, Any]:

@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 
 def connect_listeners(session: Session) -> None:
-    """Subscribe everybody: the task first, then the callbacks in their order, then the context."""
+    """Subscribe everybody anew: the task first, then the callbacks in their order, then the context."""
     bus, context = session.bus, session.context
+    bus.clear()
     bus.add(type(session.task).__name__, _task_handlers(session.task, session.total_steps))
     for name, callback in session.callbacks.named().items():
-        if hasattr(callback, "attach"):
-            callback.attach(session.owner)
         bus.add(name, handlers_of(callback, session.owner))
     bus.add(
         "context",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,23 @@ from trainformer.context import PipelineContext
 from trainformer.engine import Control, Event, EventBus, Loop, RunState
 from trainformer.engine.checkpoint import CheckpointStore, Manifest, StateComponent
 from trainformer.loggers.base import BaseLogger, NoOpLogger
+from trainformer.loggers.multi import MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.session.announcing import announce_start, announce_stop
 from trainformer.session.checkpoints import Checkpointer, give_back, read_checkpoint, read_states, versions
 from trainformer.session.components import TRAINED, state_components
 from trainformer.session.console import messages_on
-from trainformer.session.data import load_training_data, make_source, size_of
+from trainformer.session.data import Batches, load_training_data, make_source, size_of
 from trainformer.session.evaluation import Evaluation
-from trainformer.session.folder import RunFolder
+from trainformer.session.folder import NoFolder, RunFolder
+from trainformer.session.habits import Habits
 from trainformer.session.inference import Inference
 from trainformer.session.listeners import connect_listeners
 from trainformer.session.parts import load_options, plan, retention, torch_settings
 from trainformer.session.probe import Probe
 from trainformer.session.provenance import declared_arguments, fingerprint, record_changes, record_config
 from trainformer.session.settings import RunSettings
-from trainformer.session.signals import SignalStop, obeying_signals
+from trainformer.session.signals import leave, obeying_signals
 from trainformer.session.snapshot import cloned, write_snapshot
 from trainformer.session.suiting import can_be_indexed, check_task, suit_to_loader, suit_to_task, without_vain_sampler
 from trainformer.tasks.base import provides
@@ -61,6 +64,7 @@ class Session:
         callbacks: CallbackList,
         passed: frozenset[str] = frozenset(),
         console: Console | None = None,
+        habits: Habits | None = None,
     ) -> None:
         settings.validate()
         make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
@@ -70,6 +74,7 @@ class Session:
         self.task = task
         self.settings = settings
         self.passed = passed
+        self.habits = habits or Habits()
         self.state = RunState()
         self.control = Control()
         self.bus = EventBus()
@@ -78,7 +83,7 @@ class Session:
         self.callbacks = callbacks
         self.loggers: BaseLogger = NoOpLogger()
         self._logger_state: dict[str, Any] = {}
-        self.folder: RunFolder | None = None
+        self.folder: RunFolder | NoFolder | None = None
         self._checkpointer: Checkpointer | None = None
         self._loop: Loop | None = None
         self._last_metrics: dict[str, float] = {}
@@ -108,7 +113,24 @@ class Session:
 
     def connect(self) -> None:
         """Subscribe task, callbacks and context. The owner calls this once, when it can answer callbacks."""
+        for callback in self.callbacks:
+            self._attach(callback)
         connect_listeners(self)
+
+    def _attach(self, callback: Any) -> None:
+        if hasattr(callback, "attach"):
+            callback.attach(self.owner)
+
+    def add_callback(self, callback: Any) -> None:
+        """One more callback, after the others; also while the run goes on."""
+        self._attach(self.callbacks.add(callback))
+        connect_listeners(self)
+
+    def remove_callback(self, callback: Any) -> Any:
+        """Take out a callback, or the first of a class; what was taken out, if there was one."""
+        removed = self.callbacks.remove(callback)
+        connect_listeners(self)
+        return removed
 
     # -- how long ------------------------------------------------------------------------------------------
 
@@ -146,7 +168,7 @@ class Session:
             stack.enter_context(self.backend.run_context())
             stack.enter_context(folder.status(self._outcome))
             stack.enter_context(self._logging())
-            stack.enter_context(obeying_signals(self.control))
+            stack.enter_context(obeying_signals(self.control, self.habits.signals))
             if self.state.stopped:
                 self.control.stop(self.state.stopped[1], by=self.state.stopped[0])
             announce_start(self)
@@ -155,8 +177,10 @@ class Session:
             self._loop.run()
         self._leave()
 
-    def _choose_folder(self) -> RunFolder:
+    def _choose_folder(self) -> RunFolder | NoFolder:
         settings = self.settings
+        if not self.habits.keeps_folder:
+            return NoFolder()
         folder = RunFolder.choose(
             settings.run_dir,
             settings.name,
@@ -167,10 +191,15 @@ class Session:
         folder.open(anew=settings.resume is None and self.state.step == 0)
         return folder
 
-    def _prepare(self, folder: RunFolder) -> None:
+    def _prepare(self, folder: RunFolder | NoFolder) -> None:
         """On the first call: what the run needs beside its folder, and its old state if there is one to resume."""
         settings = self.settings
-        self._checkpointer = Checkpointer(folder.checkpoints, retention(settings), settings.save_async)
+        if isinstance(folder, NoFolder):
+            self.loggers = MultiLogger([logger for logger in _as_list(settings.log) if isinstance(logger, BaseLogger)])
+            return
+        self._checkpointer = Checkpointer(
+            folder.checkpoints, retention(settings), settings.save_async, self.habits.checkpoint_name
+        )
         self._checkpointer.store.clean()
         self.loggers = make_loggers(
             settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=self.console
@@ -198,7 +227,7 @@ class Session:
 
     def _make_loop(self) -> Loop:
         return Loop(
-            plan(self.settings, evaluates=self.val_source is not None),
+            replace(plan(self.settings, evaluates=self.val_source is not None), **self.habits.plan),
             self.state,
             backend=self.backend,
             source=self.train_source,
@@ -210,10 +239,10 @@ class Session:
     @contextmanager
     def _failing_loudly(self) -> Iterator[None]:
         """Around the loop: wait for the last save, tell callbacks of an error, say who stopped the run."""
-        assert self._checkpointer is not None
         try:
             yield
-            self._checkpointer.conclude()
+            if self._checkpointer is not None:
+                self._checkpointer.conclude()
         except BaseException as error:
             self.backend.drop_step()
             self.bus.emit(Event.ERROR, error)
@@ -226,11 +255,13 @@ class Session:
         """After a signal the program ends here, with everything saved and closed."""
         number = self.control.signal
         if number is not None and self.settings.exit_on_signal:
-            raise SignalStop(number)
+            leave(number, self.habits.signals)
 
     def _outcome(self) -> str:
         if self.control.signal is not None:
             return "interrupted"
+        if self.control.aborted:
+            return "aborted"
         return "stopped" if self.control.should_stop else "finished"
 
     @contextmanager
@@ -262,6 +293,9 @@ class Session:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data."""
+        if self.val_source is None:
+            logger.warning("an evaluation was asked for, but there is no validation data")
+            return {}
         metrics = self._evaluation.validate()
         for callback in self.callbacks:
             if hasattr(callback, "measure"):
@@ -298,13 +332,22 @@ class Session:
         if not self._checkpointer.save(self.components(), manifest, on_device, assets):
             state.saved_at = before
             return None
-        return str(self._checkpointer.store.root / f"step_{state.step:08d}")
+        return str(self._checkpointer.store.path_of(state.step))
 
     # -- evaluation and prediction -------------------------------------------------------------------------
 
     def evaluate_on(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data, or on other data."""
         return self._evaluation.evaluate(data, batch_size)
+
+    def train_batches(self) -> Batches:
+        """The batches of the training data, as a loader."""
+        return Batches(self.train_source, self.settings.batch_size)
+
+    def val_batches(self) -> Batches | None:
+        """Those of the validation data, if there are any."""
+        size = self.settings.eval_batch_size or self.settings.batch_size
+        return None if self.val_source is None else Batches(self.val_source, size)
 
     def evaluate_trained(self) -> dict[str, float]:
         """Evaluate the weights that are trained, also where a callback offers others (an average) for evaluation."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from trainformer.engine import Control
+from trainformer.session.habits import SignalRules
 
 logger = logging.getLogger("trainformer")
 
-#: Save, then leave with 128 + the signal's number.
-STOPPING = (signal.SIGTERM, signal.SIGINT)
 #: Save and go on.
 SAVING = (signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()
 
@@ -22,13 +22,21 @@ SAVING = (signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()
 class SignalStop(SystemExit):
     """The run was asked by a signal to end, has saved, and leaves with this exit code."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
+    def __init__(self, number: int, rules: SignalRules) -> None:
+        super().__init__(rules.code_for(number))
         self.number = number
 
 
+def leave(number: int, rules: SignalRules) -> None:
+    """End the program after a signal, when everything is saved and closed."""
+    if rules.wait:
+        logger.info("leaving in %g s", rules.wait)
+        time.sleep(rules.wait)
+    raise SignalStop(number, rules)
+
+
 @contextmanager
-def obeying_signals(control: Control) -> Iterator[None]:
+def obeying_signals(control: Control, rules: SignalRules) -> Iterator[None]:
     """Note signals in `control` meanwhile; put the previous handlers back afterwards.
 
     Python allows handlers in the main thread alone; a run in another thread is left without.
@@ -45,7 +53,7 @@ def obeying_signals(control: Control) -> Iterator[None]:
     def save(number: int, frame: FrameType | None) -> None:
         control.should_save = True
 
-    wanted = dict.fromkeys(STOPPING, stop) | dict.fromkeys(SAVING, save)
+    wanted = dict.fromkeys(rules.stopping, stop) | dict.fromkeys(SAVING, save)
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         yield

@@ -88,6 +88,10 @@ class TaskBase:
     def collate_fn(self, examples: list[Any]) -> Any:
         """Make a batch of samples. Left alone, torch's default collation is used."""
 
+    def count_samples(self, batch: Any) -> int:
+        """Samples in a batch of the user's own loader, where its tensors do not tell."""
+        raise NotImplementedError
+
     def get_train_transforms(self) -> nn.Module | None:
         """A module applied to the inputs of a training batch, on the device."""
         return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from trainformer.backends.torch.precision import make_precision
 from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
 from trainformer.backends.torch.splitting import MemorySplitter
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
+from trainformer.core.types import Entry, EvalResult, Loss, Mean, Placed, Sized, StepResult
 from trainformer.engine.metrics import weighted_means
 
 logger = logging.getLogger("trainformer")
@@ -97,6 +97,7 @@ class TorchBackend:
         self._feeder = Feeder(self.device, settings.channels_last)
         self._transforms: dict[bool, nn.Module | None] = {}
         self._forget = getattr(task, "on_step_dropped", None)
+        self._no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(task, "no_sync", None)
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
         obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -169,6 +170,11 @@ class TorchBackend:
         """Whether a window may be needed again: to retry it, or to compute it in smaller pieces."""
         return self.guard.retries > 0 or (self.device.type != "cpu" and self.splitter.policy == "split")
 
+    @property
+    def wants_lookahead(self) -> bool:
+        """Whether it matters which micro-batch is the last of a step: ranks then exchange gradients there only."""
+        return self._no_sync is not None
+
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
         """Batches on the device, with the task's transforms applied."""
         if train not in self._transforms:  # not before the first batch: by then the task has seen its data
@@ -194,16 +200,22 @@ class TorchBackend:
             self._statistics.keep()
         try:
             for piece in self.splitter.cut(batch):
-                with self._forward():
-                    output = self.task.train_step(piece.data)
-                loss = self._window.add(output, piece)
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                with self._apart(piece):
+                    with self._forward():
+                        output = self.task.train_step(piece.data)
+                    loss = self._window.add(output, piece)
+                    if loss is not None:
+                        (loss if scaler is None else scaler.scale(loss)).backward()
         except torch.OutOfMemoryError:
             self.drop_step()
             if not self.splitter.shrink(batch, self.task.model):
                 raise
             return False
         return True
+
+    def _apart(self, piece: Placed) -> AbstractContextManager[Any]:
+        """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
+        return self._no_sync() if piece.more and self._no_sync is not None else nullcontext()
 
     def _forward(self) -> AbstractContextManager[object]:
         """The context of a forward pass."""
@@ -217,6 +229,9 @@ class TorchBackend:
     def finish(self) -> bool:
         """Make the gradients those of the window's mean, clip them, and look whether they are finite."""
         scaler = self.precision.scaler
+        if self._window.is_idle:
+            self.grad_norm = None
+            return True
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -241,11 +256,14 @@ class TorchBackend:
         return True
 
     def update(self, step: int) -> StepResult:
-        """Take the optimizer step, unless the gradients are not finite."""
+        """Take the optimizer step, unless the gradients are not finite, or there are none on purpose."""
         lr = self.schedule.apply(step)
+        window, norm = self._window, self.grad_norm
         if self._decay is not None:
             self._decay.apply(step, self._total_steps)
-        if self.precision.scaler is not None:
+        if window.is_idle:
+            pass
+        elif self.precision.scaler is not None:
             self._scaled_update(self.precision.scaler)
         elif self._skips_on_device:
             self.optimizer.found_inf = self.guard.flag  # type: ignore[attr-defined]
@@ -255,8 +273,8 @@ class TorchBackend:
         self.schedule.advance()
         if self._statistics is not None:
             self._statistics.settle(self.guard)
-        window, norm = self._window, self.grad_norm
-        window.entries.append(self._norm_entry(norm))
+        if norm is not None:
+            window.entries.append(self._norm_entry(norm))
         return StepResult(window.entries, lr, window.samples, window.tokens, window.bad)
 
     def _norm_entry(self, norm: Any) -> Entry:
@@ -397,25 +415,26 @@ class TorchBackend:
 class _Window:
     """The micro-batches of one optimizer step: their losses, weights and counts."""
 
-    __slots__ = ("_reference", "_weights", "bad", "entries", "samples", "tokens")
+    __slots__ = ("_reference", "_weights", "bad", "entries", "is_idle", "samples", "tokens")
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.samples = 0
         self.tokens = 0
         self.bad = 0
+        self.is_idle = False  # there were micro-batches, and all of them went without a loss
         self._reference: Any = None
         self._weights: list[Any] = []
 
-    def add(self, output: Any, batch: Placed) -> Tensor:
-        """Take in what a task's `train_step` returned; what comes back is to be differentiated."""
+    def add(self, output: Any, batch: Placed) -> Tensor | None:
+        """Take in what a task's `train_step` returned; what comes back is to be differentiated, if anything."""
         self.samples += batch.size
         self.tokens += batch.tokens
         self.bad += batch.bad
         if isinstance(output, Tensor):
             return self._add_mean(output, batch.size)
-        if isinstance(output, Loss):
-            loss = self._add_sum(output.sum, output.weight)
+        if isinstance(output, (Loss, Mean)):
+            loss = self._add_weighted(output)
             for name, value in (output.metrics or {}).items():
                 if name in ("loss", "grad_norm"):
                     raise BadArgument(expected("names of metrics other than 'loss' and 'grad_norm'", name))
@@ -424,20 +443,32 @@ class _Window:
             return loss
         raise BadArgument(expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__))
 
-    def _add_mean(self, mean: Tensor, size: int) -> Tensor:
+    def _add_weighted(self, output: Loss | Mean) -> Tensor | None:
+        if isinstance(output, Mean) and output.value is None:
+            self.is_idle = not self._weights
+            return None
+        self.is_idle = False
+        if isinstance(output, Mean):
+            return self._add_mean(output.value, output.weight)
+        return self._add_sum(output.sum, output.weight)
+
+    def _add_mean(self, mean: Tensor, weight: Any) -> Tensor:
         _check_differentiable(mean)
-        self.entries.append(Entry("loss", mean.detach(), size, True))
-        self._weights.append(size)
+        if isinstance(weight, Tensor):
+            weight = _as_divisor(weight, mean)
+        self.entries.append(Entry("loss", mean.detach(), weight, True))
+        self._weights.append(weight)
         if self._reference is None:
-            self._reference = size
-        return mean if size == self._reference else mean * (size / self._reference)
+            self._reference = weight
+            return mean
+        if not isinstance(weight, Tensor) and weight == self._reference:  # to compare tensors would wait for the device
+            return mean
+        return mean * (weight / self._reference)
 
     def _add_sum(self, total: Tensor, weight: Any) -> Tensor:
         _check_differentiable(total)
-        weight = _detached(weight)
         if isinstance(weight, Tensor):
-            # Counts are integers, and torch divides integers in float32 even where the loss is float64.
-            weight = weight.to(torch.promote_types(total.dtype, torch.float32))
+            weight = _as_divisor(weight, total)
         self.entries.append(Entry("loss", total.detach(), weight, False))
         self._weights.append(weight)
         if self._reference is None:
@@ -460,6 +491,11 @@ class _Window:
     def losses(self) -> list[Tensor]:
         """The losses of the window, to be looked at for NaN."""
         return [entry.value for entry in self.entries if entry.name == "loss"]
+
+
+def _as_divisor(weight: Tensor, loss: Tensor) -> Tensor:
+    """A count in the type of the loss: torch divides integers in float32 even where the loss is float64."""
+    return weight.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _detached(value: Any) -> Any:

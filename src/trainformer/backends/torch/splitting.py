@@ -35,7 +35,12 @@ class MemorySplitter:
         edges = [batch.size * i // pieces for i in range(pieces + 1)]
         tokens = batch.tokens / batch.size
         cut = [
-            Placed(slice_batch(batch.data, low, high, batch.size), high - low, round(tokens * (high - low)))
+            Placed(
+                slice_batch(batch.data, low, high, batch.size),
+                high - low,
+                round(tokens * (high - low)),
+                more=batch.more or high < batch.size,
+            )
             for low, high in pairwise(edges)
         ]
         return [cut[0]._replace(bad=batch.bad), *cut[1:]]

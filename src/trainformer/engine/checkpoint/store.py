@@ -2,7 +2,7 @@
 
 Writing: files go to a folder with a temporary name, are synced to disk, get their manifest last, and are moved into
 place by one rename. Whoever is killed in between leaves a temporary folder, which the next run clears away. So a
-folder ``step_<n>`` with a valid manifest is a checkpoint, and nothing else is.
+folder ``step_<n>`` (or ``checkpoint-<n>``) with a valid manifest is a checkpoint, and nothing else is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ logger = logging.getLogger("trainformer")
 
 LATEST = "latest"
 _PROTECTED = "protected"
-_NAME = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.(?:writing-step_\d+|deleting-step_\d+|latest)-(\d+)")
-_REPLACED = re.compile(r"\.replaced-(step_\d+)-(\d+)")
+_NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
+_LEFTOVER = re.compile(rf"\.(?:(?:writing|deleting)-{_NAME.pattern}|latest)-(?P<process>\d+)")
+_REPLACED = re.compile(rf"\.replaced-(?P<name>{_NAME.pattern})-(?P<process>\d+)")
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,21 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Checkpoints of one run, in one folder."""
+    """Checkpoints of one run, in one folder. `naming` is formatted with the step to name new ones."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, naming: str = "step_{:08d}") -> None:
         self.root = root
+        self._naming = naming
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is written."""
+        return self.root / self._naming.format(step)
 
     # -- writing -------------------------------------------------------------------------------------------
 
     def write(self, manifest: Manifest, fill: Callable[[Path], dict[str, list[str]]]) -> Checkpoint:
         """Write a checkpoint. `fill` writes files into a folder and says which belong to which component."""
-        name = f"step_{manifest.step:08d}"
+        name = self.path_of(manifest.step).name
         draft = self.root / f".writing-{name}-{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -125,8 +130,7 @@ class CheckpointStore:
     def _folders(self) -> list[Path]:
         if not self.root.is_dir():
             return []
-        named = [(int(match[1]), path) for path in self.root.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return [path for _, path in sorted(named)]
+        return [path for _, path in sorted((step_of(path), path) for path in self.root.iterdir() if is_named(path))]
 
     # -- deleting ------------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class CheckpointStore:
 
     def set_aside(self, after: int) -> None:
         """Move checkpoints of later steps out of the way: they belong to a run that was given up."""
-        abandoned = [path for path in self._folders() if int(path.name.removeprefix("step_")) > after]
+        abandoned = [path for path in self._folders() if step_of(path) > after]
         if not abandoned:
             return
         number = 1
@@ -154,16 +158,28 @@ class CheckpointStore:
         if not self.root.is_dir():
             return
         for path in self.root.iterdir():
-            if (match := _REPLACED.fullmatch(path.name)) and not is_alive(int(match[2])):
-                if not (self.root / match[1]).exists():
-                    path.rename(self.root / match[1])
+            if (match := _REPLACED.fullmatch(path.name)) and not is_alive(int(match["process"])):
+                if not (self.root / match["name"]).exists():
+                    path.rename(self.root / match["name"])
                 else:
                     shutil.rmtree(path, ignore_errors=True)
-            elif (match := _LEFTOVER.fullmatch(path.name)) and not is_alive(int(match[1])):
+            elif (match := _LEFTOVER.fullmatch(path.name)) and not is_alive(int(match["process"])):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+
+
+def is_named(path: Path) -> bool:
+    """Whether a folder is named like a checkpoint."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
 
 
 def protect(checkpoint: Checkpoint, on: bool = True) -> None:

@@ -1,0 +1,146 @@
+"""What callbacks may use of a run, whatever way it was begun."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainformer.context import PipelineContext
+from trainformer.engine import Control, RunState
+from trainformer.session.probe import Probe
+
+if TYPE_CHECKING:
+    from trainformer.session.session import Session
+
+
+class RunHandle:
+    """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), over the session of the run."""
+
+    _session: Session
+
+    def evaluate_trained(self) -> dict[str, float]:
+        """The same for the weights being trained, on the validation data, where `evaluate` judges an average (EMA)."""
+        return self._session.evaluate_trained()
+
+    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, Tensor]:
+        """Embeddings of data in evaluation mode: ``{"embedding": (N, D)}``, with ``"label"`` where there are labels.
+
+        `data` is ``"train"``, ``"val"``, or anything that `predict` takes; `most` samples at most, evenly chosen.
+        """
+        return self._session.embed(data, most)
+
+    def save(self, path: str | Path) -> str:
+        """Write everything needed to go on exactly from here to one file; all or nothing."""
+        return str(self._session.save_file(Path(path)))
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to end after the current step."""
+        self._session.stop(reason)
+
+    def log_metrics(self, metrics: dict[str, float]) -> None:
+        """Hand further metrics to the loggers, at the current step."""
+        self._session.log(metrics, self.state.step)
+
+    def judging(self) -> AbstractContextManager[None]:
+        """Evaluation mode in this block, with the model to be judged (an average, if one is kept) in its place.
+
+        What is drawn inside does not change how training goes on.
+        """
+        return self._session.judging()
+
+    def sandbox(self) -> AbstractContextManager[Probe]:
+        """A place for trial steps that leave no trace."""
+        return self._session.sandbox()
+
+    # -- looking -------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> RunState:
+        """Where the run is."""
+        return self._session.state
+
+    @property
+    def control(self) -> Control:
+        """Requests to the loop: log, evaluate, save, stop."""
+        return self._session.control
+
+    @property
+    def context(self) -> PipelineContext:
+        """Config with provenance, and state that components share."""
+        return self._session.context
+
+    @property
+    def best_metrics(self) -> dict[str, float]:
+        """Metrics of the best evaluation, as told by `monitor_metric`."""
+        return self.state.best_metrics
+
+    @property
+    def active_optimizer(self) -> Any:
+        """The optimizer at work; the field `optimizer` is what was asked for."""
+        return self._session.backend.optimizer
+
+    @property
+    def active_schedule(self) -> Any:
+        """The learning-rate schedule at work."""
+        return self._session.backend.schedule
+
+    @property
+    def grad_norm(self) -> Any:
+        """Norm of the last gradients before clipping, still on the device."""
+        return self._session.backend.grad_norm
+
+    @property
+    def logger(self) -> Any:
+        """The loggers of the run."""
+        return self._session.loggers
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder of the run, once it has begun."""
+        return None if self._session.folder is None else self._session.folder.path
+
+    @property
+    def max_steps_planned(self) -> int | None:
+        """Optimizer steps of the whole run, where that is known."""
+        return self._session.total_steps()
+
+    @property
+    def labels_comparable(self) -> bool:
+        """Whether a label of the validation data means the class it means in training, as far as names tell."""
+        return self._session.labels_comparable
+
+    @property
+    def train_batches(self) -> Any:
+        """The batches of the training data, as a loader."""
+        return self._session.train_batches()
+
+    @property
+    def val_batches(self) -> Any:
+        """The batches of the validation data, as a loader, if there are any."""
+        return self._session.val_batches()
+
+    def add_callback(self, callback: Any) -> None:
+        """One more callback, after the others; also while the run goes on."""
+        self._session.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> Any:
+        """Take out a callback, or the first of a class; what was taken out, if there was one."""
+        return self._session.remove_callback(callback)
+
+    # -- names that callbacks written for the reference plan use -------------------------------------------
+
+    _ctx = property(lambda self: self.context)
+    _step = property(lambda self: self.state.step)
+    _epoch = property(lambda self: self.state.epoch)
+    _max_steps = property(lambda self: self.max_steps_planned or 0)
+    _logger = property(lambda self: self.logger)
+    _optimizer = property(lambda self: self.active_optimizer)
+    _scheduler = property(lambda self: self.active_schedule)
+    _callbacks = property(lambda self: self._session.callbacks)
+    _should_stop = property(
+        lambda self: self.control.should_stop,
+        lambda self, value: self.stop("a callback set _should_stop") if value else self.control.reset(),
+    )
