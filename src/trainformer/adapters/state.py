@@ -7,6 +7,8 @@ peft asks the hub whether a vocabulary has grown; here only files on this machin
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,19 @@ def save_adapter_config(model: nn.Module, folder: AnyFolder) -> None:
     # Without a task type, peft's Auto classes need to know what the adapter was made for.
     mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else mapping)
+
+
+def save_adapter_beside(model: nn.Module, weights: Path) -> list[str]:
+    """Write what `PeftModel.from_pretrained` looks for beside a file that holds an adapter's weights already.
+
+    The very weights of a checkpoint, that is: where it is written in the background, the model is trained on meanwhile.
+    """
+    save_adapter_config(model, weights.parent)
+    try:
+        os.link(weights, weights.parent / WEIGHTS_FILE)
+    except OSError:  # a file system without links
+        shutil.copyfile(weights, weights.parent / WEIGHTS_FILE)
+    return [CONFIG_FILE, WEIGHTS_FILE]
 
 
 def load_adapter(model: nn.Module, folder: AnyFolder) -> nn.Module:

@@ -131,7 +131,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Iterable[Any] | None = None) -> None:
         self.callbacks: list[Any] = []
-        self._shared: dict[str, Any] = {}  # by callbacks of one foreign dialect
+        self.shared: dict[str, Any] = {}  # what callbacks of one foreign dialect have in common
         for callback in callbacks or ():
             self.add(callback)
 
@@ -141,7 +141,7 @@ class CallbackList:
             raise BadArgument(
                 expected("a callback object", f"the class {callback.__name__}", f"Write {callback.__name__}().")
             )
-        callback = to_native(callback, self._shared)
+        callback = to_native(callback, self.shared)
         names = (*METHODS.values(), "attach", "measure")
         known = isinstance(callback, ForeignCallback) or any(callable(getattr(callback, n, None)) for n in names)
         if not known:

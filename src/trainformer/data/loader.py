@@ -61,6 +61,7 @@ class DatasetSource:
         collate: Collate | None = None,
         num_workers: int | None = None,
         pin_memory: bool = False,
+        prefetch_factor: int | None = None,
         skip_bad: bool = False,
     ) -> None:
         if len(dataset) == 0:
@@ -79,6 +80,7 @@ class DatasetSource:
         self._fetch = Fetcher(dataset, collate, seed, skip_bad)
         self._plan = _EpochPlan()
         self._pin_memory = pin_memory
+        self._prefetch_factor = prefetch_factor
         self._loader: DataLoader | None = None
         self._reported: set[int] = set()
 
@@ -155,6 +157,7 @@ class DatasetSource:
             num_workers=self.num_workers,
             persistent_workers=True,
             pin_memory=self._pin_memory,
+            prefetch_factor=self._prefetch_factor,
             # Given explicitly: else torch draws a seed from the global generator, and so changes what follows.
             generator=torch.Generator().manual_seed(self.seed),
         )

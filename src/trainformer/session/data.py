@@ -29,6 +29,7 @@ class LoadOptions:
     seed: int
     num_workers: int | None
     pin_memory: bool
+    prefetch_factor: int | None = None
     skip_bad: bool = False
     sampler: Any = None  # for training only, as are the next
     drop_last: bool = False
@@ -137,6 +138,7 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
         collate=collate,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
+        prefetch_factor=options.prefetch_factor,
         skip_bad=options.skip_bad,
     )
 

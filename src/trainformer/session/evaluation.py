@@ -37,17 +37,17 @@ class Evaluation:
         assert self.val_source is not None
         return self.inference.evaluate(self.val_source, most=most, model=model)
 
-    def evaluate(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
+    def evaluate(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
         """Metrics of the validation data, or of other data, whose classes are numbered as in training."""
         if data is not None:
             labelled = align_classes(load(self.task, data), self.loaded.info.class_names, is_open(self.task))
-            return self.inference.evaluate(self._source(labelled, batch_size))
+            return self.inference.evaluate(self._source(labelled, batch_size), most=most)
         if self.val_source is None:
             raise DataError(
                 "There is no validation data to evaluate on. Pass val_data or val_split to the trainer, "
                 "or data to evaluate()."
             )
-        return self.validate()
+        return self.validate(most)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""

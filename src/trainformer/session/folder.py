@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.context import PipelineConfig
-from trainformer.engine.checkpoint.store import is_alive
+from trainformer.live.processes import process_identity
+from trainformer.live.runs import read_status
 from trainformer.session.console import messages_to
 
 logger = logging.getLogger("trainformer")
@@ -65,7 +66,7 @@ class RunFolder:
 
     def was_cut_short(self) -> bool:
         """Whether this folder holds an unfinished run of the very same command."""
-        return _was_cut_short(_read_status(self.path), self.fingerprint)
+        return _was_cut_short(read_status(self.path), self.fingerprint)
 
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
@@ -132,17 +133,10 @@ class NoFolder:
         return nullcontext()
 
 
-def _read_status(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-
-
 def _unfinished_run(task: str, fingerprint: str) -> Path | None:
     """The newest folder of a run of the same command that did not come to its end and that nobody is working on."""
     for path in sorted(Path("runs").glob(f"{task}-*"), reverse=True):
-        if _was_cut_short(_read_status(path), fingerprint):
+        if _was_cut_short(read_status(path), fingerprint):
             return path
     return None
 
@@ -152,16 +146,6 @@ def _was_cut_short(status: dict[str, Any], fingerprint: str) -> bool:
     if status.get("fingerprint") != fingerprint or status["status"] in ("finished", "stopped"):
         return False
     return not (status["status"] == "running" and process_identity(status["process"]) == status["identity"])
-
-
-def process_identity(number: int) -> str | None:
-    """What tells a process from a later one with the same number (in a container it is often the same every time)."""
-    try:
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return str(number) if not Path("/proc/self").exists() and is_alive(number) else None
-    return f"{number}-{fields[19]}-{boot}"  # field 22 of the whole line: when it was started
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -26,10 +26,11 @@ class Habits:
     """Handed to a session by the way in that makes it.
 
     `plan` changes fields of the loop's plan. Without `keeps_folder` nothing is written to disk. `checkpoint_name` is
-    formatted with the step.
+    formatted with the step. With `shows_messages` the console shows what is said of the run, whatever logs there are.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
     keeps_folder: bool = True
     checkpoint_name: str = "step_{:08d}"
+    shows_messages: bool = False
     signals: SignalRules = SignalRules()

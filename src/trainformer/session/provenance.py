@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _FILTERABLE = ("epochs", "batch_size", "lr", "accumulation_steps", "precision", "compile", "optimizer", "seed")
 
 # Settings that do not change what is computed.
-_INCIDENTAL = ("run_dir", "log", "log_every", "project", "resume", "num_workers", "suggested_lr")
+_INCIDENTAL = (
+    "run_dir", "log", "log_every", "project", "resume", "num_workers", "prefetch_factor", "pin_memory", "suggested_lr",
+)  # fmt: skip
 
 
 def record_config(session: Session) -> None:

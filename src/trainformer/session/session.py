@@ -36,6 +36,7 @@ from trainformer.session.folder import NoFolder, RunFolder
 from trainformer.session.habits import Habits
 from trainformer.session.inference import Inference
 from trainformer.session.listeners import connect_listeners
+from trainformer.session.live_control import LiveControl
 from trainformer.session.parts import load_options, plan, retention, torch_settings
 from trainformer.session.probe import Probe
 from trainformer.session.provenance import declared_arguments, fingerprint, record_changes, record_config
@@ -87,6 +88,7 @@ class Session:
         self._checkpointer: Checkpointer | None = None
         self._loop: Loop | None = None
         self._last_metrics: dict[str, float] = {}
+        self._live = LiveControl(self)
 
         check_task(task)
         suited = suit_to_loader(settings, data, passed) | suit_to_task(settings, task, passed)
@@ -132,6 +134,11 @@ class Session:
         connect_listeners(self)
         return removed
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the loop is at work."""
+        return self._loop is not None
+
     # -- how long ------------------------------------------------------------------------------------------
 
     def steps_per_epoch(self) -> int | None:
@@ -158,7 +165,8 @@ class Session:
         folder = self.folder or self._choose_folder()
         with ExitStack() as stack:
             stack.enter_context(folder.log_file())
-            stack.enter_context(messages_on(self.console, wanted="console" in _as_list(settings.log)))
+            shown = self.habits.shows_messages or "console" in _as_list(settings.log)
+            stack.enter_context(messages_on(self.console, wanted=shown))
             if self.folder is None:
                 self._prepare(folder)
                 self.folder = folder
@@ -166,6 +174,7 @@ class Session:
             record_changes(self)
             stack.enter_context(folder.recording(self.context.config))
             stack.enter_context(self.backend.run_context())
+            stack.enter_context(self._live.serving(folder, self._checkpointer, self._outcome))
             stack.enter_context(folder.status(self._outcome))
             stack.enter_context(self._logging())
             stack.enter_context(obeying_signals(self.control, self.habits.signals))
@@ -304,9 +313,11 @@ class Session:
         return metrics
 
     def poll(self) -> None:
-        """Report a save that failed in the background."""
+        """Report a save that failed in the background; take in what is asked of the run from outside."""
         if self.settings.save_async and self._checkpointer is not None:
             self._checkpointer.poll()
+        if self._live.waiting:
+            self._live.at_boundary()
 
     def worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is among the best."""
@@ -336,9 +347,9 @@ class Session:
 
     # -- evaluation and prediction -------------------------------------------------------------------------
 
-    def evaluate_on(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
-        """Evaluate on the validation data, or on other data."""
-        return self._evaluation.evaluate(data, batch_size)
+    def evaluate_on(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
+        """Evaluate on the validation data, or on other data; on the first `most` batches, if that is given."""
+        return self._evaluation.evaluate(data, batch_size, most)
 
     def train_batches(self) -> Batches:
         """The batches of the training data, as a loader."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,15 @@ class RunSettings:
     fp8_recipe: str | None = None  # tensorwise, rowwise, rowwise_with_gw_hp; precision="fp8" alone means tensorwise
     fp8_dim_alignment: int = 16  # layers with a size that is no multiple of this stay out of fp8
     qat_recipe: str | None = None  # round weights while training as this recipe will in deployment
-    compile: bool | str = False  # or a mode of torch.compile
+    compile: bool | str | Mapping[str, Any] = False  # or a mode of torch.compile, or its arguments by name
     channels_last: bool = False
     gradient_checkpointing: bool = False
     activation_offload: bool = False
     sdpa_backend: SdpaChoice = None  # math, flash, efficient, cudnn, or several
     matmul_precision: str | None = None  # highest, high, medium
     num_workers: int | None = None  # None: what suits the data
+    prefetch_factor: int | None = None  # batches that each worker reads ahead; None: as torch does
+    pin_memory: bool | None = None  # None: on CUDA
     strategy: str = "auto"
 
     # What is recorded
@@ -87,7 +89,7 @@ class RunSettings:
         """Refuse settings that cannot work, before anything is built."""
         for name in ("epochs", "batch_size", "accumulation_steps", "fp8_dim_alignment"):
             self._whole(name, least=1)
-        for name in ("max_steps", "eval_batch_size", "keep_every"):
+        for name in ("max_steps", "eval_batch_size", "keep_every", "prefetch_factor"):
             if getattr(self, name) is not None:
                 self._whole(name, least=1)
         for name in ("save_best", "save_last", "seed"):

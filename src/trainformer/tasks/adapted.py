@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, is_adapted
 from trainformer.adapters.export import merge
-from trainformer.adapters.state import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    adapter_state_dict,
-    load_adapter_state_dict,
-    save_adapter_config,
-)
+from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
 from trainformer.tasks.base import TaskBase
@@ -56,13 +48,7 @@ class Adapted(TaskBase):
         written = folder / _WEIGHTS
         if not (written.is_file() and is_adapted(self.model)):
             return self.adapter.save(self.model, folder)
-        # The very weights of the checkpoint: where it is written in the background, the model is trained on meanwhile.
-        save_adapter_config(self.model, folder)
-        try:
-            os.link(written, folder / WEIGHTS_FILE)
-        except OSError:  # a file system without links
-            shutil.copyfile(written, folder / WEIGHTS_FILE)
-        return [CONFIG_FILE, WEIGHTS_FILE]
+        return save_adapter_beside(self.model, written)
 
     def export_module(self, model: nn.Module) -> nn.Module:
         """The plain model, with the adapter merged into it; the one that is trained stays as it is."""

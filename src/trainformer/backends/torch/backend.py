@@ -13,7 +13,7 @@ hand-written loop over the mean. Nothing in a step waits for the device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +53,7 @@ class TorchSettings:
     qat_recipe: str | None = None
     device: Any = None
     nonfinite: str = "raise"
-    compile: bool | str = False
+    compile: bool | str | Mapping[str, Any] = False
     channels_last: bool = False
     gradient_checkpointing: bool = False
     activation_offload: bool = False
@@ -121,7 +121,7 @@ class TorchBackend:
             memory.enable_gradient_checkpointing(model)
         if settings.compile:
             # In place: the module keeps its class and its keys, so checkpoints of compiled and plain runs are equal.
-            model.compile(mode=settings.compile if isinstance(settings.compile, str) else None)
+            model.compile(**compile_options(settings.compile))
 
     def _replace_layers(self) -> str:
         """Put layers of fewer bits into the model, before anything is made of its layers; what was done, in words."""
@@ -390,8 +390,8 @@ class TorchBackend:
         return torch.stack([t.to(self.device, wide) for t in tensors]).sum() + numbers
 
     def join_rows(self, pieces: list[Tensor]) -> Tensor:
-        """Rows of all batches, in order."""
-        return torch.cat(pieces)
+        """Rows of all batches, in order; a task may know how to join rows of unequal length."""
+        return getattr(self.task, "join_rows", torch.cat)(pieces)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -410,6 +410,13 @@ class TorchBackend:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.guard.skipped = state["skipped_steps"]
         self.splitter.pieces = state["pieces"]
+
+
+def compile_options(choice: bool | str | Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `torch.compile`: a mode, or any of them by name."""
+    if isinstance(choice, Mapping):
+        return dict(choice)
+    return {"mode": choice} if isinstance(choice, str) else {}
 
 
 class _Window:

@@ -59,7 +59,7 @@ class HuggingFaceCallback(ForeignCallback):
 
     def __init__(self, callback: Any, shared: dict[str, Any]) -> None:
         super().__init__(callback)
-        self.bridge: Bridge = shared.setdefault("huggingface", Bridge())
+        self.bridge = Bridge.of(shared)
         self._epoch = 0
         self._owes_epoch_end = False
 
@@ -67,7 +67,7 @@ class HuggingFaceCallback(ForeignCallback):
 
     def attach(self, trainer: Any) -> None:
         """When the trainer has been built."""
-        if self._hears("on_init_end"):
+        if self.hears("on_init_end"):
             self._tell(trainer, "on_init_end")
 
     def listen(self, trainer: Any) -> dict[Event, Callable[..., None]]:
@@ -90,13 +90,13 @@ class HuggingFaceCallback(ForeignCallback):
             Event.AFTER_UPDATE: ("on_optimizer_step", lambda step: tell(trainer, "on_optimizer_step")),
             Event.STEP_END: ("on_step_end", lambda step, loss: tell(trainer, "on_step_end")),
         }
-        handlers |= {event: handler for event, (name, handler) in simple.items() if self._hears(name)}
+        handlers |= {event: handler for event, (name, handler) in simple.items() if self.hears(name)}
         bridge.take_history(trainer)
         return handlers
 
     def on_eval_batch(self, trainer: Any, done: int, total: int | None) -> None:
         """After each batch of an evaluation or a prediction."""
-        if self._hears("on_prediction_step"):
+        if self.hears("on_prediction_step"):
             self._tell(trainer, "on_prediction_step")
 
     def _train_begin(self, trainer: Any) -> None:
@@ -164,7 +164,7 @@ class HuggingFaceCallback(ForeignCallback):
 
     # -- telling -------------------------------------------------------------------------------------------
 
-    def _hears(self, name: str) -> bool:
+    def hears(self, name: str) -> bool:
         """Whether the callback does anything on an event. One that intercepts its own attributes hears everything."""
         kind = type(self.original)
         if kind.__getattribute__ is not object.__getattribute__:
@@ -174,7 +174,7 @@ class HuggingFaceCallback(ForeignCallback):
         return method is not None and all(method is not getattr(base, name, None) for base in bases)
 
     def _tell(self, trainer: Any, name: str, **extra: Any) -> None:
-        if self._hears(name):
+        if self.hears(name):
             self.bridge.call(trainer, self.original, name, extra)
 
     # -- state ---------------------------------------------------------------------------------------------
@@ -208,13 +208,19 @@ class Bridge:
         self._logs: tuple[Any, dict[str, Any]] = (None, {})
         self._best_before: tuple[float | None, int | None] = (None, None)
         self._judging = False
-        self._began = 0.0, 0
+        self._began = 0.0, 0  # when the run began, and at which step
+        self._ended = True
         self._substep: tuple[int, dict[int, int]] = (-1, {})
+
+    @classmethod
+    def of(cls, shared: dict[str, Any]) -> Bridge:
+        """The one of a run."""
+        return shared.setdefault("huggingface", cls())
 
     def begin(self, trainer: Any) -> None:
         """Before the first callback hears that training begins."""
-        if self._began[1] != trainer.state.step or not self._began[0]:
-            self._began = time.perf_counter(), trainer.state.step
+        if self._ended:
+            self._began, self._ended = (time.perf_counter(), trainer.state.step), False
         self.take_history(trainer)
 
     def epoch_began(self, trainer: Any) -> None:
@@ -234,10 +240,8 @@ class Bridge:
         returned = getattr(callback, event)(
             arguments_of(trainer), self.state, control, **self._company(trainer), **extra
         )
-        for name, value in before.items():
-            answers = (getattr(control, name), getattr(returned, name, value) if returned is not None else value)
-            if any(bool(answer) != value for answer in answers):
-                self._ask(trainer, type(callback).__name__, event, name, not value)
+        for name in changed_flags(before, control, returned):
+            self._ask(trainer, type(callback).__name__, event, name, not before[name])
 
     def _flags(self, engine: Any) -> dict[str, bool]:
         flags = {theirs: bool(getattr(engine, ours)) for theirs, ours in _FLAGS.items()}
@@ -263,7 +267,7 @@ class Bridge:
             "lr_scheduler": trainer.active_schedule,
             "train_dataloader": trainer.train_batches,
             "eval_dataloader": trainer.val_batches,
-            "trainer": trainer,
+            "trainer": getattr(trainer, "front", trainer),
         }
 
     # -- the state -----------------------------------------------------------------------------------------
@@ -348,8 +352,15 @@ class Bridge:
 
     def summary(self, trainer: Any) -> dict[str, float]:
         """What is logged when training has ended."""
+        self._ended = True
         self.refresh(trainer)
         return {**training_summary(trainer, *self._began), "epoch": self.state.epoch}
+
+
+def changed_flags(before: Mapping[str, bool], control: Any, returned: Any) -> list[str]:
+    """Flags that a callback changed: in the control it was given, in one that it returned, or in both."""
+    answers = [control] if returned is None else [control, returned]
+    return [name for name, value in before.items() if any(bool(getattr(a, name, value)) != value for a in answers)]
 
 
 def training_summary(trainer: Any, began: float, first_step: int) -> dict[str, float]:
@@ -378,6 +389,19 @@ def translated_name(name: str) -> str:
     if name.startswith("val/"):
         return f"eval_{name.removeprefix('val/')}"
     return name.removeprefix("train/")
+
+
+def our_name(name: str) -> str:
+    """A metric's name in our words, where it is one of theirs.
+
+    >>> [our_name(n) for n in ("loss", "eval_accuracy", "my/metric")]
+    ['train/loss', 'val/accuracy', 'my/metric']
+    """
+    if name.startswith("eval_"):
+        return f"val/{name.removeprefix('eval_')}"
+    if "/" in name or name.startswith(("test_", "train_")):
+        return name
+    return "train/lr" if name == "learning_rate" else f"train/{name}"
 
 
 def translated(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,28 @@
-"""Hooks of mini.trainer: their base class, and how they hear the events of a run."""
+"""Hooks of mini.trainer: their base class, and how they hear the events of a run.
+
+A hook of a `mini.BaseTrainer` gets that trainer. In any other run it gets a `TrainerView`: the run under the names that
+hooks know.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from trainformer.adapters.base import unwrapped
 from trainformer.callbacks.dialects.foreign import ForeignCallback
 from trainformer.engine import Event
 
 
 class BaseHook:
-    """Hears what happens in a run. Override what you need."""
+    """Hears what happens in a run. Override what you need; what is not overridden costs nothing."""
 
     def on_before_train(self, trainer: Any) -> None:
         """Once, before the first step."""
@@ -25,13 +37,13 @@ class BaseHook:
         """After each step; `trainer.step_info` tells what it gave."""
 
     def on_log(self, trainer: Any, records: dict[str, Any], dry_run: bool) -> None:
-        """When the trainer logs metrics."""
+        """When the trainer logs metrics; with `dry_run` nothing is to be written."""
 
     def on_log_images(self, trainer: Any, records: dict[str, Any], dry_run: bool) -> None:
-        """When the trainer logs images."""
+        """When the trainer logs images; with `dry_run` nothing is to be written."""
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        """When a checkpoint is made: add to it what must survive."""
+        """When a checkpoint is made: add what must survive to `state_dict`, which is this hook's own."""
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
         """When a checkpoint is taken up: take back what `on_state_dict` added."""
@@ -50,14 +62,144 @@ class HookCallback(ForeignCallback):
 
     def __init__(self, hook: BaseHook, shared: dict[str, Any]) -> None:
         super().__init__(hook)
+        self._shared = shared
+        self._trainer: Any = None
+        # Only a hook that keeps something has a state: a checkpoint without it is then nothing to warn of.
+        if overrides(hook, "on_state_dict") or overrides(hook, "on_load_state_dict"):
+            self.state_dict = self._state_dict
+            self.load_state_dict = self._load_state_dict
+
+    def attach(self, trainer: Any) -> None:
+        """When the trainer has been built."""
+        self._trainer = self._as_hooks_know_it(trainer)
 
     def listen(self, trainer: Any) -> dict[Event, Callable[..., None]]:
         """The events the hook overrides."""
+        known = self._as_hooks_know_it(trainer)
         return {
-            event: _told(getattr(self.original, name), trainer)
+            event: _told(event, getattr(self.original, name), known)
             for event, name in _METHODS.items()
-            if getattr(type(self.original), name, None) is not getattr(BaseHook, name)
+            if overrides(self.original, name)
         }
+
+    def _as_hooks_know_it(self, trainer: Any) -> Any:
+        """The trainer of mini itself, or one view that all hooks of a run share."""
+        own = getattr(trainer, "mini_trainer", None)
+        if own is not None:
+            return own
+        if "mini" not in self._shared:
+            self._shared["mini"] = TrainerView(trainer)
+        return self._shared["mini"]
+
+    def _state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        self.original.on_state_dict(self._trainer, state)
+        return state
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        self.original.on_load_state_dict(self._trainer, state)
+
+
+class TrainerView:
+    """A run of `trainformer.Trainer` (or of another way in) under the names that hooks of mini.trainer know."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.native = trainer
+        self.step_info: dict[str, Any] = {}
+        self.logger = logging.getLogger("trainformer.mini")
+        self._in_step = False
+        self._told = -1
+        self._ended = time.perf_counter()
+
+    @property
+    def step(self) -> int:
+        """The current step, from `on_before_step` on; 0 before training."""
+        return self.native.state.step + self._in_step
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps of the whole run, where that is known."""
+        return self.native.max_steps_planned
+
+    @property
+    def model(self) -> nn.Module:
+        """The model being trained."""
+        return self.native.task.model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model inside wrappers."""
+        return unwrap(model)
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model being trained, without wrappers."""
+        return unwrap(self.model)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer at work."""
+        return self.native.active_optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule at work."""
+        return self.native.active_schedule
+
+    @property
+    def data_loader(self) -> Any:
+        """The batches of the training data."""
+        return self.native.train_batches
+
+    @property
+    def hooks(self) -> list[BaseHook]:
+        """The hooks of the run, without callbacks of other dialects."""
+        callbacks = getattr(getattr(self.native, "_session", None), "callbacks", ())
+        return [c.original for c in callbacks if isinstance(c, HookCallback)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def workspace(self) -> Path | None:
+        """The folder of the run."""
+        return self.native.run_folder
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal is ending this process; the run goes on in another one."""
+        return self.native.control.signal is not None
+
+    def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
+        """Tell the hooks of metrics."""
+        for hook in self.hooks:
+            hook.on_log(self, records, dry_run)
+
+    def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
+        """Tell the hooks of images."""
+        for hook in self.hooks:
+            hook.on_log_images(self, records, dry_run)
+
+    def take_note(self, event: Event, args: tuple[Any, ...]) -> None:
+        """Before the first hook hears of an event: bring step and `step_info` up to it."""
+        if event is not Event.STEP_END:
+            self._in_step = event is Event.STEP_BEGIN
+            if event is Event.TRAIN_BEGIN:
+                self._ended = time.perf_counter()
+        elif self._told != self.native.state.step:
+            self._told = self.native.state.step
+            self._in_step = False
+            now = time.perf_counter()
+            rates = self.native.active_schedule.get_last_lr()
+            self.step_info = {
+                "loss": args[1],
+                "records": {},
+                "grad_norm": self.native.grad_norm,
+                **{f"lr_{i}": rate for i, rate in enumerate(rates)},
+                "step_time": now - self._ended,
+            }
+            self._ended = now
 
 
 def speaks_mini(callback: Any) -> bool:
@@ -65,5 +207,48 @@ def speaks_mini(callback: Any) -> bool:
     return isinstance(callback, BaseHook)
 
 
-def _told(method: Callable[[Any], None], trainer: Any) -> Callable[..., None]:
-    return lambda *args: method(trainer)
+def overrides(hook: BaseHook, name: str) -> bool:
+    """Whether a hook does anything on an event.
+
+    >>> class Printer(BaseHook):
+    ...     def on_before_train(self, trainer): ...
+    >>> overrides(Printer(), "on_before_train"), overrides(Printer(), "on_after_train")
+    (True, False)
+    """
+    method = getattr(hook, name)
+    return getattr(method, "__func__", method) is not getattr(BaseHook, name)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, DDP, FSDP, `DataParallel` and `AveragedModel`, in any order.
+
+    >>> inner = nn.Linear(1, 1)
+    >>> unwrap(nn.DataParallel(AveragedModel(inner))) is inner  # AveragedModel copies
+    False
+    """
+    while True:
+        inner = unwrapped(model)
+        if isinstance(inner, (nn.DataParallel, AveragedModel)) or _is_fsdp(inner):
+            inner = inner.module  # type: ignore[assignment]
+        if inner is model:
+            return model
+        model = inner
+
+
+def _is_fsdp(model: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return isinstance(model, FullyShardedDataParallel)
+
+
+def _told(event: Event, method: Callable[[Any], None], trainer: Any) -> Callable[..., None]:
+    if not isinstance(trainer, TrainerView):
+        return lambda *args: method(trainer)
+
+    def tell(*args: Any) -> None:
+        trainer.take_note(event, args)
+        method(trainer)
+
+    return tell

@@ -1,0 +1,34 @@
+"""The way in for users of HuggingFace's `Trainer` and of Forgather: a model, arguments, data sets and callbacks.
+
+>>> from trainformer.hf import Trainer, TrainingArguments
+"""
+
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.hf.arguments": ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"],
+        "trainformer.hf.base_trainer": ["BaseTrainer", "TrainOutput"],
+        "trainformer.hf.trainer": ["Trainer"],
+        "trainformer.hf.prediction": ["EvalPrediction", "PredictionOutput"],
+        "trainformer.hf.outputs": ["logits_from_outputs", "loss_and_logits_from_outputs", "loss_from_outputs"],
+        "trainformer.hf.callbacks": [
+            "DivergenceDetector",
+            "GradLogger",
+            "InfoCallback",
+            "JsonLogger",
+            "PeakMemory",
+            "ProgressCallback",
+            "TBLogger",
+            "TextgenCallback",
+        ],
+        "trainformer.callbacks.dialects.huggingface_types": [
+            "IntervalStrategy",
+            "TrainerCallback",
+            "TrainerControl",
+            "TrainerState",
+        ],
+        "trainformer.engine.checkpoint": ["SharingPattern", "StateComponent"],
+    },
+)

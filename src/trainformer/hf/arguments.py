@@ -1,0 +1,304 @@
+"""The arguments of a run in HuggingFace's words, with Forgather's additions. They are checked when they are made.
+
+What each means to a run is said in `settings`; what HuggingFace has beyond these, and why it is refused, in
+`foreign_fields`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import time
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from trainformer.backends.torch.memory import sdpa_backends
+from trainformer.backends.torch.quantize import check_recipes
+from trainformer.callbacks.dialects.huggingface_types import IntervalStrategy
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.hf.foreign_fields import without_foreign_fields
+
+
+class _Arguments(type):
+    """Looks at the keywords before a dataclass does: HuggingFace's other fields are refused with a pointer."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        kwargs = without_foreign_fields(kwargs, known)
+        for name in kwargs.keys() - known:
+            raise BadArgument(expected(f"fields of {cls.__name__}", name, did_you_mean(name, known)))
+        return super().__call__(*args, **kwargs)
+
+
+@dataclass
+class MinimalTrainingArguments(metaclass=_Arguments):
+    """The arguments whose names and meanings are HuggingFace's."""
+
+    output_dir: str = "trainer_output"
+    _: KW_ONLY
+    overwrite_output_dir: bool = False
+
+    # How long, and with what
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 3.0
+    max_steps: int = -1  # overrides num_train_epochs
+    learning_rate: float = 5e-5
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict | None = None
+    warmup_steps: float = 0  # below 1: a share of all steps
+    warmup_ratio: float = 0.0
+    optim: str = "adamw_torch"
+    optim_args: str | None = None  # "momentum=0.9,nesterov=True"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0  # 0: no clipping
+    label_smoothing_factor: float = 0.0
+    seed: int = 42
+    full_determinism: bool = False
+
+    # Where and how it is computed
+    device: str | None = None
+    use_cpu: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    tf32: bool | None = None
+    gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+
+    # Data
+    dataloader_num_workers: int = 0
+    dataloader_pin_memory: bool = True
+    dataloader_persistent_workers: bool = False
+    dataloader_prefetch_factor: int | None = None
+    dataloader_drop_last: bool = False
+    train_sampling_strategy: str = "random"  # random, sequential, group_by_length
+    remove_unused_columns: bool = True
+    label_names: list[str] | None = None
+
+    # What is recorded
+    logging_dir: str | None = None
+    logging_strategy: str = "steps"
+    logging_steps: float = 500
+    logging_first_step: bool = False
+    disable_tqdm: bool = False
+    report_to: str | list[str] | None = "none"  # in this order HfArgumentParser understands it
+    run_name: str | None = None
+    project: str = "huggingface"
+
+    # Evaluation
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    eval_delay: float = 0
+    eval_on_start: bool = False
+    prediction_loss_only: bool = False
+    include_for_metrics: list[str] = dataclasses.field(default_factory=list)
+
+    # What is kept
+    save_strategy: str = "steps"  # no, steps, epoch, best
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    resume_from_checkpoint: str | None = None  # a checkpoint; True: the newest; "auto": the newest if there is one
+
+    # For scripts that ask their arguments what to do; nothing here reads them
+    do_train: bool = False
+    do_eval: bool = False
+    do_predict: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self.logging_strategy = _strategy("logging_strategy", self.logging_strategy)
+        self.eval_strategy = _strategy("eval_strategy", self.eval_strategy)
+        if str(self.save_strategy) != "best":
+            self.save_strategy = _strategy("save_strategy", self.save_strategy, ", 'best'")
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            self.eval_steps = self.logging_steps
+        self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        self.optim = str(getattr(self.optim, "value", self.optim))
+        self.lr_scheduler_kwargs = dict(self.lr_scheduler_kwargs or {})
+        if self.bf16 and self.fp16:
+            raise BadArgument("Expected bf16 or fp16, received both. Keep the one you mean.")
+        if self.train_sampling_strategy not in ("random", "sequential", "group_by_length"):
+            words = "train_sampling_strategy to be 'random', 'sequential' or 'group_by_length'"
+            raise BadArgument(expected(words, self.train_sampling_strategy))
+        if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
+            self.torch_compile = True
+        if self.dataloader_prefetch_factor is not None and self.dataloader_num_workers == 0:
+            do = "Set dataloader_num_workers, or leave it out."
+            raise BadArgument(expected("dataloader_prefetch_factor with workers", self.dataloader_prefetch_factor, do))
+        if self.logging_dir is None:
+            self.logging_dir = os.path.join(self.output_dir, "runs", f"{time.time_ns()}_{platform.node()}")
+        self._settle_best()
+
+    def _check_numbers(self) -> None:
+        whole = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        for name in whole:
+            _check(name, getattr(self, name), lambda v: v == int(v) and v >= 1, "a whole number of at least 1")
+        for name in ("learning_rate", "logging_steps", "save_steps", "num_train_epochs"):
+            _check(name, getattr(self, name), lambda v: v > 0, "a positive number")
+        for name in ("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "eval_delay"):
+            _check(name, getattr(self, name), lambda v: v >= 0, "a number of at least 0")
+        for name in ("warmup_ratio", "label_smoothing_factor", "adam_beta1", "adam_beta2"):
+            _check(name, getattr(self, name), lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        if self.eval_steps is not None:
+            _check("eval_steps", self.eval_steps, lambda v: v > 0, "a positive number, or None")
+        if self.save_total_limit is not None:
+            _check("save_total_limit", self.save_total_limit, lambda v: v >= 1, "a whole number of at least 1, or None")
+        _check("max_steps", self.max_steps, lambda v: v == -1 or v >= 1, "a whole number of at least 1, or -1")
+        if self.warmup_ratio and self.warmup_steps:
+            raise BadArgument("Expected warmup_steps or warmup_ratio, received both. Keep the one you mean.")
+
+    def _settle_best(self) -> None:
+        wanted = self.load_best_model_at_end or self.save_strategy == "best"
+        if wanted and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+        if wanted and self.eval_strategy == "no":
+            what = "load_best_model_at_end" if self.load_best_model_at_end else "save_strategy='best'"
+            raise BadArgument(expected(f"an eval_strategy with {what}", "no", "Without evaluations nothing is best."))
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = is_greater_better(self.metric_for_best_model)
+
+    # -- what callbacks of transformers ask for ------------------------------------------------------------
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per step and process, before accumulation."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples per batch of an evaluation."""
+        return self.per_device_eval_batch_size
+
+    process_index = local_process_index = property(lambda self: 0)
+    world_size = n_gpu = property(lambda self: 1)
+    should_save = should_log = property(lambda self: True)
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Steps of warm-up in a run of so many."""
+        share = self.warmup_ratio or (self.warmup_steps if self.warmup_steps < 1 else 0.0)
+        return -int(-num_training_steps * share // 1) if share else int(self.warmup_steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, in types that JSON knows."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The same, for loggers that take numbers and strings only."""
+        return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+@dataclass(kw_only=True)
+class BaseTrainingArguments(MinimalTrainingArguments):
+    """Forgather's additions: what is kept of a run, and how torch computes.
+
+    Everything of a run is in its checkpoints (model, optimizer, schedule, position in the data, random numbers).
+    """
+
+    default_dtype: str | None = None  # of a model that `model_init` makes
+    max_eval_steps: int = -1  # -1: all of the evaluation data
+    preserve_best_model: bool = False
+    best_model_metric: str = "loss"
+    best_model_greater_is_better: bool | None = None  # None: told by the name
+    preserve_n_best: int = 1
+    eval_on_save: bool = False
+    enable_activation_offloading: bool = False
+    detect_anomaly: bool = False
+    sdpa_backend: str | list[str] | None = None  # math, flash, efficient, cudnn (or torch's SDPBackend), or several
+    sdpa_set_priority: bool = False
+    float32_matmul_precision: str | None = None
+    dynamo_recompile_limit: int | None = None
+    mixed_precision: str | None = None
+    fp8_recipe: str | None = None
+    fp8_dim_alignment: int = 16
+    qat_recipe: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settle_precision()
+        check_recipes("no", self.fp8_recipe, self.qat_recipe)
+        sdpa_backends(self.sdpa_backend)
+        if self.default_dtype is not None and not isinstance(getattr(torch, self.default_dtype, None), torch.dtype):
+            raise BadArgument(expected("default_dtype to be a type of torch, such as 'bfloat16'", self.default_dtype))
+        if self.float32_matmul_precision not in (None, "highest", "high", "medium"):
+            words = "float32_matmul_precision to be 'highest', 'high', 'medium' or None"
+            raise BadArgument(expected(words, self.float32_matmul_precision))
+        if self.tf32 is not None and self.float32_matmul_precision is not None:
+            raise BadArgument("Expected tf32 or float32_matmul_precision, received both. Keep the one you mean.")
+        _check("preserve_n_best", self.preserve_n_best, lambda v: v >= 1, "a whole number of at least 1")
+        _check("fp8_dim_alignment", self.fp8_dim_alignment, lambda v: v >= 1, "a whole number of at least 1")
+        words = "a whole number of at least 1, or -1 for all"
+        _check("max_eval_steps", self.max_eval_steps, lambda v: v == -1 or v >= 1, words)
+
+    def _settle_precision(self) -> None:
+        if self.mixed_precision == "no":
+            self.mixed_precision = None
+        if self.mixed_precision not in (None, "bf16", "fp16"):
+            raise BadArgument(expected("mixed_precision to be None, 'no', 'bf16' or 'fp16'", self.mixed_precision))
+        flagged = "bf16" if self.bf16 else "fp16" if self.fp16 else None
+        if flagged and self.mixed_precision and flagged != self.mixed_precision:
+            raise BadArgument(
+                f"Expected one precision, received {flagged}=True and mixed_precision={self.mixed_precision!r}. "
+                "Keep the one you mean."
+            )
+        self.mixed_precision = self.mixed_precision or flagged
+
+
+@dataclass(kw_only=True)
+class TrainingArguments(BaseTrainingArguments):
+    """All arguments of `trainformer.hf.Trainer`.
+
+    >>> args = TrainingArguments("out", num_train_epochs=1, eval_strategy="epoch", bf16=True)
+    >>> args.mixed_precision, str(args.eval_strategy)
+    ('bf16', 'epoch')
+    """
+
+
+def is_greater_better(metric: str) -> bool:
+    """Whether more of a metric is better, as far as its name tells.
+
+    >>> is_greater_better("eval_loss"), is_greater_better("perplexity"), is_greater_better("accuracy")
+    (False, False, True)
+    """
+    return not any(word in metric for word in ("loss", "perplexity", "error"))
+
+
+def _strategy(name: str, value: Any, more: str = "") -> IntervalStrategy:
+    if isinstance(value, bool) or value is None:
+        value = "no"
+    try:
+        return IntervalStrategy(str(getattr(value, "value", value)))
+    except ValueError:
+        raise BadArgument(expected(f"{name} to be 'no', 'steps', 'epoch'{more}", value)) from None
+
+
+def _check(name: str, value: Any, fits: Any, words: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not fits(value):
+        raise BadArgument(expected(f"{name} to be {words}", value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

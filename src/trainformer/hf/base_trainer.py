@@ -1,0 +1,355 @@
+"""`BaseTrainer`: what every trainer in HuggingFace's style has, whoever writes its loop.
+
+Owns callbacks and their dispatch, the settings of the process during a run, and saving and loading by components. How
+training and evaluation are done is left to `_prepare`, `_train_loop` and `_eval_loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention import sdpa_kernel
+
+from trainformer.adapters.base import unwrapped
+from trainformer.backends.torch import capture_random, restore_random
+from trainformer.backends.torch.codec import write_component
+from trainformer.backends.torch.memory import sdpa_backends
+from trainformer.callbacks.base import CallbackList
+from trainformer.callbacks.dialects import original
+from trainformer.callbacks.dialects.huggingface import Bridge, HuggingFaceCallback, changed_flags
+from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.engine.checkpoint import CheckpointStore, Manifest, Retention, SharingPattern, StateComponent
+from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
+from trainformer.hf.handle import LogRelay
+from trainformer.hf.settings import CHECKPOINT_NAME, kept_best, monitored
+from trainformer.hf.task import save_beside_weights
+from trainformer.session.checkpoints import Checkpointer, give_back, read_states, versions
+from trainformer.session.components import Held
+
+logger = logging.getLogger("trainformer")
+
+_FLAGS = tuple(TrainerControl.__dataclass_fields__)
+
+
+class TrainOutput(NamedTuple):
+    """What `train()` returns. `metrics` also says who stopped the run before its end, and why, if anybody did."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+
+
+class BaseTrainer(ABC):
+    """Base of trainers. `callbacks` are added to the default ones; the list itself is not kept."""
+
+    @classmethod
+    def default_callbacks(cls) -> list[Any]:
+        """Callbacks that every trainer of the class has."""
+        return []
+
+    def __init__(
+        self,
+        args: MinimalTrainingArguments | None = None,
+        model: nn.Module | None = None,
+        *,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        if isinstance(args, nn.Module) or isinstance(model, MinimalTrainingArguments):
+            args, model = model, args  # type: ignore[assignment]  # HuggingFace's order
+        if model is None and model_init is None:
+            raise BadArgument("Expected a model or model_init, received neither. Pass one of them.")
+        if model is not None and not isinstance(model, nn.Module):
+            raise BadArgument(expected("model to be a torch Module", type(model).__name__))
+        self.args: Any = arguments_from(args)
+        self.model = model
+        self.data_collator = data_collator
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.processing_class = processing_class
+        self.model_init = model_init
+        self.loss_fn = compute_loss_func
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.is_local_process_zero = self.is_world_process_zero = Answer(True)
+        self.num_processes = 1
+        self._callbacks = CallbackList()
+        self._bridge = Bridge.of(self._callbacks.shared)
+        self._stop_requested_by: tuple[str, str, str] | None = None
+        state = self._bridge.state
+        state.max_steps, state.num_train_epochs = self.args.max_steps, self.args.num_train_epochs
+        state.train_batch_size = self.args.per_device_train_batch_size
+        state.logging_steps, state.eval_steps = self.args.logging_steps, self.args.eval_steps or state.eval_steps
+        for callback in [*self.default_callbacks(), *(callbacks or ())]:
+            self.add_callback(callback)
+
+    def __repr__(self) -> str:
+        kind = type(self.model).__name__ if self.model is not None else "model_init"
+        return f"{type(self).__name__}({kind}, step {self.state.global_step}, callbacks {self.callbacks})"
+
+    # -- what subclasses write -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Make ready to train or to evaluate; either data set may be None."""
+
+    @abstractmethod
+    def _train_loop(self) -> TrainOutput:
+        """Train."""
+
+    @abstractmethod
+    def _eval_loop(self) -> dict[str, float]:
+        """Evaluate."""
+
+    # -- doing ---------------------------------------------------------------------------------------------
+
+    def train(self, **kwargs: Any) -> TrainOutput:
+        """Prepare, then train. May be called again."""
+        for flag in _FLAGS:
+            setattr(self.control, flag, False)
+        self._stop_requested_by = None
+        with self._process_settings():
+            self._prepare(train_dataset=self.train_dataset, eval_dataset=self.eval_dataset)
+            return self._train_loop()
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics of the evaluation data, or of other data."""
+        with self._process_settings():
+            self._prepare(None, self.eval_dataset if eval_dataset is None else eval_dataset)
+            return self._eval_loop()
+
+    @contextmanager
+    def _process_settings(self) -> Iterator[None]:
+        """What holds for the whole process meanwhile, and is put back afterwards."""
+        args = self.args
+        with ExitStack() as stack:
+            backends = sdpa_backends(args.sdpa_backend)
+            if backends:
+                stack.enter_context(sdpa_kernel(backends, set_priority=args.sdpa_set_priority))
+            if args.detect_anomaly:
+                logger.warning("autograd looks for anomalies (detect_anomaly): every step takes much longer")
+                stack.enter_context(torch.autograd.detect_anomaly(check_nan=True))
+            if args.dynamo_recompile_limit is not None:
+                stack.enter_context(torch._dynamo.config.patch(recompile_limit=args.dynamo_recompile_limit))
+            if args.full_determinism:
+                before = torch.are_deterministic_algorithms_enabled()
+                stack.callback(torch.use_deterministic_algorithms, before)
+                torch.use_deterministic_algorithms(True)
+            if args.dataloader_num_workers:
+                # Else tokenizers warn in every worker that they were forked, and then do the same by themselves.
+                os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+            yield
+
+    def make_model(self) -> nn.Module:
+        """The model; the first time, where there is none, by `model_init` in `default_dtype`."""
+        if self.model is None:
+            assert self.model_init is not None
+            before = torch.get_default_dtype()
+            try:
+                if self.args.default_dtype is not None:
+                    torch.set_default_dtype(getattr(torch, self.args.default_dtype))
+                self.model = self.model_init()
+            finally:
+                torch.set_default_dtype(before)
+            if not isinstance(self.model, nn.Module):
+                raise BadArgument(expected("model_init to return a torch Module", type(self.model).__name__))
+        return self.model
+
+    def unwrapped_model(self) -> nn.Module:
+        """The model without wrappers of torch."""
+        return unwrapped(self.make_model())
+
+    # -- callbacks -----------------------------------------------------------------------------------------
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks, in their order."""
+        return [original(callback) for callback in self._callbacks if not isinstance(callback, LogRelay)]
+
+    def add_callback(self, callback: Any) -> None:
+        """One more, of any dialect; a class is instantiated."""
+        self._callbacks.add(callback() if isinstance(callback, type) else callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take out a callback, or the first of a class, and return it; None if there is none."""
+        return self._callbacks.remove(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """The same, without returning it."""
+        self.pop_callback(callback)
+
+    @property
+    def state(self) -> TrainerState:
+        """Where the run is."""
+        return self._bridge.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks have asked for."""
+        return self._bridge.control
+
+    def log(self, logs: dict[str, float]) -> TrainerControl:
+        """Record metrics: in the history, and with every callback that hears `on_log`."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        return self._dispatch_event("on_log", logs=logs)
+
+    def _dispatch_event(self, event: str, **kwargs: Any) -> TrainerControl:
+        """Tell an event to all of HuggingFace's callbacks, in their order; what they asked for is in the control."""
+        for callback in list(self._callbacks):
+            if isinstance(callback, HuggingFaceCallback) and callback.hears(event):
+                self._tell(callback.original, event, kwargs)
+        return self.control
+
+    def _tell(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
+        control = self.control
+        before = {name: bool(getattr(control, name)) for name in _FLAGS}
+        returned = getattr(callback, event)(
+            self.args,
+            self.state,
+            control,
+            model=self.unwrapped_model() if self.model is not None else None,
+            processing_class=self.processing_class,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            train_dataloader=self.train_dataloader,
+            eval_dataloader=self.eval_dataloader,
+            trainer=self,
+            **extra,
+        )
+        for name in changed_flags(before, control, returned):
+            setattr(control, name, not before[name])
+            stops = {"should_training_stop": "stop", "should_abort_without_save": "abort"}
+            if name in stops and not before[name] and self._stop_requested_by is None:
+                self._stop_requested_by = type(callback).__name__, event, stops[name]
+                logger.info("%s asked to %s in %s", *(self._stop_requested_by[i] for i in (0, 2, 1)))
+
+    # -- keeping -------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        """Write the weights, the configuration and the tokenizer; what `from_pretrained` opens, and no more."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_component(folder, "model", "weights", self._weights())
+        save_beside_weights(self.make_model(), self.processing_class, folder)
+
+    def _weights(self) -> dict[str, Any]:
+        return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
+
+    def save_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> str:
+        """Write everything that is needed to go on exactly from here; where it is.
+
+        Without a path it goes to ``output_dir/checkpoint-<step>``, and older ones are deleted as the arguments say.
+        """
+        keep = Retention(
+            last=self.args.save_total_limit or 10**9,
+            best=kept_best(self.args) if isinstance(self.args, BaseTrainingArguments) else 0,
+            monitor=monitored(self.args)[0],
+            mode="max" if monitored(self.args)[1] else "min",
+        )
+        place, naming = Path(self.args.output_dir), CHECKPOINT_NAME
+        if checkpoint_path is not None:
+            place, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
+            keep = Retention(last=10**9)
+        state = self.state
+        manifest = Manifest(
+            step=state.global_step, epoch=state.raw_epoch, components={}, metrics={}, versions=versions()
+        )
+        checkpointer = Checkpointer(place, keep, asynchronous=False, naming=naming)
+        if not checkpointer.save(self.get_state_components(), manifest, on_device=False, assets=self._assets):
+            checkpointer.conclude()  # raises, and says why
+        return str(checkpointer.store.path_of(state.global_step))
+
+    def _assets(self, folder: Path) -> list[str]:
+        before = set(folder.iterdir())
+        save_beside_weights(self.make_model(), self.processing_class, folder)
+        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
+        """Go on from a checkpoint, without a path from the newest in `output_dir`. One that does not fit is refused."""
+        give_back(self.get_state_components(), read_states(self._checkpoint_at(checkpoint_path)))
+
+    def _checkpoint_at(self, path: str | os.PathLike[str] | None) -> Path:
+        if path is not None:
+            return Path(path)
+        newest = CheckpointStore(Path(self.args.output_dir)).newest()
+        if newest is None:
+            raise DataError(
+                expected("a checkpoint in output_dir", f"none in {self.args.output_dir}", "Pass the path of one.")
+            )
+        return newest.path
+
+    def get_state_components(self) -> list[StateComponent]:
+        """Everything that belongs into a checkpoint, and how it is shared over processes."""
+        model = self.make_model()
+        parts = [StateComponent("model", model, required=True, format="weights")]
+        for key, part in (("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)):
+            if part is not None:
+                parts.append(StateComponent(key, part, required=False))
+        parts.append(StateComponent("trainer", self, required=False))
+        if hasattr(self.train_dataloader, "state_dict"):
+            pattern = self._get_dataset_sharing_pattern()
+            parts.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
+        rng = Held(capture_random, restore_random)
+        return [*parts, StateComponent("rng", rng, SharingPattern.PER_RANK, required=False)]
+
+    def _get_dataset_sharing_pattern(self) -> SharingPattern:
+        return SharingPattern.GLOBAL
+
+    def get_process_groups(self) -> dict[str, Any]:
+        """Process groups by name, for components that are shared within one. A single process has none."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run is."""
+        state = self.state
+        names = ("global_step", "epoch_start_step", "raw_epoch", "epoch", "num_input_tokens_seen", "total_flos")
+        best = ("best_metric", "best_global_step", "best_model_checkpoint")
+        return {name: getattr(state, name) for name in (*names, *best)} | {"log_history": list(state.log_history)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        for name, value in state_dict.items():
+            setattr(self.state, name, list(value) if name == "log_history" else value)
+
+
+class Answer(int):
+    """True or False, which HuggingFace's users call and Forgather's do not."""
+
+    def __call__(self) -> bool:
+        """The answer."""
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+def arguments_from(args: Any) -> Any:
+    """Our arguments: those given, the default ones, or what transformers' say."""
+    if args is None:
+        return TrainingArguments()
+    if isinstance(args, BaseTrainingArguments):
+        return args
+    if isinstance(args, MinimalTrainingArguments):
+        return TrainingArguments(**{n: getattr(args, n) for n in args.__dataclass_fields__ if n != "_"})
+    if type(args).__module__.startswith("transformers"):
+        given = {name: getattr(args, name) for name, f in args.__dataclass_fields__.items() if f.init}
+        return TrainingArguments(**given)
+    raise BadArgument(expected("args to be TrainingArguments", type(args).__name__))

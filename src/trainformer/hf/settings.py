@@ -1,0 +1,221 @@
+"""What HuggingFace's arguments mean to a run: its settings, and the habits that differ from those of `Trainer`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainformer.core.errors import BadArgument, expected
+from trainformer.core.optional import require
+from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
+from trainformer.session import RunSettings
+from trainformer.session.habits import Habits
+
+CHECKPOINT_NAME = "checkpoint-{}"
+_ALL = 10**9  # more checkpoints than anybody keeps
+_LOGGERS = ("tensorboard", "wandb", "mlflow")
+
+
+def settings_of(args: BaseTrainingArguments, batches: int | None, resume: str | None) -> RunSettings:
+    """The settings of a run over data with so many batches per epoch (None: nobody knows)."""
+    steps = planned_steps(args, batches)
+    return RunSettings(
+        epochs=max(1, math.ceil(args.num_train_epochs)),
+        max_steps=steps if _counts_steps(args) else None,
+        batch_size=int(args.per_device_train_batch_size),
+        eval_batch_size=int(args.per_device_eval_batch_size),
+        accumulation_steps=int(args.gradient_accumulation_steps),
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        gradient_clip=args.max_grad_norm or None,
+        optimizer=optimizer_spec(args),
+        scheduler=schedule_factory(args),
+        seed=args.seed,
+        sampler=_sampler(args),
+        drop_last=args.dataloader_drop_last,
+        device="cpu" if args.use_cpu else args.device,
+        precision=args.mixed_precision or "no",
+        fp8_recipe=args.fp8_recipe,
+        fp8_dim_alignment=args.fp8_dim_alignment,
+        qat_recipe=args.qat_recipe,
+        compile=_compile(args),
+        gradient_checkpointing=args.gradient_checkpointing,
+        activation_offload=args.enable_activation_offloading,
+        matmul_precision=_matmul(args),
+        num_workers=args.dataloader_num_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        pin_memory=None if args.dataloader_pin_memory else False,
+        log=_loggers(args),
+        project=args.project,
+        name=args.run_name,
+        run_dir=args.logging_dir,
+        log_every=_cadence(args.logging_strategy, args.logging_steps, steps),
+        eval_every=_cadence(args.eval_strategy, args.eval_steps, steps),
+        save_every=_cadence(args.save_strategy, args.save_steps, steps),
+        save_dir=str(Path(args.output_dir).absolute()),
+        save_best=kept_best(args),
+        save_last=args.save_total_limit or _ALL,
+        eval_on_save=args.eval_on_save,
+        monitor_metric=monitored(args)[0],
+        monitor_mode="max" if monitored(args)[1] else "min",
+        resume=resume,
+    )
+
+
+def habits_of(args: BaseTrainingArguments) -> Habits:
+    """What HuggingFace's users are used to: no record but those that are due, their names of checkpoints."""
+    plan = {
+        "log_first": args.logging_first_step,
+        "log_rest": False,
+        "eval_at_end": args.eval_strategy == "steps",
+        "save_at_end": args.save_strategy == "steps",
+    }
+    return Habits(plan=plan, checkpoint_name=CHECKPOINT_NAME, shows_messages=not args.disable_tqdm)
+
+
+def planned_steps(args: BaseTrainingArguments, batches: int | None) -> int | None:
+    """Optimizer steps of the whole run, where that can be known."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    if batches is None:
+        return None
+    return math.ceil(args.num_train_epochs * math.ceil(batches / args.gradient_accumulation_steps))
+
+
+def _counts_steps(args: BaseTrainingArguments) -> bool:
+    """Whether the run ends after steps rather than after whole epochs."""
+    return args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)
+
+
+def _cadence(strategy: str, every: float | None, total: int | None) -> int | str | None:
+    """Steps, a share of all steps, or epochs."""
+    if strategy == "epoch":
+        return "1epochs"
+    if strategy != "steps" or every is None:
+        return None
+    if every < 1:
+        if total is None:
+            raise BadArgument(
+                expected("whole numbers of steps where the data have no length", every, "Pass max_steps, or a count.")
+            )
+        every = math.ceil(total * every)
+    return f"{int(every)}steps"
+
+
+def monitored(args: BaseTrainingArguments) -> tuple[str, bool]:
+    """The metric that tells which checkpoint is best, in our words, and whether more of it is better."""
+    if args.preserve_best_model and args.metric_for_best_model is None:
+        name, greater = args.best_model_metric, args.best_model_greater_is_better
+    else:
+        name, greater = args.metric_for_best_model or "loss", args.greater_is_better
+    return f"val/{name.removeprefix('eval_')}", is_greater_better(name) if greater is None else greater
+
+
+def kept_best(args: BaseTrainingArguments) -> int:
+    """How many of the best checkpoints are safe from `save_total_limit`."""
+    wanted = args.preserve_best_model or args.load_best_model_at_end or args.save_strategy == "best"
+    return args.preserve_n_best if wanted else 0
+
+
+def optimizer_spec(args: BaseTrainingArguments) -> dict[str, Any]:
+    """The optimizer by name, with its options."""
+    name = args.optim.lower()
+    options: dict[str, Any] = {"name": name}
+    if "adam" in name:
+        options |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    elif "lion" in name:
+        options |= {"betas": (args.adam_beta1, args.adam_beta2)}
+    elif name == "sgd":
+        options |= {"momentum": 0.0}
+    return options | _parsed(args.optim_args)
+
+
+def _parsed(text: str | None) -> dict[str, Any]:
+    """Options in HuggingFace's form: ``"momentum=0.9,nesterov=True"``."""
+    import ast
+
+    options: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise BadArgument(expected("optim_args like 'momentum=0.9,nesterov=True'", text))
+        try:
+            options[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            options[name.strip()] = value.strip()
+    return options
+
+
+def schedule_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
+    """The schedule that transformers makes for these arguments."""
+    kind = args.lr_scheduler_type
+    if kind == "reduce_lr_on_plateau":
+        do = "Pass a schedule of steps, such as 'cosine', or one of your own in `optimizers`."
+        raise BadArgument(expected("lr_scheduler_type to be a function of the step", kind, do))
+    optimization = require("transformers.optimization", "hf", "for lr_scheduler_type")
+    known = [name.value for name in optimization.SchedulerType]
+    if kind not in known:
+        raise BadArgument(expected(f"lr_scheduler_type to be one of {', '.join(known)}", kind))
+
+    def make(optimizer: Any, total: Any) -> Any:
+        if total is None:
+            raise BadArgument(
+                f"The schedule {kind!r} needs the number of steps, but the data have no length. Pass max_steps."
+            )
+        return optimization.get_scheduler(
+            kind,
+            optimizer,
+            num_warmup_steps=args.get_warmup_steps(total),
+            num_training_steps=total,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+
+    return make
+
+
+class InOrder:
+    """A sampler that reads the data in their order, epoch after epoch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._length = len(dataset)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def order(self, epoch: int, seed: int) -> np.ndarray:
+        """Every sample once."""
+        return np.arange(self._length)
+
+
+def _sampler(args: BaseTrainingArguments) -> Any:
+    return {"random": None, "sequential": InOrder, "group_by_length": "length"}[args.train_sampling_strategy]
+
+
+def _compile(args: BaseTrainingArguments) -> Any:
+    if not args.torch_compile:
+        return False
+    options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    return {name: value for name, value in options.items() if value is not None} or True
+
+
+def _matmul(args: BaseTrainingArguments) -> str | None:
+    if args.tf32 is None:
+        return args.float32_matmul_precision
+    return "high" if args.tf32 else "highest"
+
+
+def _loggers(args: BaseTrainingArguments) -> list[str] | str:
+    given = args.report_to
+    names = [] if given is None else [given] if isinstance(given, str) else list(given)
+    if "all" in names:
+        names = list(_LOGGERS)
+    names = [name for name in names if name != "none"]
+    unknown = [name for name in names if name not in _LOGGERS]
+    if unknown:
+        do = "For others, pass the callback of transformers in `callbacks`; it works here unchanged."
+        raise BadArgument(expected(f"report_to to be among {', '.join(_LOGGERS)}, all, none", unknown[0], do))
+    return names or "none"

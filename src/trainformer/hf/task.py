@@ -1,0 +1,303 @@
+"""A model and a way to compute its loss, as a task.
+
+A loss is a mean over what is supervised in a micro-batch: labels that are not -100 where labels have one entry per
+token, else samples. It counts with that number, so that neither accumulation nor batch size changes the result.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainformer.adapters.base import is_adapted, unwrapped
+from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
+from trainformer.core.errors import BadArgument, expected
+from trainformer.core.types import Mean
+from trainformer.data.loader import batch_length
+from trainformer.hf.collate import accepted_names, inner_model, without_unused
+from trainformer.hf.outputs import logits_from_outputs
+from trainformer.tasks.base import TaskBase
+
+IGNORED = -100
+
+
+class Front(Protocol):
+    """What the task asks of the trainer it belongs to; users override these methods."""
+
+    args: Any
+    data_collator: Any
+    processing_class: Any
+
+    @property
+    def state(self) -> Any:
+        """Where the run is."""
+        ...
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a batch, and the model's outputs if they are asked for."""
+        ...
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Loss, logits and labels of a batch."""
+        ...
+
+    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """What `compute_metrics` says of a whole evaluation."""
+        ...
+
+
+class ModelTask(TaskBase):
+    """Trains the model of a front."""
+
+    def __init__(self, front: Front, model: nn.Module, label_names: Sequence[str]) -> None:
+        self.front = front
+        self.model = model
+        self.title = type(inner_model(model)).__name__
+        self.label_names = list(label_names)
+        self.keeps_rows = False
+        self.rows: dict[str, Tensor] = {}
+        self._accepted = accepted_names(model, label_names) if front.args.remove_unused_columns else None
+        self._shifts = shifts_labels(model)
+        self._began = 0.0
+        self._evaluated = (0, 0)  # batches and samples of the evaluation that is going on
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def collate_fn(self, examples: list[Any]) -> Any:
+        """A batch, without columns that the model does not take."""
+        if self._accepted is not None:
+            examples = [without_unused(example, self._accepted) for example in examples]
+        return self.front.data_collator(examples)
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any) -> Mean:
+        """The loss, and how much it counts."""
+        weight = self.weight_of(batch)
+        loss = self.front.compute_loss(self.model, _copied(batch), num_items_in_batch=_at_least_one(weight))
+        return Mean(loss, weight)
+
+    def eval_step(self, batch: Any) -> dict[str, Any]:
+        """The loss; and where somebody computes metrics of them, logits and labels as rows."""
+        size = batch_length(batch)
+        if self._evaluated[0] == 0:
+            self._began = time.perf_counter()
+        self._evaluated = self._evaluated[0] + 1, self._evaluated[1] + size
+        loss, logits, labels = self.front.prediction_step(self.model, _copied(batch), not self.keeps_rows)
+        metrics: dict[str, Any] = {}
+        if loss is not None:
+            weight = self.weight_of(batch)
+            metrics["loss"] = loss * weight, weight
+        if self.keeps_rows:
+            metrics |= _rows("logits", logits) | _rows("labels", labels)
+        return metrics
+
+    def weight_of(self, batch: Any) -> Any:
+        """What a batch's loss is a mean over: supervised tokens, else samples."""
+        labels = batch.get(self.label_names[0]) if isinstance(batch, Mapping) and self.label_names else None
+        if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
+            return batch_length(batch)
+        shifted = batch.get("shift_labels")
+        if shifted is None:
+            shifted = labels[..., 1:] if self._shifts else labels
+        return shifted.ne(IGNORED).sum()
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def collecting(self) -> Iterator[dict[str, Tensor]]:
+        """Keep logits and labels of the evaluations in this block; of the last one, when it is left."""
+        before, self.keeps_rows = self.keeps_rows, True
+        self.rows = {}
+        try:
+            yield self.rows
+        finally:
+            self.keeps_rows = before
+            self.rows = {}
+
+    def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """The user's metrics of the whole set."""
+        self.rows.clear()
+        self.rows.update(rows)
+        return self.front.metrics_of(rows)
+
+    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """How long it took."""
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        batches, samples = self._evaluated
+        self._evaluated = 0, 0
+        return {
+            "runtime": seconds,
+            "samples_per_second": samples / seconds,
+            "steps_per_second": batches / seconds,
+        }
+
+    def join_rows(self, pieces: list[Tensor]) -> Tensor:
+        """Batches padded to their own longest text are padded to the longest of all, with -100."""
+        ranks = {piece.ndim for piece in pieces}
+        if len({piece.shape[1:] for piece in pieces}) == 1 or len(ranks) > 1:
+            return torch.cat(pieces)
+        longest = [max(sizes) for sizes in zip(*(piece.shape[1:] for piece in pieces), strict=True)]
+        return torch.cat([F.pad(piece, _margins(piece, longest), value=IGNORED) for piece in pieces])
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model: with an adapter of peft, the adapter alone."""
+        return adapter_state_dict(self.model) if is_adapted(self.model) else self.model.state_dict()
+
+    def load_model_state(self, state: dict[str, Tensor]) -> None:
+        """Take it back."""
+        if is_adapted(self.model):
+            load_adapter_state_dict(self.model, state)
+        else:
+            self.model.load_state_dict(state)
+
+    def save_assets(self, folder: Path) -> list[str]:
+        """What `from_pretrained` looks for beside the weights, and where the run is in HuggingFace's words."""
+        before = set(folder.iterdir())
+        save_beside_weights(self.model, self.front.processing_class, folder)
+        self.front.state.save_to_json(folder / "trainer_state.json")
+        (folder / "training_args.json").write_text(self.front.args.to_json_string(), encoding="utf-8")
+        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
+
+
+def save_beside_weights(model: nn.Module, processing_class: Any, folder: Path) -> None:
+    """Configurations, tokenizer, and what makes an adapter one of peft's."""
+    weights = folder / "model.safetensors"
+    inner: Any = unwrapped(model)
+    if is_adapted(model):
+        save_adapter_beside(model, weights)
+    elif hasattr(getattr(inner, "config", None), "save_pretrained"):
+        inner.config.save_pretrained(folder)
+        if getattr(inner, "generation_config", None) is not None and inner.can_generate():
+            inner.generation_config.save_pretrained(folder)
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(folder)
+
+
+def default_loss(
+    model: nn.Module, inputs: Any, labels_name: str, smoothing: float, function: Any, items: Any
+) -> tuple[Tensor, Any]:
+    """Loss and outputs of a model: by the user's function, by the model itself, or cross-entropy of its logits."""
+    if not isinstance(inputs, Mapping):
+        labels = inputs[1] if isinstance(inputs, (list, tuple)) and len(inputs) > 1 else None
+        outputs = model(inputs[0] if isinstance(inputs, (list, tuple)) else inputs)
+        return _loss_of(outputs, labels, model, smoothing, function, items), outputs
+    inputs = dict(inputs)
+    own = function is None and not smoothing and takes(model, labels_name)
+    labels = inputs.get(labels_name) if own else inputs.pop(labels_name, None)
+    if own and labels is not None:
+        if takes_loss_arguments(model):
+            inputs["num_items_in_batch"] = items
+        outputs = model(**inputs)
+        return _own_loss(outputs), outputs
+    outputs = model(**inputs)
+    return _loss_of(outputs, labels, model, smoothing, function, items), outputs
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if loss is None and isinstance(outputs, tuple):
+        loss = outputs[0]
+    loss = getattr(outputs, "loss", None) if loss is None else loss
+    if not isinstance(loss, Tensor):
+        keys = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise BadArgument(
+            expected("the model to return a loss when it is given labels", keys, "Pass compute_loss_func.")
+        )
+    return loss
+
+
+def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, function: Any, items: Any) -> Tensor:
+    if function is not None:
+        counts = takes(function, "num_items_in_batch")
+        return function(outputs, labels, num_items_in_batch=items) if counts else function(outputs, labels)
+    if labels is None:
+        raise BadArgument(
+            "Expected labels in the batch, or a model that returns its loss, received neither. Add 'labels' to the "
+            "examples, name them in label_names, or pass compute_loss_func."
+        )
+    logits = logits_from_outputs(outputs)
+    if labels.is_floating_point():
+        return F.mse_loss(logits.reshape(labels.shape), labels)
+    if labels.ndim > 1 and shifts_labels(model):
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    total = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(),
+        labels.reshape(-1),
+        ignore_index=IGNORED,
+        reduction="sum" if labels.ndim > 1 else "mean",
+        label_smoothing=smoothing,
+    )
+    return total / items if labels.ndim > 1 else total
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model predicts the next token, so that labels are compared one place further on."""
+    inner: Any = inner_model(model)
+    kind = getattr(inner, "loss_type", None)
+    if kind is None or getattr(inner.config, "is_encoder_decoder", False):
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(kind) is ForCausalLMLoss
+
+
+def takes_loss_arguments(model: nn.Module) -> bool:
+    """Whether a model can be told over how many items its loss is to be the mean."""
+    inner: Any = inner_model(model)
+    told = getattr(inner, "accepts_loss_kwargs", None)
+    if told is not None:
+        return bool(told)
+    parameters = inspect.signature(inner.forward).parameters.values()
+    return hasattr(inner, "loss_function") and any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def takes(function: Any, name: str) -> bool:
+    """Whether a function, or a model's forward, takes an argument of a name (or any)."""
+    if isinstance(function, nn.Module):
+        function = inner_model(function).forward
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters
+
+
+def _copied(batch: Any) -> Any:
+    """A batch that may be popped from."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _at_least_one(weight: Any) -> Any:
+    return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+
+
+def _rows(name: str, value: Any) -> dict[str, Tensor]:
+    """Tensors of a nested output under names of their own."""
+    if value is None:
+        return {}
+    if isinstance(value, Tensor):
+        return {name: value.float() if value.dtype in (torch.bfloat16, torch.float16) else value}
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    found: dict[str, Tensor] = {}
+    for key, part in parts:
+        found |= _rows(f"{name}.{key}", part)
+    return found
+
+
+def _margins(piece: Tensor, longest: Sequence[int]) -> list[int]:
+    """What `pad` is to add after each dimension but the first, last dimension first."""
+    missing = [most - have for most, have in zip(longest, piece.shape[1:], strict=True)]
+    return [margin for extra in reversed(missing) for margin in (0, extra)]

@@ -1,0 +1,447 @@
+"""`Trainer` in HuggingFace's style: a model, arguments, data sets, callbacks. It runs on the project's one engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainformer.backends.torch.optimizers import make_optimizer
+from trainformer.callbacks.dialects.huggingface import our_name, training_summary
+from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.engine.checkpoint import CheckpointStore, StateComponent
+from trainformer.hf.base_trainer import BaseTrainer, TrainOutput
+from trainformer.hf.callbacks import InfoCallback, ProgressCallback
+from trainformer.hf.collate import as_dataset, collator_for
+from trainformer.hf.handle import HfHandle, HfSession, LogRelay
+from trainformer.hf.prediction import EvalPrediction, PredictionOutput, arrays, label_arrays, logits_of
+from trainformer.hf.settings import habits_of, optimizer_spec, schedule_factory, settings_of
+from trainformer.hf.task import ModelTask, default_loss, takes
+from trainformer.session.data import is_loader
+from trainformer.session.parts import retention
+
+logger = logging.getLogger("trainformer")
+
+# Methods of HuggingFace's Trainer that are its loop. There is no such loop here to take parts out of.
+_THEIR_LOOP = (
+    "training_step", "evaluation_loop", "prediction_loop", "_inner_training_loop", "_maybe_log_save_evaluate",
+    "get_batch_samples", "_save_checkpoint", "_load_from_checkpoint",
+)  # fmt: skip
+
+
+class Trainer(BaseTrainer):
+    """Trains a model of transformers, or any other.
+
+    >>> import torch
+    >>> from trainformer.hf import TrainingArguments
+    >>> data = [{"x": torch.tensor([float(i)]), "labels": torch.tensor([2.0 * i])} for i in range(8)]
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.scale = nn.Linear(1, 1)
+    ...     def forward(self, x):
+    ...         return self.scale(x)
+    >>> import tempfile
+    >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=3, save_strategy="no", disable_tqdm=True, use_cpu=True)
+    >>> Trainer(model=Line(), args=args, train_dataset=data).train().global_step
+    3
+    """
+
+    @classmethod
+    def default_callbacks(cls) -> list[Any]:
+        """A progress bar, and a summary of the run when it begins."""
+        return [ProgressCallback(), InfoCallback()]
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        model_init: Callable[[], nn.Module] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        for name in _THEIR_LOOP:
+            if hasattr(type(self), name):
+                raise BadArgument(
+                    f"{type(self).__name__} overrides {name}, a part of HuggingFace's loop, which does not run here. "
+                    "Override compute_loss, prediction_step, create_optimizer, create_scheduler, get_train_dataloader, "
+                    "get_eval_dataloader or log, or use a callback."
+                )
+        self._session: HfSession | None = None
+        self._handle = HfHandle(self)
+        self._began_run = False  # the session's run has begun: another train() needs another session
+        self._eval_data: Any = None
+        self._resume: str | None = None
+        self._recording: dict[str, Any] | None = None
+        super().__init__(
+            args,
+            model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            callbacks=callbacks,
+            compute_loss_func=compute_loss_func,
+        )
+        if self.args.disable_tqdm:
+            self._callbacks.remove(ProgressCallback)
+        if self._overrides("log"):
+            self._callbacks.callbacks.insert(0, LogRelay(self))
+        self.data_collator = collator_for(data_collator, processing_class)
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self._given_optimizer, self._given_scheduler = optimizers
+        self._dispatch_event("on_init_end")
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> TrainOutput:
+        """Train; a second call begins a new run from the weights as they are.
+
+        `resume_from_checkpoint` (or the argument of that name): the path of a checkpoint, True for the newest in
+        `output_dir`, or "auto" for the newest if there is one.
+        """
+        if kwargs:
+            raise BadArgument(expected("no further arguments to train()", ", ".join(kwargs), "Set them in args."))
+        if self.train_dataset is None and not self._overrides("get_train_dataloader"):
+            raise BadArgument("Expected a train_dataset to train on, received none. Pass it to the trainer.")
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._resume = self._resumed_from(wanted)
+        return super().train()
+
+    def _resumed_from(self, wanted: Any) -> str | None:
+        if wanted in (None, False, "False", "false"):
+            return None
+        if wanted in (True, "True", "true", "auto"):
+            newest = CheckpointStore(Path(self.args.output_dir)).newest()
+            if newest is None and wanted != "auto":
+                do = "Pass 'auto' to go on only where there is one."
+                raise DataError(expected("a checkpoint to resume from", f"none in {self.args.output_dir}", do))
+            return "auto"
+        return str(wanted)
+
+    def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """A session for what is to be done: a new one for a new run, the one there is for an evaluation."""
+        self._eval_data = eval_dataset
+        if self._session is None or (train_dataset is not None and self._began_run):
+            self._session = self._make_session()
+            self._began_run = False
+
+    def _make_session(self) -> HfSession:
+        model = self.make_model()
+        task = ModelTask(self, model, self._label_names(model))
+        task.keeps_rows = self.compute_metrics is not None and not self.args.prediction_loss_only
+        train, evaluation = self._training_data(), self._evaluation_data()
+        settings = settings_of(self.args, self._batches_of(train), self._resume)
+        self._bring_optimizer(settings, model)
+        self._handle = HfHandle(self)
+        session = HfSession(
+            self._handle,
+            task,
+            settings,
+            data=train if train is not None else evaluation,
+            val_data=evaluation,
+            callbacks=self._callbacks,
+            passed=frozenset(settings.values()),
+            habits=habits_of(self.args),
+        )
+        self._handle._session = session
+        session.connect()
+        self.optimizer, self.lr_scheduler = session.backend.optimizer, session.backend.schedule
+        self.train_dataloader, self.eval_dataloader = session.train_batches(), session.val_batches()
+        return session
+
+    def _train_loop(self) -> TrainOutput:
+        session = self._session
+        assert session is not None
+        self._began_run = True
+        session.settings.resume = self._resume
+        if self.args.eval_on_start:
+            self.evaluate()
+        began, first_step = time.perf_counter(), session.state.step
+        session.fit()
+        metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
+        metrics["epoch"] = self.state.epoch
+        self.state.log_history.append({**metrics, "step": session.state.step})
+        control = session.control
+        if control.should_stop:
+            metrics |= {"stopped_by": control.stopped_by, "stop_reason": control.stop_reason}
+        if self.args.load_best_model_at_end:
+            self._load_best()
+        return TrainOutput(session.state.step, metrics["train_loss"], metrics)
+
+    def _load_best(self) -> None:
+        session = self._session
+        assert session is not None
+        best = retention(session.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
+        if not best:
+            logger.warning("load_best_model_at_end: there is no checkpoint with %s", session.settings.monitor_metric)
+            return
+        session.load(best[0].path, only=["model"])
+        self.state.best_model_checkpoint = str(best[0].path)
+
+    # -- what is trained, and on what ----------------------------------------------------------------------
+
+    def _training_data(self) -> Any:
+        if self._overrides("get_train_dataloader"):
+            return self.get_train_dataloader()
+        return as_dataset(self.train_dataset)
+
+    def _evaluation_data(self) -> Any:
+        if self._overrides("get_eval_dataloader"):
+            return self.get_eval_dataloader()
+        given = self.eval_dataset if self._eval_data is None else self._eval_data
+        return as_dataset(next(iter(given.values())) if isinstance(given, dict) else given)
+
+    def _batches_of(self, data: Any) -> int | None:
+        if data is None or not hasattr(data, "__len__"):
+            return None
+        if is_loader(data):
+            return len(data)
+        size = self.args.per_device_train_batch_size
+        return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
+
+    def _label_names(self, model: nn.Module) -> list[str]:
+        if self.args.label_names:
+            return list(self.args.label_names)
+        named = [name for name in ("start_positions", "end_positions") if takes(model, name)]
+        return named or ["labels"]
+
+    def _bring_optimizer(self, settings: Any, model: nn.Module) -> None:
+        """Put into the settings what the user passed, or makes in methods of his own."""
+        if self._overrides("create_optimizer_and_scheduler"):
+            self.create_optimizer_and_scheduler(settings.max_steps or -1)
+            settings.optimizer, settings.scheduler = self.optimizer, self.lr_scheduler
+            return
+        if self._given_optimizer is not None:
+            settings.optimizer = self._given_optimizer
+        elif self._overrides("create_optimizer"):
+            settings.optimizer = self.create_optimizer() or self.optimizer
+        if self._given_scheduler is not None:
+            settings.scheduler = self._given_scheduler
+        elif self._overrides("create_scheduler"):
+            settings.scheduler = lambda optimizer, total: self.create_scheduler(total, optimizer) or self.lr_scheduler
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Trainer, name)
+
+    def create_optimizer(self) -> Any:
+        """The optimizer that the arguments ask for. Override it to bring another."""
+        task = ModelTask(self, self.make_model(), [])
+        self.optimizer = make_optimizer(
+            optimizer_spec(self.args), task, self.args.learning_rate, self.args.weight_decay
+        )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule that the arguments ask for. Override it to bring another."""
+        optimizer = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler = schedule_factory(self.args)(optimizer, num_training_steps)
+        return self.lr_scheduler
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Both of them."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps)
+
+    def get_train_dataloader(self) -> Any:
+        """A loader of the training data. Override it to bring another, which is then used as it is."""
+        return self._loader(self.train_dataset, "train_dataset", self.args.per_device_train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """A loader of the evaluation data. Override it to bring another, which is then used as it is."""
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._loader(data, "eval_dataset", self.args.per_device_eval_batch_size)
+
+    def _loader(self, data: Any, name: str, size: int) -> DataLoader:
+        if data is None:
+            raise BadArgument(f"Expected a {name}, received none. Pass it to the trainer.")
+        task = ModelTask(self, self.make_model(), self._label_names(self.make_model()))
+        return DataLoader(as_dataset(data), batch_size=size, collate_fn=task.collate_fn)
+
+    # -- steps that users override -------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a batch over its supervised items, of which there are `num_items_in_batch`."""
+        name, smoothing = self._label_names(model)[0], self.args.label_smoothing_factor
+        loss, outputs = default_loss(model, inputs, name, smoothing, self.loss_fn, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of a batch; without labels there is no loss."""
+        task = self._task()
+        names = self._label_names(model)
+        labels = [inputs.get(name) for name in names] if isinstance(inputs, Mapping) else [inputs[1]]
+        if any(label is None for label in labels):
+            outputs = model(**inputs)
+            loss = None
+        else:
+            items = task.weight_of(inputs)
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
+        if prediction_loss_only:
+            return loss, None, None
+        logits, targets = logits_of(outputs, model, ignore_keys or ()), label_arrays(labels)
+        if self.preprocess_logits_for_metrics is not None:
+            logits = self.preprocess_logits_for_metrics(logits, targets)
+        return loss, logits, targets
+
+    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """What `compute_metrics` says of the rows of an evaluation."""
+        if self.compute_metrics is None or not rows:
+            return {}
+        found = self.compute_metrics(EvalPrediction(arrays(rows, "logits"), arrays(rows, "labels")))
+        return {name.removeprefix("eval_"): value for name, value in found.items()}
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics of the evaluation data, or of other data, with the model as it is now."""
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(data, str):
+            data = self.eval_dataset[data]
+        if isinstance(data, dict):
+            parts = {
+                name: self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in data.items()
+            }
+            return {name: value for part in parts.values() for name, value in part.items()}
+        if data is None and not self._overrides("get_eval_dataloader"):
+            raise BadArgument("Expected an eval_dataset to evaluate on, received none. Pass it to the trainer or here.")
+        with self._process_settings():
+            self._prepare(None, data)
+            measured = self._measured(data)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+        metrics["epoch"] = self.state.epoch
+        self.log(metrics)
+        self._dispatch_event("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _eval_loop(self) -> dict[str, float]:
+        return {f"eval_{name}": value for name, value in self._measured(self._eval_data).items()}
+
+    def _measured(self, data: Any) -> dict[str, float]:
+        """Metrics of data, without a prefix; a loader that the user makes is meant where there are none."""
+        assert self._session is not None
+        most = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
+        metrics = self._session.evaluate_on(None if data is None else as_dataset(data), most=most)
+        return {name.removeprefix("val/"): value for name, value in metrics.items()}
+
+    def evaluates_as_usual(self) -> bool:
+        """Whether an evaluation during training is one of the whole of one data set."""
+        return not isinstance(self.eval_dataset, dict) and self.args.max_eval_steps <= 0
+
+    def evaluate_all(self) -> dict[str, float]:
+        """The evaluation during training where there are several data sets, or a limit."""
+        if not isinstance(self.eval_dataset, dict):
+            return {f"val/{name}": value for name, value in self._measured(self.eval_dataset).items()}
+        return {
+            f"val/{part}_{name}": value
+            for part, data in self.eval_dataset.items()
+            for name, value in self._measured(data).items()
+        }
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predictions for data, and metrics where they have labels."""
+        with self._process_settings():
+            self._prepare(None, test_dataset)
+            with self._task().collecting() as rows:
+                measured = self._measured(test_dataset)
+                predictions, labels = arrays(rows, "logits"), arrays(rows, "labels")
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+        self._dispatch_event("on_predict", metrics=metrics)
+        return PredictionOutput(predictions, labels, metrics)
+
+    # -- callbacks and state -------------------------------------------------------------------------------
+
+    def add_callback(self, callback: Any) -> None:
+        """One more, of any dialect; a class is instantiated."""
+        if self._session is None:
+            super().add_callback(callback)
+        else:
+            self._session.add_callback(callback() if isinstance(callback, type) else callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take out a callback, or the first of a class, and return it; None if there is none."""
+        return super().pop_callback(callback) if self._session is None else self._session.remove_callback(callback)
+
+    @property
+    def state(self) -> TrainerState:
+        """Where the run is."""
+        if self._session is not None:
+            self._bridge.refresh(self._handle)
+            self._bridge.take_history(self._handle)
+        return self._bridge.state
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> TrainerControl:
+        """Record metrics: with the loggers, in the history, and with every callback that hears `on_log`."""
+        if self._recording is not None:
+            self._recording.update(logs)  # called for a record that the run is writing: what is added goes into it
+            return self.control
+        if self._session is not None and self._session.is_running:
+            self._session.log({our_name(name): value for name, value in logs.items()}, self._session.state.step)
+        return super().log(logs)
+
+    def recorded(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """What a `log` that the user has overridden makes of a record of the run."""
+        self._recording = {}
+        try:
+            self.log({**logs, "epoch": self.state.epoch})
+            return self._recording
+        finally:
+            self._recording = None
+
+    def _tell(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
+        if self._session is None:
+            super()._tell(callback, event, extra)
+        else:
+            self._bridge.call(self._handle, callback, event, extra)
+
+    def get_state_components(self) -> list[StateComponent]:
+        """Everything that belongs into a checkpoint."""
+        self._prepare(None, self.eval_dataset)
+        assert self._session is not None
+        return self._session.components()
+
+    def load_checkpoint(self, checkpoint_path: Any = None) -> None:
+        """Go on from a checkpoint with the next `train()`; without a path from the newest in `output_dir`."""
+        path = self._checkpoint_at(checkpoint_path)
+        if self._began_run:
+            self._session = None
+        self._prepare(None, self.eval_dataset)
+        assert self._session is not None
+        self._session.load(path)
+
+    def _task(self) -> ModelTask:
+        assert self._session is not None
+        return self._session.task
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back how far the run was."""
+        super().load_state_dict(state_dict)
+        self._prepare(None, self.eval_dataset)
+        assert self._session is not None
+        run = self._session.state
+        run.step, run.epoch = state_dict["global_step"], state_dict["raw_epoch"]
+        run.tokens = state_dict["num_input_tokens_seen"]
+        run.batch = (run.step - state_dict["epoch_start_step"]) * self._session.settings.accumulation_steps
+        run.position = run.batch * self._session.settings.batch_size
