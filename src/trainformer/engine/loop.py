@@ -36,6 +36,7 @@ class Plan:
     save_every: Cadence | None = None
     eval_on_save: bool = False
     eval_at_end: bool = True
+    eval_when_stopped: bool = False  # also at the end of a run that somebody stopped
     save_at_end: bool = True
     log_first: bool = True  # the first step, before the first record is due
     log_rest: bool = True  # the last steps, though no record is due
@@ -165,7 +166,7 @@ class Loop:
         if control.should_log or (last and plan.log_rest):
             self._log_rest()
         control.should_save |= last and plan.save_at_end
-        evaluate = control.should_evaluate or (last and plan.eval_at_end and not control.should_stop)
+        evaluate = control.should_evaluate or (last and self._evaluates_at_end())
         if evaluate or (control.should_save and plan.eval_on_save):
             control.should_save |= self._evaluate()
         if epoch is not None:
@@ -191,7 +192,7 @@ class Loop:
             elif self.state.step > self.state.loss_steps:
                 self._drain()
         keep = False
-        if self.plan.eval_at_end and not self.control.should_stop and self.state.step > 0:
+        if self.control.signal is None and self._evaluates_at_end() and self.state.step > 0:
             keep = self._evaluate()
         if keep or (self.plan.save_at_end and self.state.step > 0):
             self._save()
@@ -304,6 +305,9 @@ class Loop:
         if plan.max_steps is not None:
             return state.step >= plan.max_steps
         return plan.epochs is not None and state.epoch >= plan.epochs
+
+    def _evaluates_at_end(self) -> bool:
+        return self.plan.eval_at_end and (self.plan.eval_when_stopped or not self.control.should_stop)
 
     def _ask_for_what_is_due(self, epoch: int | None = None) -> None:
         """Enter into the control what the plan wants done after this step, or after this epoch."""

@@ -70,9 +70,11 @@ def habits_of(args: BaseTrainingArguments) -> Habits:
     """What HuggingFace's users are used to: no record but those that are due, their names of checkpoints."""
     plan = {
         "log_first": args.logging_first_step,
-        "log_rest": False,
-        "eval_at_end": args.eval_strategy == "steps",
-        "save_at_end": args.save_strategy == "steps",
+        # An epoch that the end of the run cuts short has ended, too; and steps are evaluated and saved at the last one.
+        "log_rest": args.logging_strategy == "epoch",
+        "eval_at_end": args.eval_strategy != "no",
+        "save_at_end": args.save_strategy in ("steps", "epoch"),
+        "eval_when_stopped": args.eval_strategy == "epoch",
     }
     return Habits(plan=plan, checkpoint_name=CHECKPOINT_NAME, shows_messages=not args.disable_tqdm)
 

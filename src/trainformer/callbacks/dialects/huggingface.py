@@ -60,7 +60,7 @@ class HuggingFaceCallback(ForeignCallback):
     def __init__(self, callback: Any, shared: dict[str, Any]) -> None:
         super().__init__(callback)
         self.bridge = Bridge.of(shared)
-        self._epoch = 0
+        self._epoch: int | None = None  # the one that has begun and not ended
         self._owes_epoch_end = False
 
     # -- the run's events, in their words ------------------------------------------------------------------
@@ -136,8 +136,7 @@ class HuggingFaceCallback(ForeignCallback):
 
     def _epoch_end(self, trainer: Any) -> None:
         self._owe_epoch_end(trainer)
-        save_follows = trainer.control.should_save and not trainer.control.aborted
-        if not save_follows or _strategy(trainer, "save_strategy") is IntervalStrategy.EPOCH:
+        if not self.bridge.save_follows(trainer) or _strategy(trainer, "save_strategy") is IntervalStrategy.EPOCH:
             self._pay_epoch_end(trainer)
 
     def _saved(self, trainer: Any) -> None:
@@ -145,6 +144,7 @@ class HuggingFaceCallback(ForeignCallback):
         self._pay_epoch_end(trainer)
 
     def _train_end(self, trainer: Any) -> None:
+        self._owe_epoch_end(trainer)
         self._pay_epoch_end(trainer)
         self._tell(trainer, "on_log", logs=self.bridge.summary(trainer))
         self._tell(trainer, "on_train_end")
@@ -152,9 +152,11 @@ class HuggingFaceCallback(ForeignCallback):
     # -- an epoch's end, told once and at their time -------------------------------------------------------
 
     def _owe_epoch_end(self, trainer: Any) -> None:
-        """At the first event after an epoch's last step: the state stands at the beginning of the next one."""
-        if trainer.state.epoch > self._epoch:
-            self._epoch = trainer.state.epoch
+        """At the first event after an epoch's last step, or after a run's last one in the middle of an epoch."""
+        run, planned = trainer.state, trainer.max_steps_planned
+        is_over = trainer.control.should_stop or (planned is not None and run.step >= planned)
+        if self._epoch is not None and (run.epoch > self._epoch or is_over):
+            self._epoch = None
             self._owes_epoch_end = True
 
     def _pay_epoch_end(self, trainer: Any) -> None:
@@ -207,6 +209,7 @@ class Bridge:
         self._read = 0  # records of the run's history that were translated
         self._logs: tuple[Any, dict[str, Any]] = (None, {})
         self._best_before: tuple[float | None, int | None] = (None, None)
+        self._save_due: tuple[int, bool] = (-1, False)
         self._judging = False
         self._began = 0.0, 0  # when the run began, and at which step
         self._ended = True
@@ -304,6 +307,12 @@ class Bridge:
             yield
         finally:
             self._judging = False
+
+    def save_follows(self, trainer: Any) -> bool:
+        """Whether a checkpoint is due when an epoch ends, before any of them has heard of the end and asked for one."""
+        if self._save_due[0] != trainer.state.step:
+            self._save_due = trainer.state.step, trainer.control.should_save and not trainer.control.aborted
+        return self._save_due[1]
 
     def is_inside_step(self, trainer: Any, listener: object) -> bool:
         """Whether a micro-batch that has just ended is not the last of its step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainformer.callbacks.dialects.huggingface import our_name
+
 _EVALUATIONS = ("eval", "test")
 
 
@@ -32,12 +34,7 @@ def as_native(logs: Mapping[str, Any]) -> dict[str, Any]:
     >>> as_native({"loss": 0.5, "learning_rate": 0.1, "eval_loss": 0.6})
     {'train/loss': 0.5, 'train/lr': 0.1, 'val/loss': 0.6}
     """
-    made = {}
-    for name, value in logs.items():
-        kind, rest = _split(name)
-        kind = "val" if kind == "eval" else kind
-        made[f"{kind}/{'lr' if (kind, rest) == ('train', 'learning_rate') else rest}"] = value
-    return made
+    return {our_name(name): value for name, value in logs.items()}
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trainformer.callbacks.dialects import original
 from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.hf.callbacks.names import as_native, is_evaluation, numbers
@@ -17,7 +18,7 @@ class ProgressCallback(TrainerCallback):
     """A bar while training, a second one while evaluating, and a line for each log record.
 
     Where the output is no terminal, or with ``args.disable_tqdm``, there are only the lines. Only the main process
-    shows anything, and nothing is shown where the trainer has a bar already.
+    shows anything, and only the first of several does: a trainer that has a bar by default gets no second one.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -31,8 +32,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the bar."""
-        others = getattr(kwargs.get("trainer"), "_callbacks", None) or ()
-        self._is_shown = state.is_world_process_zero and not any(isinstance(cb, ProgressBar) for cb in others)
+        self._is_shown = state.is_world_process_zero and self._is_the_one(kwargs.get("trainer"))
         self._draws = self._is_shown and not getattr(args, "disable_tqdm", False)
         self._is_training = True
         if self._draws:
@@ -87,6 +87,13 @@ class ProgressCallback(TrainerCallback):
         """Give the terminal back."""
         self._is_training = False
         self._bar.on_train_end(_view(state))
+
+    def _is_the_one(self, trainer: Any) -> bool:
+        """Whether nobody else shows the progress of this run."""
+        present = [original(callback) for callback in getattr(trainer, "_callbacks", None) or ()]
+        if any(isinstance(callback, ProgressBar) for callback in present):
+            return False
+        return next((callback for callback in present if isinstance(callback, ProgressCallback)), self) is self
 
     def _evaluation_ended(self, state: TrainerState) -> None:
         self._evaluated = 0

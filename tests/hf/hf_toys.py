@@ -1,0 +1,123 @@
+"""Models, data and recorders for tests of `trainformer.hf`, that run in transformers' Trainer just as well."""
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainformer import hf
+
+
+class Classifier(nn.Module):
+    """Returns what models of transformers return, without being one."""
+
+    def __init__(self, dropout=0.0, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(7)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(dtype)
+
+    def forward(self, x, labels=None):
+        logits = self.body(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def examples(n=40, seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=g, dtype=dtype)
+    return [{"x": row, "labels": row[:3].argmax()} for row in x]
+
+
+def llama(seed=3):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=23, max_position_embeddings=32, use_cache=False, **sizes))
+
+
+def sequences(n=24, seed=0):
+    """Texts of unequal lengths, of which some of the tokens are not supervised."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(n):
+        ids = torch.randint(1, 23, (4 + i % 7,), generator=g)
+        labels = ids.clone()
+        labels[: 1 + i % 3] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def padded(made):
+    """Right-padded, as a collator would."""
+    longest = max(len(example["input_ids"]) for example in made)
+
+    def pad(name, value):
+        return torch.stack([F.pad(e[name], (0, longest - len(e[name])), value=value) for e in made])
+
+    mask = torch.stack([torch.arange(longest) < len(e["input_ids"]) for e in made]).long()
+    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100), "attention_mask": mask}
+
+
+EVENTS = (
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
+    "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict",
+    "on_save", "on_log", "on_prediction_step",
+)  # fmt: skip
+
+
+def recorder(base=hf.TrainerCallback):
+    """A callback that notes every event, and where the run was."""
+
+    class Recorder(base):
+        def __init__(self):
+            self.seen = []
+
+        def names(self):
+            return [name for name, *_ in self.seen]
+
+    def note(name):
+        def method(self, args, state, control, **kwargs):
+            self.seen.append((name, state.global_step, round(float(state.epoch or 0), 6)))
+
+        return method
+
+    for name in EVENTS:
+        setattr(Recorder, name, note(name))
+    return Recorder()
+
+
+def make(folder, model=None, *, train=None, evaluation=None, callbacks=(), trainer=hf.Trainer, more=None, **arguments):
+    """A trainer of ours with quiet defaults."""
+    defaults = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 8}
+    args = hf.TrainingArguments(str(folder), **{**defaults, **arguments})
+    return trainer(
+        model=model if model is not None else Classifier(),
+        args=args,
+        train_dataset=train if train is not None else examples(),
+        eval_dataset=evaluation,
+        callbacks=list(callbacks),
+        **(more or {}),
+    )
+
+
+def make_theirs(folder, model=None, *, train=None, evaluation=None, callbacks=(), trainer=None, more=None, **arguments):
+    """The same of transformers, which reads the data in their order, as ours does with train_sampling_strategy."""
+    defaults = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "report_to": "none"}
+    options = {**defaults, "per_device_train_batch_size": 8, "dataloader_pin_memory": False, **arguments}
+    made = (trainer or transformers.Trainer)(
+        model=model if model is not None else Classifier(),
+        args=transformers.TrainingArguments(str(folder), **options),
+        train_dataset=train if train is not None else examples(),
+        eval_dataset=evaluation,
+        callbacks=list(callbacks),
+        **(more or {}),
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def losses(trainer):
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
