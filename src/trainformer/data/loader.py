@@ -294,7 +294,10 @@ class StatefulLoaderSource(LoaderSource):
         restored, self._restored = self._restored, False
         if restored:
             self._announce(epoch)
-            rest = iter(self.loader)
+            with (
+                preserved_generators()
+            ):  # a DataLoader draws a seed when it is iterated; the checkpoint's come after that
+                rest = iter(self.loader)
             first = list(islice(rest, 1))
             # At the very end of an epoch a loader has nothing left; the next one then begins as usual.
             if first or batch:

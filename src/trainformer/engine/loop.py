@@ -268,7 +268,7 @@ class Loop:
             return False
         self._epoch_metrics = metrics
         state.note_best(metrics, self.plan.monitor, self.plan.monitor_mode)
-        state.log_history.append({"step": state.step, **metrics})
+        state.log_history.append({"step": state.step, "epoch": self._progress(), **metrics})
         self.services.log(metrics, state.step)
         self.bus.emit(Event.EVAL_END, metrics)
         return self.services.worth_keeping(metrics)

@@ -350,6 +350,9 @@ def arguments_from(args: Any) -> Any:
     if isinstance(args, MinimalTrainingArguments):
         return TrainingArguments(**{n: getattr(args, n) for n in args.__dataclass_fields__ if n != "_"})
     if type(args).__module__.startswith("transformers"):
-        given = {name: getattr(args, name) for name, f in args.__dataclass_fields__.items() if f.init}
-        return TrainingArguments(**given)
+        # They are compared with untouched ones: many are changed as soon as they are made.
+        plain = type(args)(args.output_dir, use_cpu=args.use_cpu)
+        names = [name for name, f in args.__dataclass_fields__.items() if f.init]
+        given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(plain, name)}
+        return TrainingArguments(**{**given, "output_dir": args.output_dir, "use_cpu": args.use_cpu})
     raise BadArgument(expected("args to be TrainingArguments", type(args).__name__))

@@ -161,6 +161,9 @@ class Batches:
         loader = getattr(self._source, "loader", None)
         return getattr(self._source, "dataset", None) or getattr(loader, "dataset", loader)
 
+    def __bool__(self) -> bool:
+        return True  # also of a stream, which has no length to be asked for
+
     def __len__(self) -> int:
         length = self.batches_per_epoch
         if length is None:

@@ -244,7 +244,7 @@ def _evaluation(history: list[dict[str, float]], step: int) -> dict[str, float]:
     """The record of the evaluation at a step."""
     for record in reversed(history):
         if record["step"] == step and "train/loss" not in record:
-            return {name: value for name, value in record.items() if name != "step"}
+            return {name: value for name, value in record.items() if name not in ("step", "epoch")}
         if record["step"] < step:
             break
     return {}

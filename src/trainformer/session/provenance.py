@@ -108,10 +108,11 @@ def describe_data(data: Any) -> Any:
         return [describe_data(part) for part in data]
     if hasattr(data, "tensors"):
         return [describe_data(part) for part in data.tensors]
-    if hasattr(data, "shape") and hasattr(data, "__getitem__") and len(data.shape) > 0:
+    if hasattr(data, "shape") and hasattr(data, "dtype") and len(data.shape) > 0:
         rows = torch.as_tensor(data[:4]), torch.as_tensor(data[-4:])
         return [list(data.shape), *(hashlib.sha256(str(r.double().tolist()).encode()).hexdigest()[:16] for r in rows)]
-    place = getattr(data, "root", None) or getattr(data, "path", None)
+    # A data set of HuggingFace knows its own history.
+    place = getattr(data, "root", None) or getattr(data, "path", None) or getattr(data, "_fingerprint", None)
     return [type(data).__name__, len(data) if hasattr(data, "__len__") else None, str(place) if place else None]
 
 

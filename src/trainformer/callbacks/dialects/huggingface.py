@@ -224,6 +224,7 @@ class Bridge:
         """Before the first callback hears that training begins."""
         if self._ended:
             self._began, self._ended = (time.perf_counter(), trainer.state.step), False
+            self._save_due, self._substep = (-1, False), (-1, {})
         self.take_history(trainer)
 
     def epoch_began(self, trainer: Any) -> None:
@@ -419,4 +420,7 @@ def translated(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(trainer: Any, name: str) -> IntervalStrategy:
-    return IntervalStrategy(str(getattr(arguments_of(trainer), name)))
+    value = str(getattr(arguments_of(trainer), name))
+    if value == "best":  # saved when an evaluation says so
+        return _strategy(trainer, "eval_strategy")
+    return IntervalStrategy(value)

@@ -66,7 +66,7 @@ class GradLogger(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """See that what is to be tracked exists."""
-        self._writer.open(state.global_step, state.is_world_process_zero)
+        self._writer.open(state)
         layers = sorted({layer_of(name) for name, _ in model.named_parameters()})
         for name in self.track_layers:
             if not any(is_part(name, layer) for layer in layers):
@@ -189,7 +189,8 @@ def _norm(grad: Tensor) -> Tensor:
 
 def _to_host(scalars: list[Tensor]) -> list[float]:
     device = scalars[0].device
-    return torch.stack([s.to(device, torch.float64 if device.type != "mps" else None) for s in scalars]).tolist()
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no doubles
+    return torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
 
 
 def layer_of(parameter: str) -> str:

@@ -50,12 +50,18 @@ class JsonLogger(TrainerCallback):
         self._folder = None if log_dir is None else Path(log_dir)
         self._before: Path | None = None  # where the run that goes on wrote to
         self._file: _EventFile | None = None
+        self._has_trained = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Open the file where the run goes on, and say what it is."""
-        if state.is_world_process_zero:
-            self._open(args, goes_on_from=state.global_step)
-            self._write(args, "on_train_begin", state, {}, {"args": all_arguments(args)})
+        if not state.is_world_process_zero:
+            return
+        step = state.global_step
+        evaluated_before = self._file is not None and not self._has_trained  # that record belongs to this run
+        self._close()
+        self._open(args, goes_on_from=None if evaluated_before and step == 0 else step)
+        self._has_trained = True
+        self._write(args, "on_train_begin", state, {}, {"args": all_arguments(args)})
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Write a record of training; that of an evaluation follows when it is announced as one."""
@@ -75,6 +81,9 @@ class JsonLogger(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the last record."""
         self._write(args, "on_train_end", state, {})
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.finish()
             self._file = None

@@ -32,7 +32,7 @@ class PeakMemory(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Begin to measure, where the model is."""
-        self._writer.open(state.global_step, state.is_world_process_zero)
+        self._writer.open(state)
         first = next(iter(model.parameters()), None) if model is not None else None
         self._device = first.device if first is not None else torch.device("cpu")
         if self._device.type == "cuda":

@@ -27,7 +27,7 @@ class TBLogger(TrainerCallback):
         """Say what this run is."""
         if not state.is_world_process_zero:
             return
-        self._writer.open(state.global_step)
+        self._writer.open(state)
         if self.experiment_info:
             self._writer.add_record("experiment_info", self.experiment_info, state.global_step)
         self._writer.add_record("args", all_arguments(args), state.global_step)

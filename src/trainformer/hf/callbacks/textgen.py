@@ -84,7 +84,7 @@ class TextgenCallback(TrainerCallback):
             do = "Are prompts and max_new_tokens together longer than what the model has positions for?"
             words = "prompts and a generation_config that the model can generate with"
             raise BadArgument(expected(words, f"{type(error).__name__}: {error}", do)) from error
-        self._writer.open(state.global_step, state.is_world_process_zero)
+        self._writer.open(state)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write, if it is time."""

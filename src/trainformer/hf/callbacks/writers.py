@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainformer.callbacks.dialects.huggingface_types import TrainerState
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.loggers.values import jsonable
 
-_open_writers: dict[Path, tuple[Any, list[object]]] = {}
+
+@dataclass
+class _Shared:
+    """A writer of a run, which began with `step`."""
+
+    writer: Any
+    state: TrainerState
+    step: int
+    users: list[WriterHandle] = field(default_factory=list)
+
+
+_open_writers: dict[Path, _Shared] = {}
 
 
 class WriterHandle:
@@ -36,17 +49,20 @@ class WriterHandle:
         else:
             self._writer = summary_writer
 
-    def open(self, step: int, is_main: bool = True) -> None:
-        """When training begins, after `step` steps. Only the main process writes to a path."""
-        if self._path is None or self._writer is not None or not is_main:
+    def open(self, state: TrainerState) -> None:
+        """When training begins. Only the main process writes to a path."""
+        if self._path is None or not state.is_world_process_zero:
             return
-        if self._path not in _open_writers:
+        shared, step = _open_writers.get(self._path), state.global_step
+        if shared is None or not (shared.state is state and shared.step == step):
+            if shared is not None:  # of a run that failed, and closed nothing
+                shared.writer.close()
             module = require("torch.utils.tensorboard", "tensorboard", "to write TensorBoard event files")
             # TensorBoard hides what earlier files hold from purge_step on, this step included.
             writer = module.SummaryWriter(str(self._path), purge_step=step + 1 if step else None)
-            _open_writers[self._path] = writer, []
-        self._writer, users = _open_writers[self._path]
-        users.append(self)
+            _open_writers[self._path] = shared = _Shared(writer, state, step)
+        self._writer = shared.writer
+        shared.users.append(self)
 
     def add_scalars(self, values: dict[str, float], step: int) -> None:
         """Numbers under their names, there for a reader at once."""
@@ -72,9 +88,10 @@ class WriterHandle:
             return
         self._writer.flush()
         if self._path is not None:
-            _, users = _open_writers[self._path]
-            users.remove(self)
-            if not users:
-                del _open_writers[self._path]
-                self._writer.close()
+            shared = _open_writers.get(self._path)
+            if shared is not None and self in shared.users:
+                shared.users.remove(self)
+                if not shared.users:
+                    del _open_writers[self._path]
+                    shared.writer.close()
             self._writer = None

@@ -1,0 +1,210 @@
+"""From a config to objects: one builder for tags and for dictionaries with `type`.
+
+Arguments are checked against what the class takes before it is called, so that a misspelt key is named together with
+its line. One call of `materialize` or `build_from_cfg` makes one set of singletons.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainformer.config.loading import checked_trust
+from trainformer.config.nodes import Call, Config, as_call, at, is_shared, place_in
+from trainformer.config.registry import REGISTRY, Registry
+from trainformer.config.trust import Importer
+from trainformer.core.errors import BadArgument, MissingDependency, did_you_mean, expected
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def build_from_cfg(cfg: Any, /, recursive: bool = True, *, trust: Sequence[str] = (), **extra: Any) -> Any:
+    """Build what one section describes: `{"type": "torch.optim.AdamW", "lr": 3e-4}`, or a tag of YAML.
+
+    Args:
+        cfg: The section. `type` is a registered name, `package.module.Class` or `package.module:Class`; all other keys
+            are arguments.
+        recursive: Build the sections in it, too. Otherwise they are passed as they are.
+        trust: Packages that may be imported, besides those that always may.
+        extra: More arguments, passed as they are. They go before those of the config.
+
+    A required parameter `x_cfg` that the section lacks is the section `x` of the whole config, not built.
+    """
+    call = as_call(cfg)
+    if call is None:
+        received = sorted(map(str, cfg)) if isinstance(cfg, Mapping) else cfg
+        do = "Add the key `type`: a registered name, or where the class is: package.module.Class."
+        raise BadArgument(expected(f"a section that says what to build{at(getattr(cfg, 'place', None))}", received, do))
+    return _Builder(_root_of(cfg), REGISTRY, trust, recursive).call(call, extra)
+
+
+def materialize(config: Any, *, trust: Sequence[str] = (), registry: Registry = REGISTRY) -> Any:
+    """Whatever a config, a part of it, or a list of its parts holds, with everything in it built.
+
+    >>> materialize({"sizes": [1, 2], "name": "plain values stay what they are"})["sizes"]
+    [1, 2]
+    """
+    return _Builder(_root_of(config), registry, trust, recursive=True).value(config)
+
+
+def _root_of(value: Any) -> Config | None:
+    """The whole config that a part is from."""
+    if isinstance(value, Call):
+        return value.kwargs.source.root
+    if isinstance(value, Config):
+        return value.root
+    if isinstance(value, list | tuple):
+        return next((root for root in map(_root_of, value) if root is not None), None)
+    return None
+
+
+class _Builder:
+    def __init__(self, root: Config | None, registry: Registry, trust: Sequence[str], recursive: bool) -> None:
+        of_file = root.source.trust if root is not None else ()
+        self.root = root
+        self.importer = Importer(registry, (*of_file, *checked_trust(trust)))
+        self.recursive = recursive
+        self.shared: dict[int, Any] = {}
+        self.open: list[int] = []
+
+    def value(self, value: Any) -> Any:
+        """The value with everything in it built."""
+        if not isinstance(value, Call | Mapping | list | tuple):
+            return value
+        if is_shared(value) and id(value) in self.shared:
+            return self.shared[id(value)]
+        if id(value) in self.open:
+            raise BadArgument(f"Expected a config without circles, received one that contains itself{_at(value)}.")
+        self.open.append(id(value))
+        try:
+            built = self._built(value)
+        finally:
+            self.open.pop()
+        if is_shared(value):
+            self.shared[id(value)] = built
+        return built
+
+    def _built(self, value: Any) -> Any:
+        call = as_call(value)
+        if call is not None:
+            return self.call(call, {})
+        if isinstance(value, Mapping):
+            return {key: self.value(item) for key, item in value.items()}
+        if isinstance(value, list) or type(value) is tuple:
+            items = [self.value(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def call(self, call: Call, extra: Mapping[str, Any]) -> Any:
+        """What the call returns; `extra` goes before its own arguments."""
+        target = self.importer.find(call.target, call.place) if isinstance(call.target, str) else call.target
+        if not callable(target):
+            raise BadArgument(expected(f"a class or function{at(call.place)}", target))
+        takes = _parameters(target)
+        args, kwargs = _without(takes, call, extra)
+        self._check(call, takes, args, {**kwargs, **extra})
+        positions = _positions(takes)
+        by_name = dict(zip(positions, args, strict=False))
+        self.importer.check_arguments(call, {**by_name, **kwargs}, args[len(positions) :])
+        sections = {}
+        if takes is not None and call.kind != "partial":  # of a partial, others give the rest
+            sections = self._sections(call, takes, args, {**kwargs, **extra})
+        make = self.value if self.recursive else lambda value: value
+        built_args = [make(item) for item in args]
+        built = {key: make(item) for key, item in kwargs.items()}
+        named = {**built, **sections, **extra}
+        if call.kind == "partial":
+            return functools.partial(target, *built_args, **named)
+        try:
+            return target(*built_args, **named)
+        except MissingDependency:  # it names the command that helps
+            raise
+        except Exception as error:
+            raise BadArgument(
+                f"Expected {call.title} to be built{at(call.place)}, received {type(error).__name__}: {error}"
+            ) from error
+
+    def _check(self, call: Call, takes: _Takes, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Names that are not parameters, and more positions than there are."""
+        if takes is None:
+            return
+        kinds = {parameter.kind for parameter in takes.values()}
+        positions = _positions(takes)
+        if len(args) > len(positions) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            what = f"at most {len(positions)} positional arguments of {call.title}{at(call.place)}"
+            raise BadArgument(expected(what, len(args)))
+        known = [name for name, parameter in takes.items() if parameter.kind in _NAMED]
+        for key in named:
+            where = at(place_in(call, key) or call.place)
+            if key in known and key in positions[: len(args)]:
+                raise BadArgument(expected(f"each argument of {call.title} once{where}", key))
+            if key not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
+                hint = did_you_mean(str(key), known) or f"It takes: {', '.join(known) or 'none'}."
+                raise BadArgument(expected(f"an argument that {call.title} takes{where}", key, hint))
+
+    def _sections(
+        self, call: Call, takes: Mapping[str, inspect.Parameter], args: Sequence[Any], named: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Values of required parameters that the section lacks: `model_cfg` is the section `model` as it is."""
+        positions = _positions(takes)
+        given = {*positions[: len(args)], *named}
+        found, missing = {}, []
+        for name, parameter in takes.items():
+            if parameter.default is not parameter.empty or name in given or name not in _names(takes):
+                continue
+            section = name.removesuffix("_cfg")
+            if section != name and self.root is not None and section in self.root and parameter.kind in _NAMED:
+                found[name] = self.root[section]
+            else:
+                missing.append(name)
+        if missing:
+            sections = [name.removesuffix("_cfg") for name in missing if name.endswith("_cfg")]
+            do = f"A section {sections[0]!r} of the whole config would do." if sections else "Add what is missing."
+            what = f"all arguments that {call.title} needs{at(call.place)}, also {', '.join(missing)}"
+            raise BadArgument(expected(what, sorted(given), do))
+        return found
+
+
+_Takes = Mapping[str, inspect.Parameter] | None
+
+
+def _parameters(target: Any) -> _Takes:
+    """What a class or function takes; unknown of some that are written in C."""
+    try:
+        takes = inspect.signature(target).parameters
+        if isinstance(target, type) and target.__new__ is not object.__new__ and not _names(takes):
+            # A __new__ that takes anything hides what __init__ takes.
+            begin = inspect.getattr_static(target, "__init__")
+            takes = inspect.signature(functools.partial(begin, None)).parameters
+        return takes
+    except (TypeError, ValueError):
+        return None
+
+
+def _names(takes: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The parameters that have a name of their own."""
+    return [name for name, parameter in takes.items() if parameter.kind in (*_POSITIONAL, *_NAMED)]
+
+
+def _positions(takes: _Takes) -> list[str]:
+    return [name for name, parameter in (takes or {}).items() if parameter.kind in _POSITIONAL]
+
+
+def _without(takes: _Takes, call: Call, extra: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The call's own arguments less those that `extra` gives; positions after a gap become names."""
+    args = list(call.args)
+    kwargs = {key: value for key, value in call.kwargs.items() if key not in extra}
+    positions = _positions(takes)
+    for index, name in enumerate(positions[: len(args)]):
+        if name in extra:
+            later = zip(positions[index + 1 :], args[index + 1 :], strict=False)
+            kwargs = {**{key: value for key, value in later if key not in extra}, **kwargs}
+            return args[:index], kwargs
+    return args, kwargs
+
+
+def _at(value: Any) -> str:
+    return at(getattr(value, "place", None))

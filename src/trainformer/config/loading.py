@@ -1,0 +1,156 @@
+"""From a file to a `Config`: Python, YAML, JSON, TOML.
+
+Only `.py` files are executed; that is what they are for. All others are read, and nothing they name is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from trainformer.config.nodes import Config, Place, Source, adopt
+from trainformer.config.overrides import apply_overrides
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+
+_YAML = (".yaml", ".yml")
+_PLAIN = (str, int, float, bool, bytes, list, tuple, dict, set, frozenset, PurePath, type(None))
+
+
+def load_config(
+    path: str | os.PathLike[str],
+    overrides: str | Sequence[str] | Mapping[str, Any] = (),
+    *,
+    search: Sequence[str | os.PathLike[str]] = (),
+    trust: Sequence[str] = (),
+    variables: Mapping[str, Any] | None = None,
+    **more_variables: Any,
+) -> Config:
+    """Read a config.
+
+    Args:
+        path: A `.py`, `.yaml`, `.yml`, `.json` or `.toml` file. Of a Python file its variable `config` is taken, or all
+            its public plain values if there is none.
+        overrides: `"a.b=3"` changes a value that is there, `"+a.b=3"` adds one; or a mapping of such paths.
+        search: Folders of templates, after the file's own.
+        trust: Packages that may be imported when parts of this config are built.
+        variables: Values for templates and `!var`; keyword arguments are the same.
+    """
+    file = _existing(Path(path))
+    given = {**(variables or {}), **more_variables}
+    source = Source(file=str(path), trust=checked_trust(trust))
+    suffix = file.suffix.lower()
+    if suffix in _YAML:
+        values = _read_yaml(file, source, given, search)
+    elif suffix in _READERS:
+        if given:
+            do = "Only YAML files have variables; change values by overrides."
+            raise BadArgument(expected(f"no variables for {path}", sorted(given), do))
+        values = _READERS[suffix](file)
+    else:
+        raise BadArgument(expected("a .py, .yaml, .yml, .json or .toml file", str(path)))
+    if not isinstance(values, Mapping):
+        raise BadArgument(expected(f"keys and values at the top of {path}", type(values).__name__))
+    config = values if isinstance(values, Config) else adopt(values, source, Place(str(path)))
+    source.root = config
+    apply_overrides(config, overrides, given)
+    return config
+
+
+def preprocessed_text(
+    path: str | os.PathLike[str], variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]] = ()
+) -> str:
+    """The text of a YAML file after templates, whether or not it is YAML then."""
+    from trainformer.config.templates import preprocess
+
+    file = _existing(Path(path))
+    if file.suffix.lower() not in _YAML:
+        raise BadArgument(expected("a .yaml file: only these are preprocessed", str(path)))
+    return preprocess(file, _text(file), variables, search)
+
+
+def checked_trust(trust: Sequence[str]) -> tuple[str, ...]:
+    """Names of packages; one alone is no sequence of letters."""
+    names = (trust,) if isinstance(trust, str) else tuple(trust)
+    for name in names:
+        if not isinstance(name, str) or not all(word.isidentifier() for word in name.split(".")):
+            raise BadArgument(expected("the name of a package to trust", name))
+    return names
+
+
+def _existing(file: Path) -> Path:
+    if file.is_file():
+        return file
+    folder = file.parent
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    raise DataError(expected("the file of a config", str(file), did_you_mean(file.name, names) or "There is none."))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"Expected text in UTF-8, received {file}: {error}.") from error
+
+
+def _read_yaml(
+    file: Path, source: Source, variables: dict[str, Any], search: Sequence[str | os.PathLike[str]]
+) -> Mapping[Any, Any]:
+    from trainformer.config.templates import preprocess
+    from trainformer.config.yamlfile import parse_yaml
+
+    text = _text(file)
+    source.pp_config = preprocess(file, text, variables, search)
+    known = {"pp_config": source.pp_config, **variables}
+    first = Place(str(file), 1, preprocessed=source.pp_config != text)
+    values = parse_yaml(source.pp_config, source, known, first)
+    return Config(source=source, place=Place(str(file))) if values is None else values
+
+
+def _read_json(file: Path) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            names = [name for name, _ in pairs]
+            double = next(name for name in names if names.count(name) > 1)
+            raise BadArgument(expected(f"each key once ({file})", double))
+        return values
+
+    try:
+        return json.loads(_text(file), object_pairs_hook=once)
+    except RecursionError:
+        raise BadArgument(
+            f"Expected a config of some depth, received one that is nested too deeply ({file})."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise BadArgument(f"Expected JSON that can be read, received at {file}:{error.lineno}: {error.msg}.") from error
+
+
+def _read_toml(file: Path) -> Any:
+    try:
+        return tomllib.loads(_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise BadArgument(f"Expected TOML that can be read, received in {file}: {error}.") from error
+
+
+def _read_python(file: Path) -> Any:
+    try:
+        names = runpy.run_path(str(file), run_name="__config__")
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}"
+        raise BadArgument(f"Expected Python that can be read, received at {where}: {error.msg}.") from error
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        place = Place(str(file), lines[-1] if lines else None)
+        raise BadArgument(f"Expected a config from {place}, received {type(error).__name__}: {error}.") from error
+    if "config" in names:
+        return names["config"]
+    return {name: value for name, value in names.items() if not name.startswith("_") and isinstance(value, _PLAIN)}
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {".json": _read_json, ".toml": _read_toml, ".py": _read_python}

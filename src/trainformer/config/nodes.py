@@ -1,0 +1,322 @@
+"""What a config is made of: mappings and lists that know where they were written, and calls that are not yet made.
+
+A tag (`!singleton:module:Class`) and a dictionary with `type` both are a `Call` to everybody else. Nothing here reads a
+file, imports what a call names, or makes the call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+Kind = Literal["singleton", "factory", "partial"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is written.
+
+    >>> str(Place("run.yaml", 3)), str(Place("run.yaml", 3, preprocessed=True)), str(Place("run.toml"))
+    ('run.yaml:3', 'run.yaml, line 3 after preprocessing', 'run.toml')
+    """
+
+    file: str
+    line: int | None = None
+    preprocessed: bool = False  # templates changed the text, so that the line is not one of the file
+
+    def __str__(self) -> str:
+        if self.line is None:
+            return self.file
+        return f"{self.file}, line {self.line} after preprocessing" if self.preprocessed else f"{self.file}:{self.line}"
+
+
+def at(place: Place | None) -> str:
+    """The place in brackets, as the end of a phrase; empty if nobody knows it."""
+    return f" ({place})" if place else ""
+
+
+@dataclass
+class Source:
+    """What all parts of one config share."""
+
+    root: Config | None = None
+    file: str | None = None
+    trust: tuple[str, ...] = ()
+    pp_config: str | None = None
+
+
+class Config(dict[Any, Any]):
+    """A mapping of a config; the mappings in it are of this class too.
+
+    >>> config = Config({"model": {"width": 8}})
+    >>> config["model"].root is config
+    True
+    """
+
+    # Defaults of the class: pickle fills a dictionary before it gives the attributes back.
+    _source: Source | None = None
+    _places: Mapping[Any, Place] = {}
+    place: Place | None = None
+    name: str | None = None
+    tagged = False  # written as !dict: one object however often it is referred to, and `type` is a key like others
+
+    def __init__(
+        self,
+        values: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        /,
+        *,
+        source: Source | None = None,
+        place: Place | None = None,
+        places: Mapping[Any, Place] | None = None,
+    ) -> None:
+        super().__init__()
+        self._source = source or Source(root=self)
+        self._places = dict(places or {})
+        self.place = place
+        self.update(values)
+
+    @property
+    def source(self) -> Source:
+        """What all parts of this config share."""
+        return self._source or Source(root=self)
+
+    @property
+    def root(self) -> Config:
+        """The whole config that this is a part of."""
+        root = self.source.root
+        return self if root is None else root
+
+    @property
+    def file(self) -> str | None:
+        """The file that it was read from."""
+        return self.source.file
+
+    @property
+    def pp_config(self) -> str | None:
+        """The text after templates, of a YAML file."""
+        return self.source.pp_config
+
+    def where(self, path: str) -> Place | None:
+        """Where the value at a dotted path is written: file, and in YAML the line."""
+        holder, step = resolve_path(self, path)
+        return place_in(holder, step)
+
+    def copy(self) -> Config:
+        """A copy of this mapping; what is in it is shared."""
+        twin = Config(self, source=self._source, place=self.place, places=self._places)
+        twin.name, twin.tagged = self.name, self.tagged
+        return twin
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, adopt(value, self.source, self.place))
+
+    def update(self, values: Any = (), /, **named: Any) -> None:
+        """As of any dictionary."""
+        for key, value in {**dict(values), **named}.items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, values: Any) -> Config:  # type: ignore[override,misc]
+        self.update(values)
+        return self
+
+
+class ConfigList(list[Any]):
+    """A list of a config, which knows where its items were written."""
+
+    _places: tuple[Place, ...] = ()
+    place: Place | None = None
+    name: str | None = None
+    tagged = False  # written as !list: one object however often it is referred to
+
+    def __init__(
+        self, values: Iterable[Any] = (), /, *, place: Place | None = None, places: Iterable[Place] = ()
+    ) -> None:
+        super().__init__(values)
+        self.place = place
+        self._places = tuple(places)
+
+
+@dataclass
+class Call:
+    """A call to be made: once for all who refer to it (singleton), at each place anew (factory), or by others later
+    (partial). Two calls are equal if they would do the same; where they stand does not matter."""
+
+    kind: Kind
+    target: Any  # a registered name, "package.module.Class" or "package.module:Class"; in Python also the thing itself
+    args: ConfigList = field(default_factory=ConfigList)
+    kwargs: Config = field(default_factory=Config)
+    name: str | None = None
+    place: Place | None = field(default=None, compare=False)
+    anchor: str | None = field(default=None, compare=False)  # what the file calls it, for readers
+
+    @property
+    def title(self) -> str:
+        """The target in words."""
+        return self.target if isinstance(self.target, str) else dotted_name(self.target)
+
+
+def dotted_name(thing: Any) -> str:
+    """Module and name of a class or function, or of what an object is."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def as_call(value: Any) -> Call | None:
+    """The call that a value stands for, if it does: a tag, or a dictionary whose `type` names what to call."""
+    if isinstance(value, Call):
+        return value
+    if not isinstance(value, Mapping) or getattr(value, "tagged", False):
+        return None
+    target = value.get("type")
+    if not isinstance(target, str) and not callable(target):
+        return None
+    rest = {key: item for key, item in value.items() if key != "type"}
+    if isinstance(value, Config):
+        kwargs = Config(rest, source=value.source, place=value.place, places=value._places)
+    else:
+        kwargs = Config(rest, source=Source())
+    return Call("factory", target, kwargs=kwargs, place=getattr(value, "place", None))
+
+
+def is_shared(value: Any) -> bool:
+    """Whether all who refer to the value get one and the same object."""
+    if isinstance(value, Call):
+        return value.kind == "singleton"
+    return isinstance(value, Config | ConfigList) and value.tagged
+
+
+def parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The steps that lead one level down, and what is there."""
+    if isinstance(value, Call):
+        yield from enumerate(value.args)
+        yield from value.kwargs.items()
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
+def everything_in(value: Any, _seen: set[int] | None = None) -> Iterator[Any]:
+    """The value and all that is in it. What is shared comes as often as it is referred to, but its parts come once."""
+    seen = set() if _seen is None else _seen
+    yield value
+    if is_shared(value):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+    for _, part in parts(value):
+        yield from everything_in(part, seen)
+
+
+def holds_calls(value: Any) -> bool:
+    """Whether anything in it is to be built."""
+    return any(as_call(found) is not None for found in everything_in(value))
+
+
+def names_of_shared(config: Any) -> dict[int, str]:
+    """Names, by id, of what stands at the top of a config or is referred to more than once: the key at the top, its own
+    name, that of the anchor, or that of the class."""
+    at_top = {id(part): str(step) for step, part in parts(config)}
+    found = [value for value in everything_in(config) if is_shared(value) and value is not config]
+    often = Counter(map(id, found))
+    names: dict[int, str] = {}
+    for value in found:
+        if id(value) not in names and (often[id(value)] > 1 or id(value) in at_top):
+            wanted = at_top.get(id(value)) or value.name or getattr(value, "anchor", None) or _short(value)
+            names[id(value)] = free_name(wanted, {*names.values()})
+    return names
+
+
+def free_name(wanted: str, taken: Container[str]) -> str:
+    """The name, with a number behind it if it is taken.
+
+    >>> free_name("net", {"net", "net_2"})
+    'net_3'
+    """
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}_{number}"
+    return name
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Call):
+        return value.title.replace(":", ".").split(".")[-1]
+    return "items" if isinstance(value, list) else "values"
+
+
+def adopt(value: Any, source: Source, place: Place | None = None, _above: frozenset[int] = frozenset()) -> Any:
+    """Plain mappings and lists as parts of a config; all else as it is."""
+    if isinstance(value, Config | ConfigList | Call) or not isinstance(value, Mapping | list | tuple):
+        return value
+    if id(value) in _above:
+        raise BadArgument(f"Expected a config without circles, received one that contains itself{at(place)}.")
+    above = _above | {id(value)}
+    if isinstance(value, Mapping):
+        adopted = {key: adopt(item, source, place, above) for key, item in value.items()}
+        return Config(adopted, source=source, place=place)
+    items = (adopt(item, source, place, above) for item in value)
+    if isinstance(value, list):
+        return ConfigList(items, place=place)
+    return tuple(items) if type(value) is tuple else value
+
+
+def place_in(holder: Any, step: Any) -> Place | None:
+    """Where the part of a mapping, list or call is written; the whole's place if nobody knows better."""
+    if isinstance(holder, Call):
+        inner = place_in(holder.args if isinstance(step, int) else holder.kwargs, step)
+        return inner or holder.place
+    if isinstance(holder, Config):
+        return holder._places.get(step, holder.place)
+    if isinstance(holder, ConfigList):
+        return holder._places[step] if step < len(holder._places) else holder.place
+    return None
+
+
+def place_at(holder: Config | ConfigList, step: Any, place: Place) -> None:
+    """Remember where a part is written."""
+    if isinstance(holder, Config):
+        holder._places = {**holder._places, step: place}
+    else:
+        known = [place_in(holder, index) or place for index in range(len(holder))]
+        known[step] = place
+        holder._places = tuple(known)
+
+
+def find_step(holder: Any, word: str) -> Any:
+    """The key or index that a word of a dotted path means; `None` if there is no such part."""
+    steps = {str(step): step for step, _ in parts(holder)}
+    return steps.get(word)
+
+
+def resolve_path(config: Config, path: str) -> tuple[Any, Any]:
+    """What holds the value at a dotted path, and the last step to it."""
+    holder: Any = None
+    step: Any = None
+    value: Any = config
+    for word in path.split("."):
+        holder, step = value, find_step(value, word)
+        if step is None:
+            raise BadArgument(unknown_part(holder, word, path))
+        value = dict(parts(holder))[step]
+    return holder, step
+
+
+def unknown_part(holder: Any, word: str, path: str) -> str:
+    """The sentence about a path that leads nowhere."""
+    known = [str(step) for step, _ in parts(holder)]
+    if not known:
+        return expected(f"{path!r} to lead to a value of the config", word, "What it stands in has no parts.")
+    some = f"There is {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}."
+    return expected(f"{path!r} to lead to a value of the config", word, did_you_mean(word, known) or some)

@@ -1,0 +1,111 @@
+"""Jinja2 on the text of a config: what a template may see and do, and where it went wrong.
+
+The sandbox keeps a template from Python's insides, and variables reach it only if they are plain data: it can call no
+method of a program's objects.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trainformer.core.errors import BadArgument, did_you_mean
+from trainformer.core.optional import require
+
+_MARK = re.compile(r"\{[{%#]")
+
+
+def preprocess(file: Path, text: str, variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]]) -> str:
+    """The text after templates. Without any mark of a template it is returned as it is."""
+    if not _MARK.search(text):
+        return text
+    jinja2 = require("jinja2", "config", f"for the template in {file}")
+    environment = _environment(file, search)
+    plain = {name: value for name, value in variables.items() if _is_plain(value)}
+    try:
+        return environment.get_template(file.name).render(plain)
+    except jinja2.TemplateNotFound as error:
+        folders = [folder for folder in environment.loader.searchpath if os.path.isdir(folder)]
+        hint = did_you_mean(str(error.name), [name for folder in folders for name in os.listdir(folder)])
+        raise BadArgument(
+            f"Expected the template {error.name!r} in one of {environment.loader.searchpath}{_seen(error, file)}, "
+            f"received none. {hint}".rstrip()
+        ) from error
+    except jinja2.TemplateSyntaxError as error:
+        where = f"{_shown(error.filename or error.name or file)}:{error.lineno}"
+        raise BadArgument(
+            f"Expected a template that Jinja understands, received at {where}: {error.message}"
+        ) from error
+    except jinja2.UndefinedError as error:
+        do = f"There is: {', '.join(sorted(plain)) or 'none'}. Give it as a keyword or by --var name=value."
+        raise BadArgument(
+            f"Expected every variable of the template to have a value{_seen(error, file)}: {error}. {do}"
+        ) from error
+    except RecursionError as error:
+        names = " and ".join(_templates_in(error.__traceback__, file)[-2:])
+        raise BadArgument(
+            f"Expected templates that do not extend or include each other in a circle, received one: {names}."
+        ) from None
+    except Exception as error:  # what the expressions of a template raise: SecurityError, TypeError, ...
+        raise BadArgument(
+            f"Expected a template that can be filled in{_seen(error, file)}, received {type(error).__name__}: {error}"
+        ) from error
+
+
+def literal(text: str) -> str:
+    """The text written so that a template gives it back as it is."""
+    return re.sub(r"\{(?=[{%#])", "{{ '{' }}", text)
+
+
+def _environment(file: Path, search: Sequence[str | os.PathLike[str]]) -> Any:
+    require("jinja2", "config", "for templates")
+    from jinja2 import FileSystemLoader, StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    folders = [str(file.parent), *(os.fspath(folder) for folder in search)]
+    return SandboxedEnvironment(
+        loader=FileSystemLoader(folders, encoding="utf-8-sig"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=lambda value: "null" if value is None else value,  # YAML would read None as a word
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _seen(error: BaseException, file: Path) -> str:
+    """The innermost line of a template in a traceback; Jinja puts its templates' lines there."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.name in ("top-level template code", "template") or frame.name.startswith("block "):
+            return f" ({_shown(frame.filename)}:{frame.lineno})"
+    return f" ({file})"
+
+
+def _shown(name: str | os.PathLike[str]) -> str:
+    path = Path(name)
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _templates_in(trace: TracebackType | None, file: Path) -> list[str]:
+    """The templates that a traceback runs through, each once, in order."""
+    names: list[str] = []
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if Path(name).suffix not in (".py", "") and _shown(name) not in names:
+            names.append(_shown(name))
+        trace = trace.tb_next
+    return names or [str(file)]

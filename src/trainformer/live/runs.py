@@ -1,0 +1,222 @@
+"""What the folder of a run tells about it, without asking the run itself: its status, and how far it came."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.engine.checkpoint.manifest import MANIFEST
+from trainformer.engine.checkpoint.store import folder_of_checkpoints, is_named, step_of
+from trainformer.live import address
+from trainformer.live.processes import process_identity
+
+RUNS = Path("runs")
+_TAIL = 1 << 16  # bytes of metrics.jsonl that are looked at
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run, as its folder shows it.
+
+    `status` is what the run wrote last: running, finished, stopped, interrupted, aborted or failed. One that says
+    "running" while its process is gone was "killed". `since` is when that was written, in seconds since 1970.
+    """
+
+    name: str
+    path: Path
+    status: str
+    process: int | None = None
+    host: str | None = None  # where it runs, if not here
+    since: float | None = None
+    step: int = 0
+    steps: int | None = None  # planned
+    progress: float | None = None  # from 0 to 1
+    loss: float | str | None = None
+    checkpoint: str | None = None
+    checkpoint_step: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process is working on it, as far as can be seen."""
+        return self.status == "running"
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the status was written."""
+        return None if self.since is None else max(0.0, time.time() - self.since)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """The content of a run's ``status.json``; empty if there is none that can be read."""
+    try:
+        content = json.loads((folder / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return bool(read_status(folder).get("status"))
+
+
+def find_run(run: str | os.PathLike[str]) -> Path:
+    """The folder that is meant: a path, or the name of a folder under ``runs/``."""
+    places = (Path(run), RUNS / run)
+    for place in places:
+        if is_run(place):
+            return place
+    for place in places:
+        if place.is_dir():
+            raise BadArgument(expected("the folder of a run", str(place), "There is no status.json of a run in it."))
+    known = [path.name for path in _run_folders(RUNS)]
+    hint = did_you_mean(str(run), known) or "`trainformer ctl list` shows the runs there are."
+    raise BadArgument(expected("the folder of a run, or the name of one under runs/", str(run), hint))
+
+
+def list_runs(*folders: str | os.PathLike[str]) -> list[RunInfo]:
+    """The runs in folders (by default in ``runs/``), newest status last. A folder may also be that of a run."""
+    found: dict[Path, RunInfo] = {}
+    for folder in map(Path, folders or (RUNS,)):
+        if folders and not folder.is_dir():
+            raise BadArgument(expected("a folder of runs", str(folder), "There is no such folder."))
+        for path in [folder] if is_run(folder) else _run_folders(folder):
+            found[path.resolve()] = describe(path)
+    return sorted(found.values(), key=lambda info: (info.since or 0.0, info.name))
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and is_run(path)] if folder.is_dir() else []
+
+
+def describe(folder: str | os.PathLike[str]) -> RunInfo:
+    """What the folder of a run tells."""
+    folder = Path(folder)
+    content = read_status(folder)
+    status, process, host = content.get("status", "unknown"), content.get("process"), None
+    if status == "running" and not _is_working(process, content.get("identity")):
+        host = _other_host(folder, process)
+        status = "running" if host else "killed"
+    checkpoint = newest_checkpoint(folder)
+    records = last_records(folder / "metrics.jsonl")
+    trained: dict[str, Any] = next((r for r in reversed(records) if "train/loss" in r), {})
+    saved = None if checkpoint is None else step_of(checkpoint)
+    step = max(int(records[-1].get("step", 0)) if records else 0, saved or 0)
+    steps, progress = _progress(folder, step, trained.get("train/epoch"))
+    return RunInfo(
+        name=folder.resolve().name,
+        path=folder,
+        status=status,
+        process=process,
+        host=host,
+        since=content.get("time"),
+        step=step,
+        steps=steps,
+        progress=1.0 if status == "finished" else progress,
+        loss=trained.get("train/loss"),
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint_step=saved,
+    )
+
+
+def _is_working(process: Any, identity: Any) -> bool:
+    return isinstance(process, int) and identity is not None and process_identity(process) == identity
+
+
+def _other_host(folder: Path, process: Any) -> str | None:
+    """The machine on which the run goes on, as far as its file says, if that is not this one."""
+    try:
+        found = address.read(folder)
+    except OSError:
+        return None
+    if found is None or found.process != process or found.host == socket.gethostname():
+        return None
+    return found.host
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run, by its name; its files are not read."""
+    place = folder_of_checkpoints(folder)
+    try:
+        paths = [path for path in place.iterdir() if is_named(path) and (path / MANIFEST).exists()]
+    except OSError:
+        return None
+    return max(paths, key=step_of, default=None)
+
+
+def last_records(path: Path) -> list[dict[str, Any]]:
+    """The last records of a ``metrics.jsonl``, however long it is."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        try:  # the first line may be cut off, the last half-written
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _progress(folder: Path, step: int, epochs_done: float | None) -> tuple[int | None, float | None]:
+    """Planned steps and how much of the plan is done, where the config says so."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        most, epochs = (config.get(name, {}).get("value") for name in ("max_steps", "epochs"))
+    except (OSError, ValueError, AttributeError):
+        return None, None
+    if isinstance(most, int) and most > 0:
+        return most, min(1.0, step / most)
+    if isinstance(epochs, int) and epochs > 0 and isinstance(epochs_done, int | float):
+        return None, min(1.0, epochs_done / epochs)
+    return None, None
+
+
+def how_to_go_on(info: RunInfo) -> str:
+    """What to do with a run that nobody works on any more."""
+    if info.status == "finished":
+        return ""
+    if info.status == "stopped":
+        return f'To go on all the same, pass resume="{info.checkpoint}".' if info.checkpoint else ""
+    if info.checkpoint_step is None:
+        return "Run the same command again to begin anew: it had no checkpoint yet."
+    return f"Run the same command again to go on from step {info.checkpoint_step}."
+
+
+def why_not_running(info: RunInfo) -> str:
+    """One sentence for whoever wants something of a run that does not run, and what to do."""
+    if info.status == "killed":
+        what = f"Its process ({info.process}) is gone"
+    else:
+        what = f"It {'has' if info.status in ('finished', 'failed') else 'was'} {info.status} at step {info.step}"
+    return f"{info.name} is not running. {what}. {how_to_go_on(info)}".rstrip()
+
+
+def plain(value: Any) -> Any:
+    """Without NaN and infinities, which JSON does not have; they become the words that ``metrics.jsonl`` uses.
+
+    >>> plain({"val/loss": float("nan"), "steps": [1, float("-inf")]})
+    {'val/loss': 'NaN', 'steps': [1, '-Infinity']}
+    """
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        if value != value:
+            return "NaN"
+        if value in (float("inf"), float("-inf")):
+            return "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,223 @@
+"""Runs in this process that are asked from another thread, and what their folders tell."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from controlled import Gate, ctl
+from harness import wait_for
+from torch.utils.data import TensorDataset
+
+from toys import MeanTask, classes
+from trainformer import Trainer
+from trainformer.core.errors import BadArgument
+from trainformer.live import ControlError, address, ask, describe, list_runs
+from trainformer.live.processes import process_identity
+from trainformer.session.folder import NoFolder
+
+
+def trainer(*callbacks, **settings):
+    settings = {"run_dir": "runs/here", "epochs": 2, "batch_size": 8, "precision": "fp32", "log": "none"} | settings
+    return Trainer(MeanTask(), TensorDataset(*classes()), callbacks=list(callbacks), **settings)
+
+
+def train_and_ask(trainer, requests):
+    """Train while something is asked for at some steps; the answers, or what went wrong."""
+    answers = []
+
+    def make():
+        for step, verb in requests.items():
+            wait_for(lambda step=step: Path("reached.txt").exists() and Path("reached.txt").read_text() == str(step))
+            try:
+                answers.append(ask("here", verb, timeout=30))
+            except ControlError as error:
+                answers.append(str(error))
+
+    trainer._session.add_callback(Gate(dict.fromkeys(requests, 1)))
+    asking = threading.Thread(target=make)
+    asking.start()
+    trainer.fit()
+    asking.join(30)
+    return answers
+
+
+def test_without_validation_data_eval_says_so_and_the_run_goes_on():
+    ours = trainer()
+    refused, saved = train_and_ask(ours, {3: "eval", 5: "save"})
+    assert refused == "here: There is no validation data, so nothing can be evaluated. The run goes on."
+    assert saved["step"] == 5
+    assert ours.state.step == 16
+
+
+def test_who_calls_off_a_stop_is_obeyed_and_whoever_asked_is_told():
+    class Stubborn:
+        def on_save(self, trainer, path):
+            trainer.control.call_off_stop()
+
+    ours = trainer(Stubborn())
+    assert train_and_ask(ours, {3: "stop"}) == ["here: A callback has called it off. The run goes on."]
+    assert ours.state.step == 16
+
+
+def test_callbacks_that_come_and_go_do_not_cost_an_answer():
+    class Passing:
+        def on_step_end(self, trainer, step, loss):
+            """Nothing."""
+
+    class Restless:
+        def on_log(self, trainer, metrics):
+            trainer._session.add_callback(Passing())
+            trainer._session.remove_callback(Passing)
+
+    ours = trainer(Restless(), log_every=1, val_data=TensorDataset(*classes(n=8, seed=1)))
+    saved, evaluated = train_and_ask(ours, {3: "save", 5: "eval"})
+    assert Path(saved["checkpoint"]).name == "step_00000003"
+    assert evaluated["step"] == 5
+    assert evaluated["metrics"].keys() == {"val/loss", "val/accuracy"}
+
+
+def test_a_stopped_run_goes_on_when_that_is_wanted():
+    (answer,) = train_and_ask(trainer(), {3: "stop"})
+    assert answer["status"] == "stopped"
+    again = trainer()
+    again.fit()
+    assert again.state.step == 3
+    with pytest.raises(ControlError, match=r"not running\. It was stopped at step 3") as caught:
+        ask("here", "save")
+    advice = str(caught.value).partition('resume="')[2].partition('"')[0]
+    on = trainer(resume=advice)
+    on.fit()
+    assert on.state.step == 16
+    undisturbed = trainer(run_dir="runs/there")
+    undisturbed.fit()
+    ours, theirs = (list(t.task.model.parameters()) for t in (on, undisturbed))
+    assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_each_fit_has_its_own_token_and_cleans_up():
+    seen = []
+
+    class Look:
+        def on_train_begin(self, trainer):
+            seen.append(address.read(Path("runs/here")))
+
+        def on_train_end(self, trainer):
+            assert address.read(Path("runs/here")) == seen[-1]
+
+    ours = trainer(Look())
+    ours.fit()
+    ours.fit()
+    assert len({known.token for known in seen}) == 2
+    assert not any(Path(known.path).parent.exists() for known in seen)
+    assert not Path("runs/here/control.json").exists()
+    assert not [t for t in threading.enumerate() if t.name == "trainformer-control"]
+
+
+def test_a_run_that_cannot_listen_runs_all_the_same(monkeypatch):
+    def refuse():
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(address, "listen", refuse)
+    ours = trainer()
+    ours.fit()
+    assert ours.state.step == 16
+    assert "cannot be controlled from outside" in Path("runs/here/log.txt").read_text()
+
+
+def test_without_a_folder_nobody_listens():
+    threads = threading.active_count()
+    with trainer()._session._live.serving(NoFolder(), None, lambda: "finished"):
+        assert threading.active_count() == threads
+
+
+# -- folders -----------------------------------------------------------------------------------------------
+
+
+def write_run(name, status="running", process=None, identity="of another", **config):
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    content = {"status": status, "process": process or os.getpid(), "identity": identity, "time": time.time()}
+    (folder / "status.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps({key: {"value": value} for key, value in config.items()}))
+    return folder
+
+
+def test_a_number_that_was_given_to_another_process_does_not_make_a_run_alive():
+    write_run("old")
+    write_run("young", identity=process_identity(os.getpid()))
+    assert {info.name: info.status for info in list_runs()} == {"old": "killed", "young": "running"}
+    with pytest.raises(ControlError, match=r"is gone\. Run the same command again to begin anew: it had no checkpoint"):
+        ask("old", "save")
+    with pytest.raises(ControlError, match=r"young runs \(process \d+\) but does not listen"):
+        ask("young", "save")
+
+
+def test_a_zombie_is_dead():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    alive = process_identity(child.pid)
+    assert alive is not None
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended; nobody has waited for it
+    assert Path(f"/proc/{child.pid}/stat").exists() == Path("/proc/self").exists()
+    assert process_identity(child.pid) is None
+    child.communicate()
+
+
+def test_a_run_on_another_machine_is_not_called_dead():
+    folder = write_run("far", process=7)
+    far = address.Address(token="t", process=7, identity="of another", host="elsewhere", path="/nowhere")
+    (folder / "control.json").write_text(json.dumps(vars(far)))
+    assert (describe(folder).status, describe(folder).host) == ("running", "elsewhere")
+    with pytest.raises(ControlError, match=f"far runs on elsewhere, and this is {socket.gethostname()}"):
+        ask("far", "stop")
+
+
+def test_a_socket_that_is_gone_is_told():
+    folder = write_run("mute", identity=process_identity(os.getpid()))
+    gone = address.Address("t", os.getpid(), process_identity(os.getpid()), socket.gethostname(), path="/nowhere/s")
+    address.publish(folder, gone)
+    with pytest.raises(ControlError, match=r"its socket does not answer .*SIGTERM saves and stops"):
+        ask("mute", "save")
+
+
+def test_progress_is_read_from_what_was_logged():
+    folder = write_run("half", "failed", epochs=4)
+    lines = [{"step": i, "train/loss": 1 / i, "train/epoch": i / 1000} for i in range(1, 2001)]
+    text = "\n".join(map(json.dumps, [*lines, {"step": 2000, "val/loss": "NaN"}]))
+    (folder / "metrics.jsonl").write_text(text + '\n{"step": 2001, "tr')
+    found = describe(folder)
+    assert (found.step, found.loss, found.progress) == (2000, 1 / 2000, 0.5)
+    folder = write_run("steps", "finished", max_steps=50)
+    (folder / "metrics.jsonl").write_text('{"step": 20, "train/loss": "NaN"}\nrubbish\n')
+    assert (describe(folder).steps, describe(folder).loss, describe(folder).progress) == (50, "NaN", 1.0)
+
+
+def test_runs_that_do_not_exist_and_what_may_have_been_meant(tmp_path):
+    write_run("resnet-small", "finished")
+    Path("runs/empty").mkdir()
+    with pytest.raises(BadArgument, match=r"received 'resnet-smal'\. Did you mean 'resnet-small'"):
+        ask("resnet-smal", "save")
+    with pytest.raises(BadArgument, match=r"There is no status\.json of a run in it"):
+        ask("empty", "save")
+    with pytest.raises(BadArgument, match=r"a verb among status, save, stop, abort, eval, received 'sav'\."):
+        ask("resnet-small", "sav")
+    with pytest.raises(BadArgument, match="no such folder"):
+        list_runs("nowhere")
+    done = ctl(tmp_path, "stop", "nothing-like-it")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Expected the folder of a run, or the name of one under runs/")
+    assert ctl(tmp_path, "list", "runs/empty").stdout == "no runs in runs/empty\n"
+
+
+def test_control_needs_no_torch(tmp_path):
+    write_run("done", "finished")
+    code = "import sys\nfrom trainformer.cli import main\nmain(['ctl', 'list'])\nprint('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "done" in out
+    assert out.endswith("False\n")
