@@ -205,7 +205,6 @@ def test_the_best_model_is_written(make):
     assert all(torch.equal(a, b) for a, b in zip(reread.parameters(), trainer.model.parameters(), strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="the loop forgets a save that is asked for on hearing of an evaluation")
 def test_a_checkpoint_that_is_asked_for_at_an_evaluation_is_written(make):
     trainer = make([ModelCheckpointCallback()])
     trainer.train()

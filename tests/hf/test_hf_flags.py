@@ -23,11 +23,13 @@ def asking(base, event, when, **flags):
     return Asking()
 
 
+AT_TWO, AT_FOUR = ({"eval_strategy": "steps", "eval_steps": n} for n in (2, 4))
+
 CASES = {
     "stop": ("on_step_end", 3, {"should_training_stop": True}, {"logging_steps": 2}),
     "stop, evaluated per epoch": ("on_step_end", 3, {"should_training_stop": True}, {"eval_strategy": "epoch"}),
     "stop when an epoch ends": ("on_epoch_end", 5, {"should_training_stop": True}, {"eval_strategy": "epoch"}),
-    "stop at an evaluation": ("on_evaluate", 4, {"should_training_stop": True}, {"eval_strategy": "steps", "eval_steps": 4}),
+    "stop at an evaluation": ("on_evaluate", 4, {"should_training_stop": True}, AT_FOUR),
     "stop at a log record": ("on_log", 2, {"should_training_stop": True}, {"logging_steps": 2}),
     "end the epoch": ("on_step_end", 3, {"should_epoch_stop": True}, {"logging_steps": 2}),
     "save": ("on_step_end", 3, {"should_save": True}, {}),
@@ -39,7 +41,7 @@ CASES = {
     "evaluate when the last epoch ends": ("on_epoch_end", 10, {"should_evaluate": True}, {}),
     "call off a save": ("on_step_end", 4, {"should_save": False}, {"save_strategy": "steps", "save_steps": 2}),
     "call off a log record": ("on_step_end", 4, {"should_log": False}, {"logging_steps": 2}),
-    "call off an evaluation": ("on_step_end", 4, {"should_evaluate": False}, {"eval_strategy": "steps", "eval_steps": 2}),
+    "call off an evaluation": ("on_step_end", 4, {"should_evaluate": False}, AT_TWO),
 }  # fmt: skip
 
 

@@ -168,7 +168,8 @@ class Loop:
         control.should_save |= last and plan.save_at_end
         evaluate = control.should_evaluate or (last and self._evaluates_at_end())
         if evaluate or (control.should_save and plan.eval_on_save):
-            control.should_save |= self._evaluate()
+            keep = self._evaluate()  # first: whoever hears of it may ask for a save, too
+            control.should_save |= keep
         if epoch is not None:
             self.bus.emit(Event.EPOCH_END, epoch - 1, self._epoch_metrics)
         if control.should_save and not control.aborted:
@@ -194,7 +195,7 @@ class Loop:
         keep = False
         if self.control.signal is None and self._evaluates_at_end() and self.state.step > 0:
             keep = self._evaluate()
-        if keep or (self.plan.save_at_end and self.state.step > 0):
+        if keep or self.control.should_save or (self.plan.save_at_end and self.state.step > 0):
             self._save()
 
     # -- one step ------------------------------------------------------------------------------------------

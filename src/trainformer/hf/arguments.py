@@ -92,7 +92,8 @@ class MinimalTrainingArguments(metaclass=_Arguments):
     logging_steps: float = 500
     logging_first_step: bool = False
     disable_tqdm: bool = False
-    report_to: str | list[str] | None = "none"  # in this order HfArgumentParser understands it
+    # In this order HfArgumentParser understands the two of its kind.
+    report_to: None | str | list[str] = "none"  # noqa: RUF036
     run_name: str | None = None
     project: str = "huggingface"
 
@@ -221,7 +222,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     eval_on_save: bool = False
     enable_activation_offloading: bool = False
     detect_anomaly: bool = False
-    sdpa_backend: str | list[str] | None = None  # math, flash, efficient, cudnn (or torch's SDPBackend), or several
+    sdpa_backend: None | str | list[str] = None  # noqa: RUF036  math, flash, efficient, cudnn, an enum, or several
     sdpa_set_priority: bool = False
     float32_matmul_precision: str | None = None
     dynamo_recompile_limit: int | None = None

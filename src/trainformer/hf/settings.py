@@ -155,7 +155,7 @@ def _parsed(text: str | None) -> dict[str, Any]:
 def schedule_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
     """The schedule that transformers makes for these arguments."""
     kind = args.lr_scheduler_type
-    if kind == "reduce_lr_on_plateau":
+    if kind in ("reduce_lr_on_plateau", "greedy"):
         do = "Pass a schedule of steps, such as 'cosine', or one of your own in `optimizers`."
         raise BadArgument(expected("lr_scheduler_type to be a function of the step", kind, do))
     optimization = require("transformers.optimization", "hf", "for lr_scheduler_type")

@@ -91,6 +91,8 @@ class HuggingFaceCallback(ForeignCallback):
             Event.STEP_END: ("on_step_end", lambda step, loss: tell(trainer, "on_step_end")),
         }
         handlers |= {event: handler for event, (name, handler) in simple.items() if self.hears(name)}
+        if callable(getattr(self.original, "on_error", None)):  # an addition of ours to the dialect
+            handlers[Event.ERROR] = lambda error: tell(trainer, "on_error", error=error)
         bridge.take_history(trainer)
         return handlers
 

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainformer.adapters.base import unwrapped
 from trainformer.callbacks.dialects.foreign import ForeignCallback
 from trainformer.engine import Event
+from trainformer.utils.distributed import rank
 
 
 class BaseHook:
@@ -174,12 +175,12 @@ class TrainerView:
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Tell the hooks of metrics."""
         for hook in self.hooks:
-            hook.on_log(self, records, dry_run)
+            hook.on_log(self, records, dry_run or rank() > 0)
 
     def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Tell the hooks of images."""
         for hook in self.hooks:
-            hook.on_log_images(self, records, dry_run)
+            hook.on_log_images(self, records, dry_run or rank() > 0)
 
     def take_note(self, event: Event, args: tuple[Any, ...]) -> None:
         """Before the first hook hears of an event: bring step and `step_info` up to it."""

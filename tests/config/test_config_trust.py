@@ -1,0 +1,300 @@
+"""Trust: what is imported for a config, asked before the import, and the ways around it that are closed."""
+
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainformer.config import REGISTRY, build_from_cfg, load_config, materialize
+from trainformer.config.trust import ALLOWED, DENIED, Importer, is_own
+from trainformer.core.errors import BadArgument
+
+TRACE = "open('imported', 'w').close()\nclass Thing: pass\n"
+
+
+@pytest.fixture
+def foreign(tmp_path_factory, monkeypatch):
+    """A package that lies elsewhere, and leaves a trace when it is imported."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "__init__.py").write_text(TRACE)
+    (folder / "foreign" / "sub.py").write_text("class Other: pass\n")
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in ("foreign", "foreign.sub"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("path", ["foreign.Thing", "foreign:Thing", "foreign.sub.Other", "foreign.sub:Other"])
+def test_a_foreign_package_is_not_imported_unless_trusted(foreign, write, path):
+    config = load_config(write(f"a: {{type: '{path}'}}\nb: !singleton:{path}\n"))
+    for key in "ab":
+        with pytest.raises(BadArgument, match=rf"run.yaml:.*{path}.*--trust foreign, or trust=\('foreign',\)"):
+            build_from_cfg(config[key])
+    assert not Path("imported").exists()
+    assert "foreign" not in sys.modules
+    built = build_from_cfg(config["a"], trust=("foreign",))
+    assert type(built).__module__.startswith("foreign")
+    assert Path("imported").exists()
+    assert type(materialize(config["b"], trust="foreign")) is type(built)
+
+
+def test_a_config_carries_the_trust_it_was_read_with(foreign, write):
+    config = load_config(write("a: {b: {type: foreign.Thing}}"), trust=["foreign"])
+    assert type(build_from_cfg(config["a"]["b"])).__name__ == "Thing"
+    Path("other.yaml").write_text("trust: [foreign]\na: {type: foreign.Thing}")
+    with pytest.raises(BadArgument, match="--trust foreign"):
+        build_from_cfg(load_config("other.yaml")["a"])
+
+
+def test_trust_in_a_part_of_a_package(foreign):
+    assert build_from_cfg({"type": "foreign.sub.Other"}, trust=("foreign.sub",)) is not None
+    for less in ("foreign.sub", "foreig", "foreign.Th"):
+        with pytest.raises(BadArgument, match="--trust foreign"):
+            build_from_cfg({"type": "foreign.Thing"}, trust=(less,))
+
+
+ESCAPES = [
+    "os.system",
+    "subprocess.run",
+    "builtins.eval",
+    "builtins:exec",
+    "importlib.import_module",
+    "pickle.loads",
+    "torch.os.system",
+    "torch.serialization.os.system",
+    "torch.nn.modules.module.functools.partial",
+    "torch.sys.exit",
+    "torch:os.system",
+    "torch.nn:functional.torch.os.system",
+    "trainformer.config.trust.importlib.import_module",
+    "trainformer.config.loading.runpy.run_path",
+    "trainformer.config.load_config",
+    "trainformer.config.build_from_cfg",
+    "trainformer.config:materialize",
+    "trainformer.core.optional.require",
+    "trainformer.core.lazy:lazy_exports",
+    "trainformer.cli.main",
+    "trainformer.eval.neighbours.find_spec",
+    "torch.nn.Linear.__class__",
+    "torch.nn.Linear.__init__.__globals__",
+    "torch.nn.Linear.__subclasses__",
+    "torch.__builtins__.eval",
+    "torch._dynamo.eval_frame",
+    "torch.nn.Module._call_impl",
+    "lab._private",
+    "lab.system",
+    "lab.os.system",
+    "lab.subprocess.run",
+    "lab.eval",
+    "lab:eval",
+    "lab:os.system",
+    "lab.Net.wide.x",
+    "torch.hub.load",
+    "torch.nn.functional.torch.hub.load",
+    "torch.nn.functional.torch.ops.load_library",
+    "torch.nn.functional.torch.from_file",
+    "torchvision.torch.ops.load_library",
+    "lab.torch.classes.load_library",
+    "lab.torch.hub.load",
+    "torch.hub:load_state_dict_from_url",
+    "torch.utils.model_zoo.load_url",
+    "torch.utils.cpp_extension.load_inline",
+    "torch.package.PackageImporter",
+    "torch.jit.load",
+    "torch.fx.GraphModule",
+    "torch.utils.benchmark.Timer",
+    "torch.utils.collect_env.run",
+    "torch.ops.load_library",
+    "torch.classes.load_library",
+    "torch.multiprocessing.Process",
+    "torch.multiprocessing.spawn",
+    "torch.from_file",
+    "torch.FloatStorage.from_file",
+    "torch.cuda.CUDAPluggableAllocator",
+    "torch.serialization.add_safe_globals",
+    "torch.distributed.run.main",
+    "torchvision.io.write_file",
+    "torchvision.datasets.utils.download_url",
+    "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+    "transformers.utils.import_utils.direct_transformers_import",
+    "transformers.utils.direct_transformers_import",
+]
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_ways_around_are_closed(lab, path):
+    for target in (path, path.replace(":", "."), ":".join(path.replace(":", ".").rsplit(".", 1))):
+        with pytest.raises(BadArgument):  # by its name alone: a call without arguments would fail anyway
+            Importer(REGISTRY).find(target)
+
+
+def test_a_path_leads_through_modules_and_classes_alone(lab):
+    with pytest.raises(BadArgument, match=r"received 'lab\.sly\.door'"):
+        build_from_cfg({"type": "lab.sly.door"})
+    assert lab.BUILT == []
+
+
+@pytest.mark.slow
+def test_every_row_of_the_table_is_there_and_closes_something():
+    for path in DENIED:
+        assert path.split(".")[0] in ALLOWED
+        assert pkgutil.resolve_name(path) is not None
+        with pytest.raises(BadArgument, match=rf"{path} .*--trust {path.split('.')[0]}"):
+            build_from_cfg({"type": f"{path}.anything"})
+
+
+def test_who_trusts_a_package_by_name_gets_all_of_it():
+    assert build_from_cfg({"type": "torch.jit.Attribute", "value": 1}, trust=("torch",), type=int).value == 1
+    with pytest.raises(BadArgument, match=r"torch.jit loads and compiles programs"):
+        build_from_cfg({"type": "torch.jit.Attribute"})
+
+
+@pytest.mark.parametrize(
+    ("section", "match"),
+    [
+        ({"type": "torch.load", "f": "x.pt", "weights_only": False}, "no weights_only=False.*--trust torch"),
+        ({"type": "torch.load", "f": "x.pt", "weights_only": 0}, "weights_only"),
+        ({"type": "torch.serialization.load", "f": "x.pt", "pickle_module": "pickle"}, "pickle_module"),
+        ({"type": "transformers.AutoModel.from_pretrained", "trust_remote_code": True}, "--trust transformers"),
+        ({"type": "transformers.pipeline", "model_kwargs": {"a": [{"trust_remote_code": "yes"}]}}, "trust_remote_code"),
+        ({"type": "lab.Thing", "trust_remote_code": True}, "--trust lab"),
+    ],
+)
+def test_arguments_that_make_a_function_run_what_it_loads(lab, section, match):
+    with pytest.raises(BadArgument, match=match):
+        build_from_cfg(section)
+    assert lab.BUILT == []
+
+
+def test_such_arguments_by_position_and_in_tags(lab, write):
+    Path("lab/loads.py").write_text("def load(file, weights_only=True): return weights_only\n")
+    config = load_config(
+        write(
+            "a: !factory:lab.loads:load [x, false]\nb: !factory:lab.loads:load [x, true]\n"
+            "c: !list [{weights_only: no}]\n"
+        )
+    )
+    with pytest.raises(BadArgument, match=r"weights_only=False in a config \(run.yaml:1\)"):
+        build_from_cfg(config["a"])
+    assert build_from_cfg(config["b"]) is True
+    assert build_from_cfg(config["a"], trust=("lab",)) is False
+    assert build_from_cfg(config["b"], weights_only=False) is False  # the program may: it is no config
+    inner = {"type": "lab.Thing", "trust_remote_code": True}
+    assert build_from_cfg({"type": "torch.nn.Identity", "x": inner}, trust=("lab",)) is not None  # each is asked alone
+    with pytest.raises(BadArgument, match="trust_remote_code"):
+        build_from_cfg({"type": "torch.nn.Identity", "x": inner})
+    assert materialize(config["c"]) == [{"weights_only": False}]  # plain data that nobody is called with
+
+
+def test_a_checkpoint_is_read_safely_by_default(write):
+    torch.save({"a": torch.ones(2)}, "x.pt")
+    assert build_from_cfg({"type": "torch.load", "f": "x.pt"})["a"].sum() == 2
+    assert build_from_cfg({"type": "torch.load", "f": "x.pt", "weights_only": True})["a"].sum() == 2
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.zeros",
+        "torch.device",
+        "torch.nn.functional.gelu",
+        "torch.nn.functional.max_pool2d",
+        "torch.Tensor.to",
+        "torch.linalg.norm",
+        "torch.optim.lr_scheduler.CosineAnnealingLR",
+        "torch.utils.data.DataLoader",
+        "torch.utils.tensorboard.SummaryWriter",
+        "torchvision.models.resnet18",
+        "torchvision.transforms.v2.Resize",
+        "timm.create_model",
+        "transformers.AutoModel.from_pretrained",
+        "transformers.TrainingArguments",
+        "transformers.EarlyStoppingCallback",
+        "peft.LoraConfig",
+        "trainformer.Trainer",
+        "trainformer.tasks.ImageClassification",
+        "trainformer.callbacks:EMA",
+        "torch.load",
+        "torch.compile",
+    ],
+)
+def test_what_people_use_is_found(path):
+    assert callable(materialize({"x": load_partial(path)})["x"])
+
+
+def load_partial(path):
+    Path("p.yaml").write_text(f"p: !partial:{path}\n")
+    return load_config("p.yaml")["p"]
+
+
+def test_the_projects_own_package(lab, foreign, monkeypatch):
+    assert is_own("lab")
+    assert not is_own("foreign")
+    assert not is_own("no_such_package")
+    assert not is_own("sys")
+    monkeypatch.chdir("/")
+    assert not is_own("os")  # all files are below /
+    assert not is_own("subprocess")
+    assert not is_own("yaml")
+    assert not is_own("_io")
+
+
+@pytest.mark.parametrize("inside", ["venv/lib/python3/site-packages", "env/lib", "usr/dist-packages"])
+def test_what_is_installed_in_the_project_is_not_its_own(tmp_path, monkeypatch, inside):
+    folder = tmp_path / inside
+    folder.mkdir(parents=True)
+    (folder / "guest.py").write_text(TRACE)
+    (tmp_path / "env").mkdir(exist_ok=True)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    monkeypatch.syspath_prepend(str(folder))
+    assert importlib.util.find_spec("guest") is not None
+    assert not is_own("guest")
+    with pytest.raises(BadArgument, match="--trust guest"):
+        build_from_cfg({"type": "guest.Thing"})
+    assert not Path("imported").exists()
+
+
+def test_a_link_does_not_make_a_package_ones_own(foreign, tmp_path, monkeypatch):
+    Path("linked").symlink_to(foreign / "foreign")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not is_own("linked")
+
+
+def test_folders_without_init_are_packages_too(tmp_path, monkeypatch):
+    Path("bare").mkdir()
+    Path("bare/parts.py").write_text("def made(): return 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert build_from_cfg({"type": "bare.parts.made"}) == 5
+    sys.modules.pop("bare.parts")
+    sys.modules.pop("bare")
+
+
+def test_an_import_that_fails_says_so(tmp_path, monkeypatch):
+    Path("ailing.py").write_text("import no_such_package_at_all\n")
+    Path("worse.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BadArgument, match=r"to import 'ailing'.*ModuleNotFoundError.*no_such_package_at_all"):
+        build_from_cfg({"type": "ailing.Thing"})
+    with pytest.raises(BadArgument, match=r"to import 'worse'.*ZeroDivisionError"):
+        build_from_cfg({"type": "worse.Thing"})
+    with pytest.raises(BadArgument, match=r"received 'torhc\.nn\.Linear'\. Did you mean 'torch'"):
+        build_from_cfg({"type": "torhc.nn.Linear"})
+    with pytest.raises(BadArgument, match=r"received 'trainformer.nowhere', which is not there"):
+        build_from_cfg({"type": "trainformer.nowhere:Thing"})
+
+
+def test_asking_imports_nothing(write):
+    """Refusing takes neither torch nor the package asked about."""
+    code = (
+        "import sys\nfrom trainformer.config import build_from_cfg\n"
+        "for path in ('wave.open', 'torch.hub.load', 'torch.jit.load'):\n"
+        "    try: build_from_cfg({'type': path})\n"
+        "    except ValueError: print(path.split('.')[0] in sys.modules)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["False"] * 3
