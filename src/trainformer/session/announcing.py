@@ -33,8 +33,8 @@ def announce_start(session: Session) -> None:
     parameters = sum(p.numel() for p in backend.parameters)
     logger.info(
         "training %s on %s in %s: %s trainable parameters%s, %s samples, %s steps",
-        getattr(session.task, "title", type(session.task).__name__), backend.device, backend.precision.name, f"{parameters:,}",
-        _in_short(backend.parameters),
+        getattr(session.task, "title", type(session.task).__name__), backend.device, backend.precision.name,
+        f"{parameters:,}", _in_short(backend.parameters),
         samples if samples is not None else "?", total if total is not None else "?",
     )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""The hooks that come with mini: progress, logging, checkpoints, averages of the weights, images, memory."""

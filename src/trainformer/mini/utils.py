@@ -1,0 +1,143 @@
+"""Nested records: averaging, flattening, reading them in one transfer, and mapping over tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainformer.backends.torch.placement import map_tensors
+from trainformer.core.errors import BadArgument, expected
+from trainformer.utils.distributed import world_size
+
+
+def map_nested_tensor(function: Callable[[Tensor], Any], input: Any) -> Any:
+    """The same structure with `function` applied to every tensor in it. Mappings become dicts.
+
+    >>> map_nested_tensor(lambda t: t.sum(), {"x": torch.ones(3), "y": [torch.ones(2), "name"]})
+    {'x': tensor(3.), 'y': [tensor(2.), 'name']}
+    """
+    return map_tensors(function, input)
+
+
+def key_average(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of every value over those records that have it, as nested as the records are.
+
+    Values are numbers or tensors with one element; None counts as not there. Tensors are read in one transfer.
+
+    >>> key_average([{"loss": 1.0, "metrics": {"f1": 0.5}}, {"loss": 2.0}])
+    {'loss': 1.5, 'metrics': {'f1': 0.5}}
+    """
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for record in records:
+        for path, value in leaves(record):
+            if value is not None:
+                found.setdefault(path, []).append(value)
+    values = iter(as_floats([value for kept in found.values() for value in kept]))
+    average: dict[str, Any] = {}
+    for path, kept in found.items():
+        numbers = [next(values) for _ in kept]
+        # fsum is exact but refuses inf - inf; plain addition gives the NaN that should be seen.
+        total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+        put(average, path, total / len(numbers))
+    return average
+
+
+def leaves(record: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of a nested record, with the keys that lead to it."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Put a value where the keys lead. A key that is a value in one record and a mapping in another is refused."""
+    place = tree
+    for key in path[:-1]:
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise BadArgument(expected(f"{key!r} to be a mapping in all records", "a value in some of them"))
+    if isinstance(place.get(path[-1]), dict):
+        raise BadArgument(expected(f"{path[-1]!r} to be a value in all records", "a mapping in some of them"))
+    place[path[-1]] = value
+
+
+def flattened(record: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+    """One level of names.
+
+    >>> flattened({"loss": 1.0, "metrics": {"f1": 0.5}})
+    {'loss': 1.0, 'metrics.f1': 0.5}
+    """
+    return {separator.join(map(str, path)): value for path, value in leaves(record)}
+
+
+def as_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with plain floats, all tensors read in one transfer; what is None is left out."""
+    return key_average([record])
+
+
+def as_floats(values: Sequence[Any]) -> list[float]:
+    """Plain floats of numbers and tensors with one element. Tensors of one kind come over in one transfer."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            kinds.setdefault((value.dtype, value.device), []).append(value.reshape(()) if value.ndim else value)
+    with torch.no_grad():
+        read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in kinds.items()}
+    return [float(next(read[v.dtype, v.device]) if isinstance(v, Tensor) else v) for v in values]
+
+
+def mean_over_ranks(record: dict[str, Any]) -> dict[str, Any]:
+    """The mean over all ranks of a record of numbers; the record itself where there is one rank only.
+
+    Every rank has to call this. A value that some ranks lack is averaged over those that have it.
+    """
+    if world_size() == 1:
+        return record
+    everybody: list[Any] = [None] * world_size()
+    dist.all_gather_object(everybody, record)
+    return key_average(everybody)
+
+
+def from_first_rank(value: Any) -> Any:
+    """What the first rank has; the value itself where there is one rank only."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def wait_for_all() -> None:
+    """Go on when all ranks are here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def checked_records(records: Any) -> dict[str, Any]:
+    """The records a `forward` returned, without gradients; refused if they are not nested dicts of numbers."""
+    if records is None:
+        return {}
+    if not isinstance(records, Mapping):
+        do = 'Return (loss, {"accuracy": 0.9}), or (loss, {}) for none.'
+        raise BadArgument(expected("forward() to return its records as a dict", type(records).__name__, do))
+    return {str(key): _checked(str(key), value) for key, value in records.items()}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, Mapping):
+        return {str(key): _checked(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, (Real, type(None))):
+        return value
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    do = "Take a mean, or log it with self.log_images() or a logger of your own."
+    raise BadArgument(expected(f"the record {name!r} to be a number or a tensor with one element", what, do))

@@ -1,0 +1,315 @@
+"""Checkpoints of mini: which files there are, what is in them, and that a killed run ends as if it had not been."""
+
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import mini_victim  # first: it makes the harness of tests/faults importable
+import pytest
+import torch
+from harness import _SERVER, compare_states, finish, output, without_clock
+from mini_toys import Classifier, Keeper, shuffled_loader
+from mini_victim import Case
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
+
+from toys import same, weights
+from trainformer.core.errors import BadArgument, DataError
+from trainformer.mini import BaseHook, CheckpointingHook, LoggingHook
+from trainformer.session.checkpoints import SaveFailed
+
+
+def files(folder="checkpoints"):
+    return sorted(p.name for p in Path(folder).iterdir())
+
+
+def numbers(folder="checkpoints"):
+    return sorted(int(p.stem.rpartition("_")[2]) for p in Path(folder).glob("checkpoint_step_*.pt"))
+
+
+def trained(max_steps, *hooks, seed=0, **kwargs):
+    """A trainer after its training, on data in a random order."""
+    torch.manual_seed(seed)
+    trainer = Classifier(max_steps, hooks=hooks, batches=shuffled_loader(), **kwargs)
+    trainer.train()
+    return trainer
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep_previous", "keep_interval", "kept"),
+    [
+        (None, None, [2, 4, 6, 8, 10, 11]),
+        (2, None, [10, 11]),
+        (1, 4, [4, 8, 11]),
+        (0, None, [11]),  # the newest is always kept
+        (3, 6, [6, 8, 10, 11]),
+    ],
+)
+def test_which_files_are_kept(keep_previous, keep_interval, kept):
+    trained(11, CheckpointingHook(2, keep_previous, keep_interval))
+    assert numbers() == kept
+    assert Path("checkpoints/checkpoint_latest.pt").readlink() == Path("checkpoint_step_11.pt")
+    assert len(files()) == len(kept) + 1  # and nothing else is left behind
+
+
+def test_the_file_is_the_state_and_torch_reads_it():
+    trainer = trained(4, CheckpointingHook(4), LoggingHook(3), mixed_precision="bf16")
+    state = torch.load("checkpoints/checkpoint_latest.pt")
+    other = Classifier(4, batches=shuffled_loader(), hooks=[LoggingHook(3)])
+    other.load_state_dict(state)
+    assert other.step == 4
+    assert same(weights(other), weights(trainer))
+    assert state["components"].keys() == trainer.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [lambda o: OneCycleLR(o, 0.2, total_steps=12), lambda o: MultiStepLR(o, [3, 6])],
+    ids=["onecycle", "multistep"],
+)
+def test_going_on_is_exact(schedule):
+    whole = trained(10, schedule=schedule)
+    trained(5, CheckpointingHook(3), schedule=schedule)
+    again = trained(10, CheckpointingHook(3), schedule=schedule, seed=77)  # another seed: that of the run counts
+    assert same(weights(again), weights(whole))
+    assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_a_second_call_goes_on():
+    whole = trained(10)
+    trainer = trained(4)
+    trainer.max_steps = 10
+    trainer.train()
+    assert same(weights(trainer), weights(whole))
+
+
+def test_a_generator_goes_on_where_it_was():
+    batches = ((torch.full((2, 4), float(i), dtype=torch.float64), torch.tensor([0, 1])) for i in range(100))
+    trainer = Classifier(3, batches=batches)
+    trainer.train()
+    trainer.max_steps = 5
+    trainer.train()
+    assert [x[0, 0].item() for x in trainer.seen] == [0, 1, 2, 3, 4]
+
+
+def test_a_state_holds_what_hooks_did_at_that_step_whatever_their_order():
+    class Late(Keeper):
+        def on_state_dict(self, trainer, state_dict):
+            state_dict["steps"] = len(self.infos)
+
+        def on_load_state_dict(self, trainer, state_dict):
+            self.infos = [None] * state_dict["steps"]
+
+    trained(4, CheckpointingHook(2), Late())
+    states = [torch.load(f"checkpoints/checkpoint_step_{n}.pt")["components"]["callback.Late"] for n in (2, 4)]
+    assert states == [{"steps": 2}, {"steps": 4}]
+
+
+def test_a_damaged_newest_file_is_named_and_the_one_before_is_taken(caplog):
+    caplog.set_level("INFO")
+    whole = trained(9)
+    trained(6, CheckpointingHook(2))
+    newest = Path("checkpoints/checkpoint_step_6.pt")
+    newest.write_bytes(newest.read_bytes()[:1000])
+    again = trained(9, CheckpointingHook(2), seed=5)
+    assert any("checkpoint_step_6.pt" in m and "checkpoint before it is used" in m for m in caplog.messages)
+    assert any("checkpoint_step_4.pt (step 4)" in message for message in caplog.messages)
+    assert same(weights(again), weights(whole))
+    assert files("checkpoints/given-up-1") == ["checkpoint_step_6.pt"]
+    assert numbers() == [2, 4, 6, 8, 9]
+
+
+def test_a_file_that_would_execute_code_is_not_loaded():
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, ("executed",)
+
+    trained(4, CheckpointingHook(2))
+    torch.save({"format": 2, "components": {"run": Evil()}}, "checkpoints/checkpoint_step_4.pt")
+    trainer = trained(4, CheckpointingHook(2))
+    assert not Path("executed").exists()
+    assert trainer.step == 4
+
+
+def test_where_to_begin():
+    first = trained(6, CheckpointingHook(2, path="a"))
+    assert trained(6, CheckpointingHook(2, path="a", load=None)).step == 6
+    assert files("a/given-up-1") == ["checkpoint_step_2.pt", "checkpoint_step_4.pt", "checkpoint_step_6.pt"]
+    named = "a/given-up-1/checkpoint_step_4.pt"
+    resumed = trained(6, CheckpointingHook(2, path="b", load=named), seed=9)
+    assert same(weights(resumed), weights(first))
+    assert numbers("b") == [6]
+    # Started again, the run goes on: the file was where it began.
+    assert trained(8, CheckpointingHook(2, path="b", load=named)).step == 8
+    assert numbers("b") == [6, 8]
+    Path(named).rename("elsewhere.pt")  # and is no longer needed
+    assert trained(8, CheckpointingHook(2, path="b", load=named)).step == 8
+    # One that began elsewhere does not.
+    trained(6, CheckpointingHook(2, path="b", load="a/given-up-1/checkpoint_step_2.pt"))
+    assert numbers("b") == [4, 6]
+    with pytest.raises(BadArgument, match=r"'latest', a checkpoint's file, or None, received 'nowhere\.pt'"):
+        trained(6, CheckpointingHook(2, load="nowhere.pt"))
+
+
+def test_two_hooks_keep_their_own_files():
+    trained(6, CheckpointingHook(2, path="often"), CheckpointingHook(3, path="seldom"))
+    assert (numbers("often"), numbers("seldom")) == ([2, 4, 6], [3, 6])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_hooks_the_newest_file_counts(order, caplog):
+    whole = trained(9)
+    trained(7, CheckpointingHook(2, path="often"), CheckpointingHook(3, path="seldom"))
+    for gone in ("often/checkpoint_step_6.pt", "often/checkpoint_step_7.pt", "seldom/checkpoint_step_7.pt"):
+        Path(gone).unlink()
+    caplog.set_level("INFO")
+    hooks = [CheckpointingHook(2, path="often"), CheckpointingHook(3, path="seldom")][::order]
+    again = trained(9, *hooks, seed=3)
+    assert [m.split(";")[0] for m in caplog.messages if m.startswith("going on")] == [
+        "going on from seldom/checkpoint_step_6.pt (step 6)"
+    ]
+    assert same(weights(again), weights(whole))
+
+
+def test_state_options_and_optimizer_by_name():
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = trained(8)
+    half = trained(4, state_dict_options=options)
+    state = half.state_dict()
+    assert "0.weight" in state["optimizer"]["state"]  # by name, not by number
+    torch.save(state, "state.pt")
+    other = Classifier(8, batches=shuffled_loader(), state_dict_options=options)
+    other.load_state_dict(torch.load("state.pt"))
+    other.train()
+    assert same(weights(other), weights(whole))
+
+
+def test_states_that_do_not_fit_are_refused():
+    trainer = Classifier(3)
+    with pytest.raises(DataError, match=r"state of a run.*'0\.weight'.*unwrapped_model"):
+        trainer.load_state_dict(trainer.model.state_dict())
+    state = trained(2).state_dict()
+    other = Classifier(3, model=torch.nn.Linear(4, 3).double())
+    with pytest.raises(DataError, match=r"model does not fit.*Nothing was loaded"):
+        other.load_state_dict(state)
+    assert other.step == 0
+
+
+def test_what_could_not_be_read_again_is_not_written():
+    class Keeps(BaseHook):
+        def on_state_dict(self, trainer, state_dict):
+            state_dict["kept"] = [1, {"a": Path("x")}]
+
+    with pytest.raises(BadArgument, match=r"callback\.Keeps\.kept\[1\]\.a in a checkpoint to be a plain value"):
+        trained(2, CheckpointingHook(1), Keeps())
+    assert not Path("checkpoints").exists()
+
+
+def test_a_full_disk_is_reported_and_ends_the_run_only_if_it_stays_full(monkeypatch, caplog):
+    from trainformer.mini.hooks import checkpointing
+
+    really, full = checkpointing.write_snapshot, {4, 6}
+
+    def write(path, state):
+        if state["run"]["step"] in full:
+            raise OSError(28, "No space left on device")
+        really(path, state)
+
+    monkeypatch.setattr(checkpointing, "write_snapshot", write)
+    trained(8, CheckpointingHook(2))
+    assert numbers() == [2, 8]
+    assert sum("could not be written" in message for message in caplog.messages) == 2
+    full |= {10, 12, 14}
+    with pytest.raises(SaveFailed, match=r"Step 14 could not be saved.*newest checkpoint is .*step_8\.pt"):
+        trained(20, CheckpointingHook(2))
+
+
+def test_without_a_workspace_nothing_is_on_disk():
+    trained(3, LoggingHook(1))
+    assert list(Path().iterdir()) == []
+
+
+# -- killing -----------------------------------------------------------------------------------------------
+
+
+def launch(case, folder):
+    """Run a case in a process of its own; its exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    process = _SERVER.Process(target=mini_victim.start, args=(case, str(folder)))
+    process.start()
+    return finish(process, folder)
+
+
+def ending(folder):
+    """All of a run's final state and records, without times."""
+    state = {key: strip_times(value) for key, value in torch.load(folder / "end.pt").items() if key != "context"}
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return without_clock(state), {line["step"]: line for line in lines}
+
+
+def strip_times(tree):
+    if isinstance(tree, dict):
+        return {k: strip_times(v) for k, v in tree.items() if not str(k).endswith("_time")}
+    return [strip_times(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def differences(reference, folder):
+    (ours, our_records), (theirs, their_records) = ending(reference), ending(folder)
+    return compare_states(ours, theirs) + ([] if our_records == their_records else ["records"])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    assert launch(Case(), folder) == 0, output(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_run_ends_like_one_left_in_peace(tmp_path, reference):
+    operations = json.loads((reference / "end.json").read_text())["operations"]
+    rng = random.Random(4)
+    kills = 0
+    for number in range(2):
+        folder, first = tmp_path / str(number), True
+        for _ in range(7):
+            # The seed of the first process is that of the run, once there is a checkpoint.
+            seed = 8 if first or not numbers(folder / "ws/checkpoints") else rng.randrange(99)
+            code = launch(Case(seed=seed, die_at=rng.randint(1, operations)), folder)
+            assert code in (0, -signal.SIGKILL), output(folder)
+            kills, first = kills + (code != 0), False
+        assert launch(Case(seed=8 if not numbers(folder / "ws/checkpoints") else 55), folder) == 0, output(folder)
+        assert differences(reference, folder) == []
+        assert files(folder / "ws/checkpoints") == files(reference / "ws/checkpoints")
+    assert kills >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_the_process_and_the_run_goes_on(tmp_path, reference, number):
+    steps = (1, 4, 7, 21)
+    case = Case(signals=tuple((step, number) for step in steps))
+    for step in steps:
+        assert launch(case, tmp_path) == 128 + number, output(tmp_path)
+        assert numbers(tmp_path / "ws/checkpoints")[-1] == step
+        assert json.loads((tmp_path / "end.json").read_text())["handlers_restored"]
+    assert launch(case, tmp_path) == 0, output(tmp_path)
+    assert differences(reference, tmp_path) == []
+
+
+@pytest.mark.slow
+def test_exit_codes_and_signals_that_only_save(tmp_path):
+    case = Case(signals=((3, signal.SIGTERM),), exit_code=7)
+    assert launch(case, tmp_path / "a") == 7
+    case = replace(case, signals=((3, signal.SIGUSR1),), keep_previous=None)
+    assert launch(case, tmp_path / "b") == 0, output(tmp_path / "b")
+    assert numbers(tmp_path / "b/ws/checkpoints") == [3, 4, 8, 12, 16, 20, 22]

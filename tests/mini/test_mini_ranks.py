@@ -1,0 +1,68 @@
+"""Several ranks: gradients are exchanged once per step, and come out as those of one process with all the data."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from mini_ranks import STEPS, flat, gradients_exchanged
+from mini_toys import by_hand
+
+from ranks import on_ranks
+from toys import classes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return folder, on_ranks(gradients_exchanged, 2, folder)
+    finally:
+        os.chdir(before)
+
+
+def test_gradients_are_exchanged_once_per_step(found):
+    for rank in found[1]:
+        quiet, loud = rank["exchanges"].tolist()
+        assert quiet == STEPS  # one bucket, one exchange a step
+        assert loud == 4 * STEPS
+
+
+def test_they_are_those_of_one_process_with_all_the_data(found):
+    _, (first, second) = found
+    x, y = classes(32)
+    order = [int((x == row).all(-1).nonzero()) for rank in (first, second) for row in rank["seen"]]
+    shares = torch.tensor(order).view(2, STEPS * 4, 2)
+    batches = [(x[i], y[i]) for i in shares.transpose(0, 1).reshape(STEPS, -1)]
+    model, _ = by_hand(batches, STEPS)
+    assert (first["weights"] - flat(model)).abs().max() < 1e-12
+    assert torch.equal(first["weights"], second["weights"])
+    assert (first["weights"] - first["loud"]).abs().max() < 1e-12
+
+
+def test_logs_are_means_over_ranks_and_real_on_the_first_only(found):
+    _, (first, second) = found
+    assert first["dry"].tolist() == [False] * STEPS
+    assert second["dry"].tolist() == [True] * STEPS
+    assert torch.equal(first["logged"], second["logged"])
+    assert (first["logged"] - (first["own"] + second["own"]) / 2).abs().max() < 1e-6
+
+
+def test_one_rank_writes_and_all_go_on(found):
+    folder, (first, second) = found
+    assert sorted(p.name for p in (folder / "ws").iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "log.txt",
+        "metrics.jsonl",
+        "status.json",
+    ]
+    names = sorted(p.name for p in (folder / "ws/checkpoints").glob("checkpoint_step_*"))
+    assert names == [f"checkpoint_step_{n}.pt" for n in (2, 3, 4, 5)]
+    assert first["drawn"].item() == second["drawn"].item() == STEPS + 2
+    assert torch.equal(first["resumed"], first["whole"])
+    assert torch.equal(first["resumed"], second["resumed"])
