@@ -264,6 +264,65 @@ def trainformer_alone(job: Job) -> nn.Module:
     return _fit(job, ClassifyPairs(job), job.samples)
 
 
+def trainformer_hf(job: Job) -> nn.Module:
+    """`trainformer.hf.Trainer`, asked for the same as `transformers.Trainer` below."""
+    from trainformer import hf
+
+    class Trainer(hf.Trainer):
+        def get_train_dataloader(self) -> DataLoader:
+            return job.loader()
+
+        def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Tensor:
+            return job.loss(model, inputs["x"], inputs["y"])
+
+    job.model.to(job.device)
+    optimizer = job.optimizer()
+    arguments = hf.TrainingArguments(
+        output_dir=str(job.folder),
+        max_steps=job.steps,
+        per_device_train_batch_size=BATCH_SIZE,
+        max_grad_norm=CLIP,
+        logging_steps=LOG_EVERY,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=job.device.type == "cpu",
+    )
+    Trainer(job.model, arguments, optimizers=(optimizer, job.schedule(optimizer))).train()
+    return job.model
+
+
+def trainformer_mini(job: Job) -> nn.Module:
+    """`trainformer.mini.BaseTrainer` with a hook that writes the same records."""
+    from trainformer import mini
+
+    record = job.recorder()
+
+    class Trainer(mini.BaseTrainer):
+        def build_data_loader(self) -> DataLoader:
+            return job.loader()
+
+        def build_model(self) -> nn.Module:
+            return job.model.to(job.device)
+
+        def build_optimizer(self) -> AdamW:
+            return job.optimizer()
+
+        def build_lr_scheduler(self) -> OneCycleLR:
+            return job.schedule(self.optimizer)
+
+        def build_hooks(self) -> list[Any]:
+            return [mini.LoggingHook(interval=LOG_EVERY)]
+
+        def forward(self, input: Batch) -> tuple[Tensor, dict[str, Any]]:
+            return job.loss(self.model, input["x"], input["y"]), {}
+
+        def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
+            record(self.step, records["loss"], self.lr_scheduler.get_last_lr()[0])
+
+    Trainer(max_steps=job.steps, grad_clip=CLIP, device=job.device).train()
+    return job.model
+
+
 # -- the others --------------------------------------------------------------------------------------------
 
 
@@ -413,6 +472,8 @@ CONTESTANTS = (
         "trainformer-alone", "trainformer, its own parts", trainformer_alone,
         main=False, exact=False,
     ),
+    Contestant("trainformer-hf", "trainformer.hf", trainformer_hf, ("transformers",), main=False),
+    Contestant("trainformer-mini", "trainformer.mini", trainformer_mini, main=False),
     Contestant(
         "lightning-log", "Lightning, self.log in every step", partial(lightning, log_each_step=True),
         ("lightning|pytorch_lightning",), main=False,

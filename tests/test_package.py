@@ -26,6 +26,15 @@ PUBLIC = {
     "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
     "trainformer.data.augment": "Augment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
+    "trainformer.hf": "BaseTrainer BaseTrainingArguments DivergenceDetector EvalPrediction GradLogger InfoCallback "
+    "IntervalStrategy JsonLogger MinimalTrainingArguments PeakMemory PredictionOutput ProgressCallback SharingPattern "
+    "StateComponent TBLogger TextgenCallback TrainOutput Trainer TrainerCallback TrainerControl TrainerState "
+    "TrainingArguments logits_from_outputs loss_and_logits_from_outputs loss_from_outputs",
+    "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
+    "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
+    "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize to_dot "
+    "to_json to_python to_tree to_yaml",
+    "trainformer.live": "ControlError RunInfo ask describe list_runs",
     "trainformer.utils": "MemoryRecord count_parameters get_device move_to_device profile_memory seed_everything",
     "trainformer.context": "ConfigSource ConfigValue Lifecycle PipelineConfig PipelineContext ScopedContext StateEntry "
     "UnknownKey record_arguments",
@@ -65,6 +74,10 @@ def test_every_listed_name_exists(module):
         "trainformer.data",
         "trainformer.data.augment",
         "trainformer.cli",
+        "trainformer.hf",
+        "trainformer.mini",
+        "trainformer.config",
+        "trainformer.live",
     ],
 )
 def test_importing_is_light(module):
