@@ -78,6 +78,29 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert (store.newest().path / "model.bin").read_bytes() == b"new"
 
 
+def test_checkpoints_can_have_the_names_of_huggingface(tmp_path):
+    """The step without zeros, in the order of numbers and not of letters; read by whoever knows the other names."""
+    store = CheckpointStore(tmp_path, "checkpoint-{}")
+    for step in (900, 1000, 30):
+        save(store, step)
+    assert store.path_of(900) == tmp_path / "checkpoint-900"
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-1000",
+        "checkpoint-30",
+        "checkpoint-900",
+    ]
+    assert steps(CheckpointStore(tmp_path)) == [30, 900, 1000]
+    (tmp_path / ".writing-checkpoint-5-999999999").mkdir()
+    (tmp_path / ".replaced-checkpoint-7-999999999").mkdir()
+    (tmp_path / "checkpoint-x").mkdir()
+    store.clean()
+    assert not list(tmp_path.glob(".writing*"))
+    assert (tmp_path / "checkpoint-7").is_dir()
+    assert (tmp_path / "checkpoint-x").is_dir()
+    store.set_aside(after=900)
+    assert (tmp_path / "given-up-1" / "checkpoint-1000").is_dir()
+
+
 def damage(path, kind):
     if kind == "truncate":
         path.write_bytes(path.read_bytes()[:-1])
