@@ -169,3 +169,21 @@ def test_listeners_may_change_while_an_event_is_delivered():
     run.bus.add("second", {Event.STEP_END: lambda step, loss: heard.append(-step)})
     run.go()
     assert heard == [1, -1]
+
+
+def test_what_was_pending_when_the_last_step_was_saved_is_logged_by_whoever_goes_on():
+    """A signal exactly at the last step, off a log point: the last record is written by the next process."""
+    cut = Run(plan(log_every=Cadence(4, "steps"), save_every=Cadence(1, "steps")))
+
+    def leave(step, loss):
+        if step == 6:
+            cut.control.signal = 15
+
+    cut.bus.add("signal", {Event.STEP_END: leave})
+    cut.go()
+    assert steps_of(cut, Event.LOG) == [1, 4]
+    cut.state.pending = cut.loop.pending_values()
+    again = Run(plan(log_every=Cadence(4, "steps")), state=RunState().load_state_dict(cut.state.state_dict())).go()
+    records = [metrics for name, step, metrics in again.services.calls if name == "log"]
+    assert [record["train/loss"] for record in records] == [4.5]  # of steps 5 and 6
+    assert again.backend.windows == []

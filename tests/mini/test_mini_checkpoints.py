@@ -16,7 +16,7 @@ from mini_victim import Case
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
-from toys import same, weights
+from toys import mlp, same, weights
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.mini import BaseHook, CheckpointingHook, LoggingHook
 from trainformer.session.checkpoints import SaveFailed
@@ -87,6 +87,40 @@ def test_a_second_call_goes_on():
     trainer.max_steps = 10
     trainer.train()
     assert same(weights(trainer), weights(whole))
+
+
+def test_means_that_were_not_yet_logged_survive():
+    class Logs(BaseHook):
+        def __init__(self):
+            self.means = []
+
+        def on_log(self, trainer, records, dry_run):
+            self.means.append((trainer.step, records["loss"]))
+
+    whole, first, second = Logs(), Logs(), Logs()
+    trained(9, LoggingHook(5), whole)
+    trained(7, LoggingHook(5), first)
+    trained(7, LoggingHook(5), CheckpointingHook(7), Keeper())
+    path = Path("checkpoints/checkpoint_step_7.pt")  # written before the rest is logged at the end of that run
+    trained(9, LoggingHook(5), CheckpointingHook(7, load=path), second, Keeper())
+    assert second.means == whole.means[1:]
+    assert [step for step, _ in first.means] == [5, 7]
+
+
+def test_what_is_drawn_between_loading_and_training_does_not_matter():
+    def make(steps):
+        return Classifier(steps, model=torch.nn.Sequential(mlp(), torch.nn.Dropout(0.5)))
+
+    whole = make(6)
+    whole.train()
+    half = make(3)  # mlp() seeds torch
+    half.train()
+    state = half.state_dict()
+    other = make(6)
+    other.load_state_dict(state)
+    torch.rand(17)
+    other.train()
+    assert same(weights(other), weights(whole))
 
 
 def test_a_generator_goes_on_where_it_was():

@@ -412,6 +412,11 @@ def test_images_of_all_kinds(image, mode):
     assert np.asarray(made).min() == 255
 
 
+def test_where_both_places_would_do_tensors_have_channels_first_and_arrays_last():
+    assert as_image(torch.zeros(3, 5, 4)).size == (4, 5)
+    assert as_image(np.zeros((3, 5, 4))).size == (5, 3)
+
+
 def test_image_files_are_numbered_limited_and_safely_named():
     class Draws(BaseHook):
         def on_after_step(self, trainer):

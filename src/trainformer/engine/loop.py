@@ -90,9 +90,10 @@ class Loop:
     def _take_up(self) -> None:
         """Begin where the state is by now: a callback may have loaded one when it heard that training begins."""
         state = self.state
+        logged = state.loss_steps if state.pending else state.step  # what is pending has yet to be logged
         self._metrics.extend(Entry(*values) for values in state.pending)
         state.pending = []
-        self._logged = self._now, state.step, state.samples, state.tokens
+        self._logged = self._now, logged, state.samples, state.tokens
 
     def _run_epoch(self) -> None:
         state = self.state

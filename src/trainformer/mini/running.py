@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -26,6 +25,7 @@ from trainformer.session import RunSettings, Session
 from trainformer.session.components import Held
 from trainformer.session.data import size_of
 from trainformer.session.habits import Habits, SignalRules
+from trainformer.session.handle import RunHandle
 from trainformer.session.snapshot import cloned
 from trainformer.utils.distributed import rank, world_size
 from trainformer.utils.helpers import seed_everything
@@ -98,7 +98,7 @@ def make_session(trainer: BaseTrainer) -> MiniSession:
     session.train_size = size_of(getattr(trainer.data_loader, "dataset", None))
     scaler = trainer.grad_scaler
     session.backend.precision.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-    view.session = session
+    view._session = session
     return session
 
 
@@ -162,6 +162,7 @@ def _habits(trainer: BaseTrainer) -> Habits:
     return Habits(
         plan={"log_first": False, "save_at_end": bool(hooks)},
         keeps_folder=trainer.workspace is not None and rank() == 0,
+        begin_anew="pass load=None to the CheckpointingHook",
         signals=signals,
     )
 
@@ -204,49 +205,20 @@ class Bookkeeper:
         }
 
 
-class NativeView:
+class NativeView(RunHandle):
     """A mini trainer as callbacks of other dialects see it: with the names of `trainformer.Trainer`."""
 
     def __init__(self, trainer: BaseTrainer) -> None:
         self.mini_trainer = trainer
-        self.session: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        session = self.__dict__.get("session")
-        if session is not None:
-            if name in _PARTS:
-                return _PARTS[name](session)
-            if name in _OF_SESSION:
-                return getattr(session, name)
-            if name in RunSettings.__dataclass_fields__:
-                return getattr(session.settings, name)
+        session = self.__dict__.get("_session")
+        if session is not None and name == "task":
+            return session.task
+        if session is not None and name in RunSettings.__dataclass_fields__:
+            return getattr(session.settings, name)
         raise AttributeError(f"a mini trainer offers callbacks no {name!r}")
-
-    def save(self, path: str | Path) -> str:
-        """Write everything needed to go on to one file."""
-        return str(self.session.save_file(Path(path)))
-
-    def log_metrics(self, metrics: dict[str, float]) -> None:
-        """Hand further metrics to the run's records, at the current step."""
-        self.session.log(metrics, self.session.state.step)
 
     def was_set(self, name: str) -> bool:
         """Whether the user set a setting."""
-        return name in self.session.passed
-
-
-_OF_SESSION = (
-    *("task", "state", "control", "context", "labels_comparable", "stop", "evaluate_trained", "embed", "judging"),
-    *("sandbox", "add_callback", "remove_callback"),
-)
-_PARTS: dict[str, Callable[[Any], Any]] = {
-    "active_optimizer": lambda session: session.backend.optimizer,
-    "active_schedule": lambda session: session.backend.schedule,
-    "grad_norm": lambda session: session.backend.grad_norm,
-    "logger": lambda session: session.loggers,
-    "run_folder": lambda session: None if session.folder is None else session.folder.path,
-    "max_steps_planned": lambda session: session.total_steps(),
-    "best_metrics": lambda session: session.state.best_metrics,
-    "train_batches": lambda session: session.train_batches(),
-    "val_batches": lambda session: session.val_batches(),
-}
+        return name in self._session.passed

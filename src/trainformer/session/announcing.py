@@ -16,17 +16,17 @@ logger = logging.getLogger("trainformer")
 
 def announce_start(session: Session) -> None:
     """What is about to be trained, or why there is nothing to train."""
-    state, total = session.state, session.total_steps()
+    state, total, anew = session.state, session.total_steps(), session.habits.begin_anew
     if state.stopped:
         logger.warning(
             "nothing left to train: the run was stopped at step %d by %s: %s. Call fit() again or load the "
-            "checkpoint to go on all the same, or pass resume=None to begin anew.", state.step, *state.stopped,
+            "checkpoint to go on all the same, or %s to begin anew.", state.step, *state.stopped, anew,
         )  # fmt: skip
         return
     if total is not None and state.step >= total:
         logger.warning(
-            "nothing left to train: %d of %d steps are done. Raise epochs or max_steps to go on, "
-            "or pass resume=None to begin anew.", state.step, total,
+            "nothing left to train: %d of %d steps are done. Raise the number of steps or epochs to go on, "
+            "or %s to begin anew.", state.step, total, anew,
         )  # fmt: skip
         return
     backend, samples = session.backend, session.train_size

@@ -27,10 +27,12 @@ class Habits:
 
     `plan` changes fields of the loop's plan. Without `keeps_folder` nothing is written to disk. `checkpoint_name` is
     formatted with the step. With `shows_messages` the console shows what is said of the run, whatever logs there are.
+    `begin_anew` is how one is told to do that.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
     keeps_folder: bool = True
     checkpoint_name: str = "step_{:08d}"
     shows_messages: bool = False
+    begin_anew: str = "pass resume=None"
     signals: SignalRules = SignalRules()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainformer.context import record_arguments
+from trainformer.session.data import size_of
 from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def describe_data(data: Any) -> Any:
         return [list(data.shape), *(hashlib.sha256(str(r.double().tolist()).encode()).hexdigest()[:16] for r in rows)]
     # A data set of HuggingFace knows its own history.
     place = getattr(data, "root", None) or getattr(data, "path", None) or getattr(data, "_fingerprint", None)
-    return [type(data).__name__, len(data) if hasattr(data, "__len__") else None, str(place) if place else None]
+    return [type(data).__name__, size_of(data), str(place) if place else None]
 
 
 def _record_environment(session: Session) -> None:

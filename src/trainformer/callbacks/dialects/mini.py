@@ -77,11 +77,14 @@ class HookCallback(ForeignCallback):
     def listen(self, trainer: Any) -> dict[Event, Callable[..., None]]:
         """The events the hook overrides."""
         known = self._as_hooks_know_it(trainer)
-        return {
+        handlers = {
             event: _told(event, getattr(self.original, name), known)
             for event, name in _METHODS.items()
             if overrides(self.original, name)
         }
+        if isinstance(known, TrainerView) and Event.STEP_END in handlers:
+            handlers[Event.BEFORE_UPDATE] = lambda step: known.note_rates()
+        return handlers
 
     def _as_hooks_know_it(self, trainer: Any) -> Any:
         """The trainer of mini itself, or one view that all hooks of a run share."""
@@ -110,6 +113,7 @@ class TrainerView:
         self.logger = logging.getLogger("trainformer.mini")
         self._in_step = False
         self._told = -1
+        self._rates: list[float] = []
         self._ended = time.perf_counter()
 
     @property
@@ -182,6 +186,10 @@ class TrainerView:
         for hook in self.hooks:
             hook.on_log_images(self, records, dry_run or rank() > 0)
 
+    def note_rates(self) -> None:
+        """Before an update: the rates that are in force."""
+        self._rates = self.native.active_schedule.get_last_lr()
+
     def take_note(self, event: Event, args: tuple[Any, ...]) -> None:
         """Before the first hook hears of an event: bring step and `step_info` up to it."""
         if event is not Event.STEP_END:
@@ -191,8 +199,9 @@ class TrainerView:
         elif self._told != self.native.state.step:
             self._told = self.native.state.step
             self._in_step = False
-            now = time.perf_counter()
-            rates = self.native.active_schedule.get_last_lr()
+            now, schedule = time.perf_counter(), self.native.active_schedule
+            # A scheduler of torch has moved on to the next step by now; one of our own sets the rates before a step.
+            rates = self._rates if hasattr(schedule, "scheduler") else schedule.get_last_lr()
             self.step_info = {
                 "loss": args[1],
                 "records": {},
