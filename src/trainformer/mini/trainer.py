@@ -26,6 +26,7 @@ from trainformer.mini.hooks.checkpointing import CheckpointingHook
 from trainformer.mini.running import MiniSession, make_session
 from trainformer.session.checkpoints import give_back
 from trainformer.session.console import messages_on
+from trainformer.session.preflight import CheckReport, check_session
 from trainformer.utils.distributed import rank
 
 #: What is built, in this order, by the method `build_<name>`. What one of them uses of another is built before it.
@@ -76,6 +77,11 @@ class BaseTrainer:
         state_dict_options: StateDictOptions | None = None,
         logger: logging.Logger | None = None,
     ) -> None:
+        if hasattr(type(self), "_run_step"):
+            raise BadArgument(
+                f"{type(self).__name__} overrides _run_step, but the steps of this library are those of its one loop. "
+                "Put what belongs around a step into hooks, and what belongs into it into forward()."
+            )
         self.max_steps = _whole("max_steps", max_steps, least=1)
         self.grad_clip = grad_clip
         self.max_non_finite_grad_retries = _optional("max_non_finite_grad_retries", max_non_finite_grad_retries, 0)
@@ -160,6 +166,15 @@ class BaseTrainer:
                 session.fit()
             finally:
                 self._in_step = False
+
+    def check(self, raise_on_failure: bool = True) -> CheckReport:
+        """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
+        if isinstance(self.data_loader, Iterator):
+            do = "Return a DataLoader or a list, which begin anew."
+            raise BadArgument(expected("data that can be looked at before they are trained on", "a generator", do))
+        with _speaking_mini():
+            self._build()
+            return check_session(self._built_session(), raise_on_failure)
 
     def _build(self) -> None:
         """Build everything that is not built yet."""
