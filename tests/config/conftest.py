@@ -46,6 +46,26 @@ class Net:
         return cls(1024, depth)
 
 
+class Base:
+    """As if it were of another package."""
+
+    @classmethod
+    def from_pretrained(cls, name):
+        return cls, name
+
+    @classmethod
+    def register(cls, name): ...
+
+    def save_pretrained(self, folder): ...
+
+
+for method in (Base.from_pretrained.__func__, Base.register.__func__, Base.save_pretrained):
+    method.__module__ = "transformers.modeling_utils"
+
+
+class Pretrained(Base): ...
+
+
 class Trainer:
     def __init__(self, model_cfg, *, optimizer_cfg, max_steps=3):
         self.model_cfg, self.optimizer_cfg, self.max_steps = model_cfg, optimizer_cfg, max_steps

@@ -2,12 +2,15 @@
 
 import functools
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
 
+import toys
 from trainformer.config import REGISTRY, Call, Config, Registry, build_from_cfg, load_config, materialize
 from trainformer.core.errors import BadArgument, MissingDependency
+from trainformer.mini import BaseTrainer, CheckpointingHook, ProgressHook
 
 
 @pytest.fixture
@@ -74,21 +77,11 @@ config = {
 """
 
 
-class MiniTrainer:
-    """A stand-in for the base class of mini: it keeps its arguments, and trains by building."""
-
-    def __init__(self, max_steps, device, **settings):
-        self.max_steps, self.device, self.settings = max_steps, device, settings
-
-    def train(self):
-        self.model = self.build_model()
-        self.optimizer = self.build_optimizer()
-        self.data = self.build_data_loader()
-
-
 def test_the_example_of_mini(write, registry):
+    """As it is printed, but for the device, and for the data and the model, which it leaves open."""
+
     @registry.register()
-    class MyTrainer(MiniTrainer):
+    class MyTrainer(BaseTrainer):
         def __init__(self, data_cfg, model_cfg, optimizer_cfg, **kwargs):
             super().__init__(**kwargs)
             self.data_cfg = data_cfg
@@ -99,28 +92,51 @@ def test_the_example_of_mini(write, registry):
             return build_from_cfg(self.data_cfg, recursive=True)
 
         def build_model(self):
-            return build_from_cfg(self.model_cfg, recursive=True).to(self.device)
+            model = build_from_cfg(self.model_cfg, recursive=True)
+            return model.to(self.device)
 
         def build_optimizer(self):
-            return build_from_cfg(self.optimizer_cfg, params=self.model.parameters())
+            return build_from_cfg(
+                self.optimizer_cfg,
+                params=self.model.parameters(),
+            )
+
+        def forward(self, input):
+            x, y = input
+            x, y = x.to(self.device), y.to(self.device)
+            logits = self.model(x)
+            loss = torch.nn.functional.cross_entropy(logits, y)
+            acc = (logits.argmax(1) == y).float().mean().item()
+            return loss, {"accuracy": acc}
+
+        def build_hooks(self):
+            return [
+                ProgressHook(interval=10, with_records=True),
+                CheckpointingHook(interval=1000, path=self.workspace / "checkpoints"),
+            ]
 
     @registry.register()
-    class MyModel(torch.nn.Linear):
+    class MyModel(torch.nn.Sequential):
         def __init__(self, hidden_size):
-            super().__init__(hidden_size, 2)
+            super().__init__(torch.nn.Linear(8, hidden_size), torch.nn.ReLU(), torch.nn.Linear(hidden_size, 4))
 
-    registry.register("MyData")(lambda batch_size, num_workers: range(batch_size))
-    cfg = load_config(write(TRAIN, "configs/train.py"))
+    @registry.register("MyData")
+    def data(batch_size, num_workers):
+        samples = torch.utils.data.TensorDataset(*toys.classes(320, inputs=8, dtype=torch.float32))
+        return torch.utils.data.DataLoader(samples, batch_size=batch_size, num_workers=num_workers)
+
+    cfg = load_config(write(TRAIN, "configs/train.py"), ["trainer.max_steps=12", "data.num_workers=0"])
     trainer = build_from_cfg(cfg["trainer"], recursive=True)
     assert trainer.model_cfg is cfg["model"]
+    assert (trainer.max_steps, trainer.grad_clip, trainer.gradient_accumulation_steps) == (12, 1.0, 4)
     trainer.train()
-    assert trainer.max_steps == 10_000
-    assert trainer.settings.keys() == cfg["trainer"].keys() - {"type", "max_steps", "device"}
-    assert trainer.model.in_features == 128
-    assert trainer.data == range(32)
+    assert trainer.step == 12
+    assert trainer.model[0].weight.shape == (128, 8)
     assert type(trainer.optimizer) is torch.optim.AdamW
     assert trainer.optimizer.param_groups[0]["lr"] == 3e-4
-    assert trainer.optimizer.param_groups[0]["params"][0] is trainer.model.weight
+    assert trainer.optimizer.param_groups[0]["params"][0] is trainer.model[0].weight
+    assert {state["step"].item() for state in trainer.optimizer.state.values()} == {12}  # it really was used
+    assert list(Path("runs/experiment_1/checkpoints").iterdir())
 
 
 def test_sections_of_the_root(lab, write):

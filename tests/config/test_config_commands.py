@@ -1,6 +1,7 @@
 """The commands `run` and `config`: what they do, what they print, and what they leave alone."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import toys
 from trainformer import Trainer
 from trainformer.checkpoint import compare
 from trainformer.cli import main
-from trainformer.config import load_config
+from trainformer.config import load_config, materialize
 
 RUN = """\
 model: {type: lab.Net, hidden_size: 8}
@@ -106,18 +107,77 @@ def data(n): return toys.classes(n)
 """
 
 
-@pytest.mark.slow
-def test_a_trainer_of_ours_is_fitted(write):
-    """In a process of its own, started in the project's folder; it ends where the same run in Python does."""
-    write(WORK, "work.py")
+def run_alone(*words):
+    """`trainformer run` in a process of its own, started in the project's folder, which the path does not hold yet."""
     folder = str(Path(toys.__file__).parent)
     code = f"import sys; sys.path.append({folder!r}); from trainformer.cli import main; sys.exit(main())"
-    words = [sys.executable, "-P", "-c", code, "run", write(TRAINER)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, "run", *words], capture_output=True, text=True, check=False
+    )
+
+
+def by_hand():
     settings = {"max_steps": 4, "lr": 1e-2, "batch_size": 8, "log": "none", "run_dir": "by_hand"}
     Trainer(toys.MeanTask(), toys.classes(32), **settings).fit()
-    assert compare("by_config", "by_hand").parts["model"].equal
+    return "by_hand"
+
+
+@pytest.mark.slow
+def test_a_trainer_of_ours_is_fitted(write):
+    """It ends where the same run in Python does."""
+    write(WORK, "work.py")
+    done = run_alone(write(TRAINER))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert compare("by_config", by_hand()).parts["model"].equal
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_by_the_same_command(write):
+    write(
+        WORK + "import os, signal\nclass Kill:\n    def on_step_end(self, trainer, step, loss):\n"
+        "        if step == 3 and not os.path.exists('again'): os.kill(os.getpid(), signal.SIGKILL)\n",
+        "work.py",
+    )
+    text = TRAINER + "  save_every: 2\n  callbacks: [!singleton:work:Kill ]\n"
+    assert run_alone(write(text)).returncode == -signal.SIGKILL
+    assert json.loads(Path("by_config/status.json").read_text())["status"] == "running"  # as far as it could tell
+    Path("again").touch()
+    done = run_alone("run.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "going on from by_config/checkpoints/step_00000002" in Path("by_config/log.txt").read_text()
+    assert compare("by_config", by_hand()).parts["model"].equal
+
+
+HF = """\
+trainer: !singleton:trainformer.hf:Trainer
+  model: !factory:torch.nn:Linear [4, 3]
+  args: !factory:trainformer.hf:TrainingArguments {output_dir: out, max_steps: 5, learning_rate: 1e-3, use_cpu: true}
+  callbacks: [!singleton:trainformer.hf:GradLogger {log_frequency: 2}]
+  train_dataset: !list [{x: 1}]
+"""
+
+
+def test_the_code_of_real_trainers_builds_the_same(write, capsys):
+    """What `config code` prints is run, and compared with what `run` builds."""
+    write(WORK, "work.py")
+    for text in (HF, TRAINER):
+        config = load_config(write(text))
+        assert main(["config", "code", "run.yaml"]) == 0
+        names = {}
+        exec(capsys.readouterr().out, names)
+        built, coded = materialize(config)["trainer"], names["trainer"]
+        assert type(built) is type(coded)
+        assert settings_of(built) == settings_of(coded)
+
+
+def settings_of(trainer):
+    if isinstance(trainer, Trainer):
+        names = ("max_steps", "lr", "batch_size", "log", "run_dir", "epochs", "seed")
+        return ([getattr(trainer._session.settings, name) for name in names], type(trainer.task))
+    shown = {
+        name: value for name, value in vars(trainer.args).items() if name != "logging_dir"
+    }  # it has the time in it
+    return (shown, trainer.train_dataset, [type(callback) for callback in trainer.callback_handler.callbacks])
 
 
 def test_the_config_is_shown(lab, write, capsys):

@@ -187,6 +187,9 @@ def test_a_file_that_is_not_there(write):
     write("a: 1", "train.yaml")
     with pytest.raises(DataError, match=r"'trian\.yaml'\. Did you mean 'train\.yaml'"):
         load_config("trian.yaml")
+    Path("folder").mkdir()
+    with pytest.raises(DataError, match=r"received 'folder'\. It is a folder\."):
+        load_config("folder")
     with pytest.raises(DataError, match="nowhere"):
         load_config("nowhere/train.yaml")
     Path("b.yaml").write_bytes(b"a: \xff\xfe")

@@ -1,11 +1,16 @@
 """Templates: what Jinja does to a config, what it may not do, and the configs of the callbacks page as they are."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
+from trainformer import hf
 from trainformer.config import load_config, materialize
 from trainformer.core.errors import BadArgument, MissingDependency
 
@@ -129,15 +134,13 @@ def test_jinja_is_needed_by_templates_alone(write, monkeypatch):
         load_config(write("a: {{ 1 }}"))
 
 
-# -- the blocks of the page on callbacks, with the modules that stand in for trainformer.hf ---------------------------
+# -- the blocks of the page on callbacks, with the modules that have these names here ---------------------------------
 
 MODULES = {
-    "torch.utils.tensorboard": "standins.board",
-    "forgather.ml.tb_logger": "standins.hf",
-    "forgather.ml.json_logger": "standins.hf",
-    "forgather.ml.textgen_callback": "standins.hf",
-    "forgather.ml.grad_logger": "standins.hf",
-    "my_module.callbacks": "standins.own",
+    "forgather.ml.tb_logger": "trainformer.hf",
+    "forgather.ml.json_logger": "trainformer.hf",
+    "forgather.ml.textgen_callback": "trainformer.hf",
+    "forgather.ml.grad_logger": "trainformer.hf",
 }
 WRITER = """\
 summary_writer: &summary_writer !singleton:torch.utils.tensorboard:SummaryWriter
@@ -205,88 +208,124 @@ trainer_callbacks: &trainer_callbacks !list:@trainer_callbacks
         patience: 3
         threshold: 0.001
 """
-STANDINS = {
-    "board": "class SummaryWriter:\n    def __init__(self, log_dir): self.log_dir = log_dir\n",
-    "hf": """
-class TBLogger:
-    def __init__(self, summary_writer, **info): self.summary_writer, self.info = summary_writer, info
-class JsonLogger:
-    def __init__(self, name, description, config): self.__dict__.update(locals())
-class TextgenCallback:
-    def __init__(self, summary_writer, prompts, generation_config, generation_steps): self.__dict__.update(locals())
-class GradLogger:
-    def __init__(self, summary_writer, log_frequency, track_layers): self.__dict__.update(locals())
-""",
-    "own": """
-class ModelCheckpointCallback:
-    def __init__(self, output_dir, metric="eval_loss", mode="min"): self.__dict__.update(locals())
-class EarlyStoppingCallback:
-    def __init__(self, patience, threshold): self.__dict__.update(locals())
-""",
-}
+OWN_CALLBACKS = """\
+import transformers
+
+from trainformer.hf import TrainerCallback
+
+class ModelCheckpointCallback(TrainerCallback):
+    def __init__(self, output_dir, metric="eval_loss", mode="min"):
+        self.output_dir, self.metric, self.mode = output_dir, metric, mode
+
+class EarlyStoppingCallback(transformers.EarlyStoppingCallback):
+    def __init__(self, patience, threshold):
+        super().__init__(patience, threshold)
+"""
+
+
+class Line(torch.nn.Module):
+    """A model whose layers have the names that the page tracks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12)))
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
 
 
 @pytest.fixture
 def page(write, tmp_path, monkeypatch):
-    """Read and build a block of the page."""
-    for name, text in STANDINS.items():
-        write(text, f"standins/{name}.py")
+    """Read and build a block of the page; writers are closed at the end."""
+    write(OWN_CALLBACKS, "my_module/callbacks.py")
     monkeypatch.syspath_prepend(str(tmp_path))
+    writers = []
 
     def built(text):
         for theirs, ours in MODULES.items():
             text = text.replace(theirs, ours)
-        return materialize(load_config(write(text)))
+        made = materialize(load_config(write(text)))
+        writers.extend([made["summary_writer"]] if "summary_writer" in made else [])
+        return made
 
     yield built
-    for name in [name for name in sys.modules if name.split(".")[0] == "standins"]:
+    for writer in writers:
+        writer.close()
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_module"]:
         del sys.modules[name]
+
+
+def train(callbacks, steps=2):
+    """Train with them, and nothing else."""
+    data = [{"x": torch.full((2,), float(n)), "labels": torch.zeros(2)} for n in range(4)]
+    settings = {"max_steps": steps, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": "none"}
+    arguments = hf.TrainingArguments(output_dir="out", save_strategy="no", use_cpu=True, **settings)
+    hf.Trainer(model=Line(), args=arguments, train_dataset=data, callbacks=callbacks).train()
+
+
+def events(folder):
+    """Names of the scalars and texts in a folder of event files."""
+    found = EventAccumulator(str(folder)).Reload()
+    return {*found.Tags()["scalars"], *found.Tags()["tensors"]}
 
 
 def test_the_block_of_callbacks_that_are_there_anyway(page):
     assert page(DEFAULT) == {}
+    kinds = {type(callback) for callback in hf.Trainer.default_callbacks()}
+    assert {hf.ProgressCallback, hf.InfoCallback} <= kinds
 
 
 def test_the_block_of_tensorboard(page):
     built = page(TB_LOGGER)
     (callback,) = built["trainer_callbacks"]
-    assert callback.summary_writer is built["summary_writer"]
-    assert built["summary_writer"].log_dir == "./runs/experiment_001"
-    assert callback.info == built["experiment_info"]
-    assert callback.info["date"] == "2024-01-01"
+    assert type(callback) is hf.TBLogger
+    assert callback.experiment_info == built["experiment_info"]
+    assert callback.experiment_info["date"] == "2024-01-01"
+    assert type(built["summary_writer"]) is SummaryWriter
+    train(built["trainer_callbacks"])
+    assert {"train/loss", "experiment_info/text_summary"} <= events("runs/experiment_001")
 
 
 def test_the_block_of_json(page):
-    (callback,) = page(JSON_LOGGER)["trainer_callbacks"]
-    assert (callback.name, callback.description) == ("My Experiment", "Experiment description")
-    assert callback.config == Path("run.yaml").read_text()
+    (callback,) = callbacks = page(JSON_LOGGER)["trainer_callbacks"]
+    assert type(callback) is hf.JsonLogger
+    train(callbacks)
+    (file,) = Path().rglob("trainer_logs.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["global_step"] for record in records if record["event"] == "on_log"][:2] == [1, 2]
+    text = Path("run.yaml").read_text()
+    meta = {"name": "My Experiment", "description": "Experiment description", "config": text}
+    assert records[0]["meta"] == meta
 
 
 def test_the_block_of_generated_text(page):
     built = page(WRITER + TEXTGEN)
     (callback,) = built["trainer_callbacks"]
-    assert callback.summary_writer is built["summary_writer"]
-    assert callback.prompts == ["The weather today is", "Machine learning is", "In the future, we will"]
-    assert callback.generation_config is built["generation_config"]
-    assert callback.generation_config == {"do_sample": True, "max_new_tokens": 50, "temperature": 0.7, "top_p": 0.9}
+    assert type(callback) is hf.TextgenCallback
+    assert list(callback.prompts) == ["The weather today is", "Machine learning is", "In the future, we will"]
+    assert built["generation_config"] == {"do_sample": True, "max_new_tokens": 50, "temperature": 0.7, "top_p": 0.9}
     assert callback.generation_steps == 1000
 
 
 def test_the_block_of_gradients(page):
-    built = page(WRITER + GRAD_LOGGER)
+    built = page(WRITER + GRAD_LOGGER.replace("log_frequency: 100", "log_frequency: 1"))
     (callback,) = built["trainer_callbacks"]
-    assert (callback.log_frequency, callback.track_layers) == (100, ["layer.0", "layer.11"])
-    assert callback.summary_writer is built["summary_writer"]
+    assert type(callback) is hf.GradLogger
+    train(built["trainer_callbacks"])
+    assert {"grad_norm_total", "grad_norm_max", "grad_norm_min", "grad_norm_mean"} <= names_of(built["summary_writer"])
+    assert {"grad_norm/layer.0", "grad_norm/layer.11"} <= names_of(built["summary_writer"])
+    assert "grad_norm/layer.1" not in names_of(built["summary_writer"])
+    assert page(WRITER + GRAD_LOGGER)["trainer_callbacks"][0].log_frequency == 100
+
+
+def names_of(writer):
+    writer.flush()
+    return events(writer.log_dir)
 
 
 def test_the_block_of_ones_own_callbacks(page):
-    best, stopping = page(OWN)["trainer_callbacks"]
+    best, stopping = callbacks = page(OWN)["trainer_callbacks"]
     assert (best.output_dir, best.metric, best.mode) == ("./best_models", "eval_loss", "min")
-    assert (stopping.patience, stopping.threshold) == (3, 0.001)
-
-
-def test_the_writer_of_torch_itself(write):
-    writer = materialize(load_config(write(WRITER)))["summary_writer"]
-    writer.add_scalar("loss", 1.0, 0)
-    writer.close()
-    assert list(Path("runs/experiment_001").glob("events*"))
+    assert (stopping.early_stopping_patience, stopping.early_stopping_threshold) == (3, 0.001)
+    with pytest.raises(AssertionError, match="metric_for_best_model"):  # it is really asked, and wants evaluations
+        train(callbacks)

@@ -167,6 +167,14 @@ plain: [1, 2]
 """
 
 
+@pytest.mark.parametrize("named", [{"args": [1]}, {"kwargs": {"a": 1}}, {"args": [1], "kwargs": {"a": 1}}])
+def test_arguments_that_are_called_as_the_keys_are(lab, write, named):
+    config = Config({"x": call("factory", [], named)})
+    again = load_config(write(to_yaml(config)))
+    assert again == config
+    assert materialize(again)["x"].kwargs == named
+
+
 def test_the_tree(write):
     assert to_tree(load_config(write(TAGS))).splitlines() == [
         "writer: singleton lab:Thing (w)",
@@ -180,6 +188,11 @@ def test_the_tree(write):
         "  2: -> twice",
         "job: partial lab:job",
     ]
+
+
+def test_anchors_keep_their_names(write):
+    text = to_yaml(load_config(write(TAGS)))
+    assert [text.count(mark) for mark in ("&twice", "*twice", "&w ", "*w")] == [1, 1, 1, 2]
 
 
 def test_the_graph(write):
@@ -199,14 +212,14 @@ def test_the_graph(write):
 
 
 def test_json(write):
-    shown = json.loads(to_json(load_config(write(TAGS + "odd: [.inf, 2024-01-01, !!set {a}]\n"))))
+    shown = json.loads(to_json(load_config(write(TAGS + "odd: [.inf, 2024-01-01, !!set {c, a, d, b}]\n"))))
     writer = {"!singleton": "lab:Thing", "name": "writer", "args": ["runs"], "kwargs": {}}
     twice = {"!singleton": "lab:Thing", "name": "twice", "args": [{"!ref": "writer"}], "kwargs": {"lr": 1e-4}}
     first = {"!singleton": "lab:Thing", "args": [], "kwargs": {"writer": {"!ref": "writer"}}}
     assert shown["writer"] == writer
     assert shown["callbacks"] == [first, twice, {"!ref": "twice"}]
     assert shown["model"]["head"] == {"type": "Head", "odd key": 1}
-    assert shown["odd"] == ["inf", "2024-01-01", ["a"]]
+    assert shown["odd"] == ["inf", "2024-01-01", ["a", "b", "c", "d"]]
 
 
 def test_python(write):

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import trainformer
 from trainformer.config import REGISTRY, build_from_cfg, load_config, materialize
-from trainformer.config.trust import ALLOWED, DENIED, Importer, is_own
+from trainformer.config.allowed import ALLOWED, CLASSES, DENIED, FUNCTIONS, may_be_asked
+from trainformer.config.trust import Importer, is_own
 from trainformer.core.errors import BadArgument
 
 TRACE = "open('imported', 'w').close()\nclass Thing: pass\n"
@@ -123,6 +125,59 @@ ESCAPES = [
     "transformers.dynamic_module_utils.get_class_from_dynamic_module",
     "transformers.utils.import_utils.direct_transformers_import",
     "transformers.utils.direct_transformers_import",
+    # Two harmless functions, one of which gets attributes and one of which calls: together they are all of Python.
+    "transformers.models.auto.auto_factory.getattribute_from_module",
+    "torch.utils.checkpoint.checkpoint",
+    "torch.nn.utils.stateless.functional_call",
+    "torch.func.functional_call",
+    "torch.autograd.Function.apply",
+    "torch.overrides.handle_torch_function",
+    "torch.nn.functional.handle_torch_function",
+    "torch.nn.functional.boolean_dispatch",
+    "torch.nn.Module.apply",
+    "torch.nn.Module.register_forward_hook",
+    "torch.Tensor.map_",
+    "torch.save",
+    "torch.compile",
+    "torch.UntypedStorage",
+    "lab.torch.futures.Future",
+    "torch.utils.data.datapipes.iter.FileOpener",
+    "torch.utils.data.datapipes.utils.decoder.basichandlers",
+    "torch.distributed.TCPStore",
+    "torch.distributed.FileStore",
+    "torch.profiler.tensorboard_trace_handler",
+    "torch.testing.make_tensor",
+    "torchvision.utils.save_image",
+    "torchvision.io.write_png",
+    "torchvision.datasets.LSUN",
+    "torchvision.datasets.lsun.LSUNClass",
+    "torchvision.models.feature_extraction.DualGraphModule",
+    "timm.optim.create_optimizer_v2",
+    "timm.models.load_checkpoint",
+    "timm.utils.CheckpointSaver",
+    "transformers.PreTrainedConfig.to_json_file",
+    "transformers.PreTrainedModel.save_pretrained",
+    "transformers.GenerationConfig.push_to_hub",
+    "transformers.AutoModel.register",
+    "transformers.AttentionInterface.register",
+    "transformers.CompileConfig",
+    "transformers.utils.generic.maybe_replace_from_package",
+    "transformers.processing_utils.transformers_module",
+    "transformers.models.marian.convert_marian_to_pytorch.OpusState",
+    "transformers.models.rag.retrieval_rag.LegacyIndex",
+    "peft.save_as_lora",
+    "peft.tuners.lora.tp_layer.dispatch_megatron",
+    "trainformer.adapters.save_adapter",
+    "trainformer.checkpoint.export_weights",
+    "trainformer.live.server.ControlServer",
+    "trainformer.session.folder.RunFolder",
+    "trainformer.engine.checkpoint.store.CheckpointStore",
+    "trainformer.loggers.JsonlLogger.log",
+    "lab.Net.wide.x",
+    "lab.Pretrained.save_pretrained",
+    "lab.Pretrained.register",
+    "lab.torch.save",
+    "lab.torch.utils.checkpoint.checkpoint",
 ]
 
 
@@ -131,6 +186,56 @@ def test_ways_around_are_closed(lab, path):
     for target in (path, path.replace(":", "."), ":".join(path.replace(":", ".").rsplit(".", 1))):
         with pytest.raises(BadArgument):  # by its name alone: a call without arguments would fail anyway
             Importer(REGISTRY).find(target)
+
+
+ATTACK = """\
+init: &init !factory:transformers.models.auto.auto_factory:getattribute_from_module
+  - !factory:torch.nn:Linear [1, 1]
+  - __init__
+names: &names !factory:transformers.models.auto.auto_factory:getattribute_from_module [*init, __globals__]
+get: &get !factory:transformers.models.auto.auto_factory:getattribute_from_module [*names, get]
+builtins: &builtins !factory:torch.utils.checkpoint:checkpoint
+  args: [*get, __builtins__]
+  kwargs: {use_reentrant: false}
+"""
+
+
+def test_an_attack_by_harmless_functions(write):
+    """Without the rule that functions are listed, this is the way to `eval`."""
+    config = load_config(write(ATTACK))
+    with pytest.raises(BadArgument, match=r"for configs \(run.yaml:6\), received 'torch\.utils\.checkpoint:"):
+        materialize(config["builtins"])
+    with pytest.raises(BadArgument, match=r"for configs \(run.yaml:5\), received 'transformers\.models\.auto.*--trust"):
+        materialize(config["builtins"], trust=["torch.utils.checkpoint"])
+    found = materialize(config["builtins"], trust=["transformers", "torch.utils.checkpoint"])
+    assert found["eval"] is eval
+
+
+def test_class_methods_that_build_are_inherited(lab):
+    assert build_from_cfg({"type": "lab.Pretrained.from_pretrained", "name": "x"}) == (lab.Pretrained, "x")
+    with pytest.raises(BadArgument, match=r"of transformers that is for configs, received 'lab\.Pretrained\.save"):
+        build_from_cfg({"type": "lab.Pretrained.save_pretrained"})
+
+
+def test_trust_in_one_function(lab):
+    one = Importer(REGISTRY, ("torch.save", "lab.torch.save", "torch.hub.load", "torch.os"))
+    assert one.find("torch.save") is torch.save
+    assert one.find("torch.hub:load") is torch.hub.load
+    for other in ("torch.hub.list", "torch.os.system", "lab.torch.save", "torch.saves"):
+        with pytest.raises(BadArgument):
+            one.find(other)
+
+
+def test_every_part_of_ours_is_either_for_configs_or_not():
+    """Whoever adds a package decides: into CLASSES, or into this list."""
+    internal = {"backends", "checkpoint", "cli", "config", "context", "core", "engine", "live", "session", "utils"}
+    for_configs = {path.split(".")[1] for path in CLASSES if path.startswith("trainformer.")}
+    packages = {found.name for found in pkgutil.iter_modules(trainformer.__path__) if not found.name.startswith("_")}
+    assert for_configs & internal == set()
+    assert for_configs | internal == packages
+    for path in FUNCTIONS:
+        assert may_be_asked(f"{path}.anything")
+        assert pkgutil.resolve_name(path) is not None
 
 
 def test_a_path_leads_through_modules_and_classes_alone(lab):
@@ -159,16 +264,37 @@ def test_who_trusts_a_package_by_name_gets_all_of_it():
     [
         ({"type": "torch.load", "f": "x.pt", "weights_only": False}, "no weights_only=False.*--trust torch"),
         ({"type": "torch.load", "f": "x.pt", "weights_only": 0}, "weights_only"),
-        ({"type": "torch.serialization.load", "f": "x.pt", "pickle_module": "pickle"}, "pickle_module"),
+        ({"type": "torch.load", "f": "x.pt", "pickle_module": "pickle"}, "pickle_module"),
         ({"type": "transformers.AutoModel.from_pretrained", "trust_remote_code": True}, "--trust transformers"),
         ({"type": "transformers.pipeline", "model_kwargs": {"a": [{"trust_remote_code": "yes"}]}}, "trust_remote_code"),
         ({"type": "lab.Thing", "trust_remote_code": True}, "--trust lab"),
+        ({"type": "lab.Thing", "trust_remote_code": 0}, "trust_remote_code=0"),
+        ({"type": "lab.Thing", "trust_remote_code": {"type": "lab.job"}}, "trust_remote_code"),
+        ({"type": "lab.Thing", "attn_implementation": "evil/kernel"}, "attn_implementation='evil/kernel'"),
+        ({"type": "lab.Thing", "attn_implementation": {"text": "sdpa", "vision": "evil/kernel"}}, "repository's code"),
+        ({"type": "lab.Thing", "x": {"_attn_implementation": "a/b"}}, "_attn_implementation"),
+        ({"type": "lab.Thing", "use_kernels": True}, "use_kernels"),
+        ({"type": "peft.LoraConfig", "megatron_core": "antigravity"}, "megatron_core='antigravity'.*any module"),
+        ({"type": "trainformer.Trainer", "task": 1, "data": 2, "compile": {"options": {"cpp.cxx": ["x"]}}}, "compile"),
+        ({"type": "transformers.GenerationConfig", "compile_config": {"options": {}}}, "compile_config"),
     ],
 )
 def test_arguments_that_make_a_function_run_what_it_loads(lab, section, match):
     with pytest.raises(BadArgument, match=match):
         build_from_cfg(section)
     assert lab.BUILT == []
+
+
+def test_such_arguments_with_values_that_do_no_harm(lab):
+    good = {"trust_remote_code": False, "attn_implementation": {"": "sdpa"}, "_attn_implementation": None}
+    good |= {
+        "use_kernels": None,
+        "compile": {"mode": "default"},
+        "megatron_core": "megatron.core",
+        "weights_only": True,
+    }
+    assert build_from_cfg({"type": "lab.Thing", **good}).kwargs == good
+    assert build_from_cfg({"type": "lab.Thing", "compile": True}).kwargs == {"compile": True}
 
 
 def test_such_arguments_by_position_and_in_tags(lab, write):
@@ -204,8 +330,6 @@ def test_a_checkpoint_is_read_safely_by_default(write):
         "torch.device",
         "torch.nn.functional.gelu",
         "torch.nn.functional.max_pool2d",
-        "torch.Tensor.to",
-        "torch.linalg.norm",
         "torch.optim.lr_scheduler.CosineAnnealingLR",
         "torch.utils.data.DataLoader",
         "torch.utils.tensorboard.SummaryWriter",
@@ -220,7 +344,25 @@ def test_a_checkpoint_is_read_safely_by_default(write):
         "trainformer.tasks.ImageClassification",
         "trainformer.callbacks:EMA",
         "torch.load",
-        "torch.compile",
+        "torch.Generator",
+        "torch.nn.init.kaiming_normal_",
+        "torch.nn.Embedding.from_pretrained",
+        "torch.optim.Muon",
+        "torchvision.datasets.FakeData",
+        "torchvision.models.get_model",
+        "torchvision.models.detection.fasterrcnn_resnet50_fpn",
+        "timm.data.create_transform",
+        "timm.loss.LabelSmoothingCrossEntropy",
+        "transformers.models.bert.modeling_bert.BertModel",
+        "transformers.BitsAndBytesConfig",
+        "transformers.get_scheduler",
+        "transformers.DataCollatorWithPadding",
+        "peft.get_peft_model",
+        "trainformer.tasks.SSL.dino",
+        "trainformer.data.load_images",
+        "trainformer.losses.nt_xent_loss",
+        "trainformer.hf.Trainer",
+        "trainformer.mini:EmaHook",
     ],
 )
 def test_what_people_use_is_found(path):
@@ -284,8 +426,10 @@ def test_an_import_that_fails_says_so(tmp_path, monkeypatch):
         build_from_cfg({"type": "worse.Thing"})
     with pytest.raises(BadArgument, match=r"received 'torhc\.nn\.Linear'\. Did you mean 'torch'"):
         build_from_cfg({"type": "torhc.nn.Linear"})
-    with pytest.raises(BadArgument, match=r"received 'trainformer.nowhere', which is not there"):
-        build_from_cfg({"type": "trainformer.nowhere:Thing"})
+    with pytest.raises(BadArgument, match=r"received 'trainformer.tasks.nowhere', which is not there"):
+        build_from_cfg({"type": "trainformer.tasks.nowhere:Thing"})
+    with pytest.raises(BadArgument, match=r"received 'torch.optm.AdamW'. There are classes of torch.nn, torch.optim,"):
+        build_from_cfg({"type": "torch.optm.AdamW"})
 
 
 def test_asking_imports_nothing(write):

@@ -8,6 +8,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 
+@pytest.fixture(autouse=True)
+def no_sockets_of_the_dead(tmp_path):
+    """Tests kill runs; what these leave in the system's temporary folder goes when the test has ended."""
+    from trainformer.live import address
+
+    yield
+    for file in tmp_path.rglob(address.FILE):
+        known = address.read(file.parent)
+        if known is not None and known.path is not None and not address.is_there(known):
+            address.withdraw(file.parent, known)
+
+
 @pytest.fixture(scope="session")
 def undisturbed_run(tmp_path_factory):
     """For a case, the folder of a run that nobody asked for anything."""

@@ -172,7 +172,7 @@ def test_a_request_that_comes_too_late_is_refused(tmp_path):
     assert status(tmp_path) == "finished"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_save_that_fails_is_answered_and_the_run_goes_on(tmp_path, undisturbed_run, asynchronous):
     case = Case(failing_saves=(1,), save_async=asynchronous)
     process = launch_gated(case, tmp_path, {2: 1})

@@ -2,12 +2,17 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from controlled import Gate, ctl
@@ -17,8 +22,10 @@ from torch.utils.data import TensorDataset
 from toys import MeanTask, classes
 from trainformer import Trainer
 from trainformer.core.errors import BadArgument
+from trainformer.engine.checkpoint import CheckpointStore
 from trainformer.live import ControlError, address, ask, describe, list_runs
 from trainformer.live.processes import process_identity
+from trainformer.live.requests import Request, Ticket
 from trainformer.session.folder import NoFolder
 
 
@@ -53,6 +60,58 @@ def test_without_validation_data_eval_says_so_and_the_run_goes_on():
     assert refused == "here: There is no validation data, so nothing can be evaluated. The run goes on."
     assert saved["step"] == 5
     assert ours.state.step == 16
+
+
+def test_stop_saves_also_where_the_end_of_a_run_does_not():
+    ours = trainer()
+    ours._session.habits = replace(ours._session.habits, plan={"save_at_end": False})
+    (answer,) = train_and_ask(ours, {3: "stop"})
+    assert (answer["step"], Path(answer["checkpoint"]).name) == (3, "step_00000003")
+    assert [saved.step for saved in CheckpointStore(Path("runs/here/checkpoints")).checkpoints()] == [3]
+
+
+def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
+    class Late:
+        """Asks in the very last moment: the answers have been given, the server is about to close."""
+
+        def on_train_end(self, trainer):
+            live = trainer._session._live
+            given = live._conclude
+            live._conclude = lambda *args: (given(*args), live._take(ticket))
+
+    told = []
+    ticket = Ticket(Request("stop", "somebody"), told.append, lambda file, reply: None)
+    ours = trainer(Late(), run_dir="runs/first")
+    ours.fit()
+    del ours._session._live._conclude
+    assert not ours._session._live.waiting
+    again = trainer()
+    again._session._live, again._session._live._session = ours._session._live, again._session
+    (saved,) = train_and_ask(again, {3: "save"})
+    assert (saved["step"], again.state.step) == (3, 16)
+
+
+def test_what_was_just_done_is_answered_without_doing_it_again():
+    """Asked while a boundary's own evaluation and save go on, it finds both done when that step is polled again."""
+    ours = trainer(val_data=TensorDataset(*classes(n=8, seed=1)))
+    live, state, answers = ours._session._live, ours.state, {}
+    history = [
+        {"step": 4.0, "epoch": 0.5, "val/loss": 7.0},
+        {"step": 6.0, "val/loss": 1.0},
+        {"step": 6.0, "train/loss": 3.0},
+    ]
+    ours.fit()
+    state.step = state.evaluated_at = state.saved_at = 6
+    state.log_history[:] = history
+    live._checkpointer = SimpleNamespace(store=CheckpointStore(Path("runs/here/checkpoints")), failures=5)
+    for verb in ("eval", "save"):
+        live._take(Ticket(Request(verb, "me"), partial(answers.__setitem__, verb), lambda file, reply: None))
+    live.at_boundary()
+    assert answers == {"eval": {"ok": True, "step": 6, "metrics": {"val/loss": 1.0}}}
+    live._checkpointer.failures += 1  # only failures since then count
+    live.at_boundary()
+    assert answers["save"] == {"ok": False, "error": "The checkpoint could not be written; the run's log.txt says why."}
+    assert not live.waiting
 
 
 def test_who_calls_off_a_stop_is_obeyed_and_whoever_asked_is_told():
@@ -117,6 +176,30 @@ def test_each_fit_has_its_own_token_and_cleans_up():
     assert not any(Path(known.path).parent.exists() for known in seen)
     assert not Path("runs/here/control.json").exists()
     assert not [t for t in threading.enumerate() if t.name == "trainformer-control"]
+
+
+def test_what_killed_runs_left_is_swept_away(tmp_path, monkeypatch):
+    """Folders on whose socket nobody listens, unless they are young, of another machine, or hold something else."""
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    listeners = {}
+    for name in ("dead", "young", "alive", "full"):
+        listeners[name], known = address.listen()
+        folder = Path(known.path).parent
+        (folder / "note").touch() if name == "full" else None
+        listeners[name].close() if name != "alive" else None
+        os.utime(folder, (0, 0)) if name != "young" else None
+        listeners[name, "folder"] = folder
+    empty = Path(tempfile.mkdtemp(prefix=f"{listeners['dead', 'folder'].name[:19]}", dir=tempfile.tempdir))
+    far = Path(tempfile.mkdtemp(prefix="trainformer-far-", dir=tempfile.tempdir))
+    for folder in (empty, far):
+        os.utime(folder, (0, 0))
+    listener, own = address.listen()
+    left = set(Path(tempfile.tempdir).iterdir())
+    kept = {listeners[name, "folder"] for name in ("young", "alive", "full")}
+    for one in (listener, listeners["alive"]):
+        one.close()
+    shutil.rmtree(tempfile.tempdir)
+    assert left == {*kept, far, Path(own.path).parent}
 
 
 def test_a_run_that_cannot_listen_runs_all_the_same(monkeypatch):

@@ -15,7 +15,7 @@ from trainformer.config.loading import checked_trust
 from trainformer.config.nodes import Call, Config, as_call, at, is_shared, place_in
 from trainformer.config.registry import REGISTRY, Registry
 from trainformer.config.trust import Importer
-from trainformer.core.errors import BadArgument, MissingDependency, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, MissingDependency, did_you_mean, expected
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -122,6 +122,9 @@ class _Builder:
             return target(*built_args, **named)
         except MissingDependency:  # it names the command that helps
             raise
+        except (BadArgument, DataError) as error:  # they say all but the place
+            kind = DataError if isinstance(error, DataError) else BadArgument
+            raise kind(f"{call.title}{at(call.place)}: {error}") from error
         except Exception as error:
             raise BadArgument(
                 f"Expected {call.title} to be built{at(call.place)}, received {type(error).__name__}: {error}"

@@ -86,6 +86,8 @@ def checked_trust(trust: Sequence[str]) -> tuple[str, ...]:
 def _existing(file: Path) -> Path:
     if file.is_file():
         return file
+    if file.is_dir():
+        raise DataError(expected("the file of a config", str(file), "It is a folder."))
     folder = file.parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     raise DataError(expected("the file of a config", str(file), did_you_mean(file.name, names) or "There is none."))

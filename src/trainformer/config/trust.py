@@ -1,8 +1,8 @@
 """What a config may name: which packages are imported for it, and which of their functions are never called.
 
-Importing runs code, so the question comes before the import. A few packages are allowed, as is the project's own;
-whoever runs the program may trust more. This keeps a config that was found somewhere from running what it likes by a
-plain name; it is no prison for hostile files: read what you build.
+Importing runs code, so the question comes before the import. Parts of a few packages are allowed (see `allowed`), as
+is the project's own; whoever runs the program may trust more. This keeps a config that was found somewhere from running
+what it likes; what it builds still gets the arguments that it gives, so read what you build.
 """
 
 from __future__ import annotations
@@ -13,69 +13,22 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from trainformer.config.allowed import (
+    ALLOWED,
+    ARGUMENTS,
+    DENIED,
+    METHODS,
+    class_of_method,
+    lies_in,
+    may_be_asked,
+    may_be_built,
+    offers,
+)
 from trainformer.config.nodes import Call, Place, as_call, at, dotted_name, parts, place_in
 from trainformer.config.registry import Registry
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-
-ALLOWED = ("trainformer", "torch", "torchvision", "timm", "transformers", "peft")
-
-# In packages that are allowed, what runs code that it is told or that it finds in files. Whoever trusts the package
-# by name gets these too.
-DENIED = {
-    "torch.hub": "runs a repository's hubconf.py",
-    "torch.utils.cpp_extension": "compiles and loads C++",
-    "torch.utils.hipify": "rewrites source files",
-    "torch.utils.collect_env": "runs shell commands",
-    "torch.utils.benchmark": "runs statements given as text",
-    "torch.utils.show_pickle": "reads pickles",
-    "torch.package": "runs code packed with a model",
-    "torch.fx": "makes functions from text",
-    "torch.jit": "loads and compiles programs",
-    "torch.export": "loads programs",
-    "torch.compiler.load_cache_artifacts": "loads compiled programs",
-    "torch.cuda.memory.CUDAPluggableAllocator": "loads shared libraries",
-    "torch.xpu.memory.XPUPluggableAllocator": "loads shared libraries",
-    "torch.cuda.jiterator": "compiles kernels from text",
-    "torch.ops": "loads shared libraries",
-    "torch.classes": "loads shared libraries",
-    "torch.library": "changes what operators do",
-    "torch.from_file": "writes to any file",
-    "torch.UntypedStorage": "writes to any file",
-    "torch.storage": "writes to any file",
-    "torch.serialization.add_safe_globals": "lets checkpoints run code",
-    "torch.serialization.safe_globals": "lets checkpoints run code",
-    "torch.multiprocessing": "starts processes",
-    "torch.distributed.elastic": "starts processes",
-    "torch.distributed.launcher": "starts processes",
-    "torch.distributed.launch": "starts processes",
-    "torch.distributed.run": "starts processes",
-    "torch.distributed.rpc": "runs code that others send",
-    "torch.distributed.checkpoint": "reads pickles",
-    "torch.distributed.flight_recorder": "reads pickles",
-    "torch.backends.xeon": "starts processes",
-    "torch.distributed.nn.jit": "runs code made from text",
-    "torch.testing": "is for tests",
-    "torchvision.datasets.utils": "downloads and unpacks files",
-    "torchvision.io.write_file": "writes to any file",
-    "torchvision.io.image.write_file": "writes to any file",
-    "transformers.dynamic_module_utils": "runs a repository's code",
-    "transformers.testing_utils": "runs commands",
-    "transformers.utils.import_utils": "imports any module",
-    "transformers.cli": "runs commands",
-    "trainformer.cli": "runs commands",
-    "trainformer.config": "could trust other packages",
-    "trainformer.core": "imports any module",
-}
-
-# Arguments, wherever they stand, and the only values that they may have.
-DENIED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": ((False, None), "runs a repository's code"),
-    "weights_only": ((True,), "would let a checkpoint run code"),
-    "pickle_module": ((), "chooses who reads pickles"),
-    "allow_pickle": ((False,), "would let a file run code"),
-}
 
 
 class Importer:
@@ -110,11 +63,11 @@ class Importer:
             self._check_inside(call, others)
 
     def _check_argument(self, call: Call, key: Any, value: Any, place: Place | None) -> None:
-        if key in DENIED_ARGUMENTS and not any(value is good for good in DENIED_ARGUMENTS[key][0]):
-            package = call.title.split(":")[0].split(".")[0]
-            raise BadArgument(
-                f"Expected no {key}={value!r} in a config{at(place)}: it {DENIED_ARGUMENTS[key][1]}. {_do(package)}"
-            )
+        if isinstance(key, str) and key in ARGUMENTS:
+            is_good, reason = ARGUMENTS[key]
+            if not is_good(value):
+                path = call.title.replace(":", ".")
+                raise BadArgument(f"Expected no {key}={value!r} in a config{at(place)}: it {reason}. {_do(path)}")
         self._check_inside(call, value)
 
     def _check_inside(self, call: Call, value: Any) -> None:
@@ -140,7 +93,7 @@ class Importer:
         return (module if colon else None), words
 
     def _is_trusted(self, path: str) -> bool:
-        return any(path == name or path.startswith(name + ".") for name in self.trust)
+        return lies_in(path, self.trust)
 
     def _is_allowed(self, package: str, path: str) -> bool:
         return package in ALLOWED or self._is_trusted(path) or is_own(package)
@@ -159,6 +112,15 @@ class Importer:
                 f"{package!r}. {_do(package)}"
             )
         self._deny(path, target, place)
+        if package in ALLOWED and not self._is_trusted(path) and not may_be_asked(path):
+            self._refuse_part(package, target, place)
+
+    def _refuse_part(self, package: str, target: str, place: Place | None) -> NoReturn:
+        path = target.replace(":", ".")
+        raise BadArgument(
+            f"Expected something of {package} that is for configs{at(place)}, received {target!r}. "
+            f"{offers(package)} {_do(path)}"
+        )
 
     def _deny(self, path: str, target: str, place: Place | None) -> None:
         if self._is_trusted(path):
@@ -169,7 +131,7 @@ class Importer:
             if reason is not None:
                 raise BadArgument(
                     f"Expected something that is safe to call from a config{at(place)}, received {target!r}: "
-                    f"{'.'.join(words[:end])} {reason}. {_do(words[0])}"
+                    f"{'.'.join(words[:end])} {reason}. {_do(target.replace(':', '.'))}"
                 )
 
     def _module(
@@ -201,11 +163,29 @@ class Importer:
         if isinstance(thing, ModuleType) or not callable(thing):
             raise BadArgument(expected(f"a class or function{at(place)}", target, f"It is a {type(thing).__name__}."))
         home = _home(thing)
+        path = target.replace(":", ".")
+        if self._is_trusted(path) and (home is None or home.split(".")[0] == path.split(".")[0]):
+            return
         if home is None or not self._knows(home):
             self._refuse_thing(thing, target, place)
-        self._deny(f"{home}.{getattr(thing, '__qualname__', '')}", target, place)
+        name = f"{home}.{getattr(thing, '__qualname__', '')}"
+        self._deny(name, target, place)
+        if not (self._is_ours(home, name) or may_be_built(thing, home) or self._is_inherited(thing)):
+            self._refuse_part(home.split(".")[0], target, place)
 
-    def _refuse_thing(self, thing: Any, target: str, place: Place | None) -> None:
+    def _is_ours(self, home: str, name: str) -> bool:
+        """Whether it is the project's own, or trusted by name."""
+        package = home.split(".")[0]
+        return self._is_trusted(name) or (package not in ALLOWED and is_own(package))
+
+    def _is_inherited(self, method: Any) -> bool:
+        """Whether it is a class method that builds, of a class of the project that has it from an allowed one."""
+        owner = class_of_method(method)
+        if owner is None or method.__name__ not in METHODS:
+            return False
+        return self._is_ours(owner.__module__, dotted_name(owner))
+
+    def _refuse_thing(self, thing: Any, target: str, place: Place | None) -> NoReturn:
         home = thing.__name__ if isinstance(thing, ModuleType) else _home(thing)
         package = str(home).split(".")[0]
         raise BadArgument(

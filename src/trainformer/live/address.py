@@ -7,6 +7,7 @@ private folder (mode 0700), and ``control.json`` (mode 0600) says where, with a 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from trainformer.live.processes import process_identity
 
 FILE = "control.json"
 _PREFIX = "trainformer-"
+_SETTLED = 60.0  # seconds after which whoever made a folder surely listens in it
 _SOCKET = "control"
 _MOST_BYTES = 100  # of a socket's path: 108 on Linux and 104 on macOS, with the zero at its end
 
@@ -50,9 +52,11 @@ def listen() -> tuple[socket.socket, Address]:
 
 
 def _listen_in(root: str) -> tuple[socket.socket, str]:
-    if len(os.fsencode(root)) + len(_PREFIX) + len(_SOCKET) + 10 > _MOST_BYTES:
+    prefix = _prefix()
+    if len(os.fsencode(root)) + len(prefix) + len(_SOCKET) + 10 > _MOST_BYTES:
         raise OSError(f"{root} is too long for the path of a socket")
-    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)  # mode 0700
+    _sweep(root, prefix)
+    folder = tempfile.mkdtemp(prefix=prefix, dir=root)  # mode 0700
     path = os.path.join(folder, _SOCKET)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -64,6 +68,33 @@ def _listen_in(root: str) -> tuple[socket.socket, str]:
         _remove_socket(path)
         raise
     return listener, path
+
+
+def _prefix() -> str:
+    """How folders of this machine begin: a temporary folder may be shared, and here others' sockets all seem dead."""
+    return f"{_PREFIX}{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}-"
+
+
+def _sweep(root: str, prefix: str) -> None:
+    """Remove what killed runs of this user left: folders with a socket on which nobody listens."""
+    for entry in os.scandir(root):
+        if not entry.name.startswith(prefix):
+            continue
+        with contextlib.suppress(OSError):
+            made = entry.stat(follow_symlinks=False)
+            is_mine = not hasattr(os, "getuid") or made.st_uid == os.getuid()
+            if is_mine and time.time() - made.st_mtime > _SETTLED and _is_deserted(os.path.join(entry.path, _SOCKET)):
+                _remove_socket(os.path.join(entry.path, _SOCKET))
+
+
+def _is_deserted(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
+        knocking.setblocking(False)  # whoever is too busy to open is there
+        try:
+            knocking.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+    return False
 
 
 def connect(address: Address, seconds: float) -> socket.socket:
