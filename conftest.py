@@ -14,6 +14,9 @@ import torch
 # The models are tiny; a second thread costs more than it brings, and far more on a busy machine.
 torch.set_num_threads(1)
 
+# They hold fixtures and no examples; looked through for those, those of one name would be taken for one another.
+collect_ignore_glob = ["*/conftest.py"]
+
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
