@@ -59,8 +59,8 @@ def by_task(folder, accumulation, count):
             losses.append(float(loss))
 
     Trainer(
-        task, loader(count), max_steps=STEPS, lr=RATE, weight_decay=0.0, scheduler="linear", warmup_ratio=0.0, device="cpu",
-        accumulation_steps=accumulation, precision="no", log="none", run_dir=folder, seed=42, callbacks=[Note()],
+        task, loader(count), max_steps=STEPS, lr=RATE, weight_decay=0.0, scheduler="linear", warmup_ratio=0.0, seed=42,
+        accumulation_steps=accumulation, precision="no", log="none", run_dir=folder, callbacks=[Note()], device="cpu",
     ).fit()  # fmt: skip
     return losses, task.model
 

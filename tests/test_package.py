@@ -32,8 +32,8 @@ PUBLIC = {
     "TrainingArguments logits_from_outputs loss_and_logits_from_outputs loss_from_outputs",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
-    "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize to_dot "
-    "to_json to_python to_tree to_yaml",
+    "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize "
+    "to_dot to_json to_python to_tree to_yaml",
     "trainformer.live": "ControlError RunInfo ask describe list_runs",
     "trainformer.utils": "MemoryRecord count_parameters get_device move_to_device profile_memory seed_everything",
     "trainformer.context": "ConfigSource ConfigValue Lifecycle PipelineConfig PipelineContext ScopedContext StateEntry "

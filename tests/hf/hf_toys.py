@@ -1,5 +1,8 @@
 """Models, data and recorders for tests of `trainformer.hf`, that run in transformers' Trainer just as well."""
 
+import multiprocessing
+import os
+
 import torch
 import transformers
 from torch import nn
@@ -121,3 +124,22 @@ def losses(trainer):
 
 def parameters(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train_in_process(folder, step=None, number=None):
+    """The body of a process that trains with workers; after a step it sends itself a signal, if one is given."""
+
+    class Signal(hf.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                os.kill(os.getpid(), number)
+
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)
+    trainer = make(
+        folder, Classifier(dropout=0.3), train=examples(43), callbacks=[Signal()], max_steps=12, learning_rate=1e-2,
+        save_strategy="steps", save_steps=4, dataloader_num_workers=2, dataloader_prefetch_factor=2,
+        resume_from_checkpoint="auto",
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(f"{folder}/final")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from text_toys import reading_tokenizer
 from trainformer import checkpoint, hf
 from trainformer.callbacks import EMA
-from trainformer.core.errors import BadArgument, DataError
+from trainformer.core.errors import BadArgument, CheckFailed, DataError
 from trainformer.engine.checkpoint import SharingPattern
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -476,6 +476,22 @@ def test_a_trainer_with_a_loop_of_its_own(tmp_path, caplog):
 def test_the_abstract_methods_have_to_be_written(tmp_path):
     with pytest.raises(TypeError, match="_eval_loop"):
         hf.BaseTrainer(hf.BaseTrainingArguments(str(tmp_path)), Classifier())
+
+
+def test_a_run_that_was_checked_is_the_run_that_was_not(tmp_path):
+    options = {"evaluation": examples(16, seed=1), "eval_strategy": "epoch", "learning_rate": 1e-2}
+    plain, checked = (make(tmp_path / name, Classifier(0.2), **options) for name in ("a", "b"))
+    steps = plain.train().global_step
+    assert checked.check().ok
+    assert checked.train().global_step == steps
+    assert equal(parameters(plain.model), parameters(checked.model))
+
+
+def test_a_layer_that_is_never_used_is_found_before_the_run(tmp_path):
+    model = Classifier()
+    model.forgotten = nn.Linear(2, 2)
+    with pytest.raises(CheckFailed, match=r"forgotten\.weight"):
+        make(tmp_path, model).check()
 
 
 # -- process-wide settings, and errors ---------------------------------------------------------------------

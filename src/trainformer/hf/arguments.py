@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import platform
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any
@@ -22,6 +24,12 @@ from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.dialects.huggingface_types import IntervalStrategy
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.foreign_fields import without_foreign_fields
+
+
+class ParallelMode(Enum):
+    """How a run is spread over devices, for scripts that print it."""
+
+    NOT_PARALLEL = "not_parallel"
 
 
 class _Arguments(type):
@@ -187,6 +195,16 @@ class MinimalTrainingArguments(metaclass=_Arguments):
     process_index = local_process_index = property(lambda self: 0)
     world_size = n_gpu = property(lambda self: 1)
     should_save = should_log = property(lambda self: True)
+    local_rank = property(lambda self: -1)
+    parallel_mode = property(lambda self: ParallelMode.NOT_PARALLEL)
+
+    def get_process_log_level(self) -> int:
+        """From which level on messages are shown."""
+        return logging.getLogger("trainformer").getEffectiveLevel()
+
+    def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
+        """For work that other processes find done when it is their turn. There are no others."""
+        return nullcontext()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of warm-up in a run of so many."""

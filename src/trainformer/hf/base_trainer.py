@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine.checkpoint import CheckpointStore, Manifest, Retention, SharingPattern, StateComponent
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
 from trainformer.hf.handle import LogRelay
+from trainformer.hf.scripting import Scripting
 from trainformer.hf.settings import CHECKPOINT_NAME, kept_best, monitored
 from trainformer.hf.task import save_beside_weights
 from trainformer.session.checkpoints import Checkpointer, give_back, read_states, versions
@@ -48,7 +50,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, Any]
 
 
-class BaseTrainer(ABC):
+class BaseTrainer(Scripting, ABC):
     """Base of trainers. `callbacks` are added to the default ones; the list itself is not kept."""
 
     @classmethod
@@ -92,6 +94,7 @@ class BaseTrainer(ABC):
         self._callbacks = CallbackList()
         self._bridge = Bridge.of(self._callbacks.shared)
         self._stop_requested_by: tuple[str, str, str] | None = None
+        self._has_weights = False  # while a checkpoint is written: its weights are in place already
         state = self._bridge.state
         state.max_steps, state.num_train_epochs = self.args.max_steps, self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
@@ -243,12 +246,46 @@ class BaseTrainer(ABC):
 
     # -- keeping -------------------------------------------------------------------------------------------
 
-    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        """Write the weights, the configuration and the tokenizer; what `from_pretrained` opens, and no more."""
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
+        """Write the weights, the configuration and the tokenizer; what `from_pretrained` opens, and no more.
+
+        Override it, or `_save`, to write more: for every checkpoint it is called, too.
+        """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        write_component(folder, "model", "weights", self._weights())
+        self._save(str(folder))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self._has_weights:
+            write_component(folder, "model", "weights", self._weights() if state_dict is None else state_dict)
         save_beside_weights(self.make_model(), self.processing_class, folder)
+
+    def save_beside_checkpoint(self, folder: Path) -> None:
+        """Write what belongs beside the weights of a checkpoint, with what the user's `save_model` adds to it.
+
+        It gets a folder of its own: files that the checkpoint has already are what a run goes on from, and stay.
+        """
+        if type(self).save_model is BaseTrainer.save_model and type(self)._save is BaseTrainer._save:
+            save_beside_weights(self.make_model(), self.processing_class, folder)
+            return
+        own = folder / "saved_by_user"
+        own.mkdir()
+        self._has_weights = True
+        try:
+            self.save_model(str(own), _internal_call=True)
+        finally:
+            self._has_weights = False
+        for path in sorted(own.iterdir()):
+            if (folder / path.name).exists():
+                logger.warning(
+                    "%s.save_model wrote %s, which a checkpoint has of its own: that of the checkpoint is kept. Write "
+                    "it under another name.", type(self).__name__, path.name,
+                )  # fmt: skip
+            else:
+                path.rename(folder / path.name)
+        shutil.rmtree(own)
 
     def _weights(self) -> dict[str, Any]:
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
@@ -279,7 +316,7 @@ class BaseTrainer(ABC):
 
     def _assets(self, folder: Path) -> list[str]:
         before = set(folder.iterdir())
-        save_beside_weights(self.make_model(), self.processing_class, folder)
+        self.save_beside_checkpoint(folder)
         return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:

@@ -17,17 +17,38 @@ def collator_for(given: Callable[[list[Any]], Any] | None, processing_class: Any
     if given is not None:
         return given
     try:
-        from transformers import DataCollatorWithPadding, default_data_collator
+        from transformers import DataCollatorWithPadding
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
     except ImportError:
         return default_collate
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return DataCollatorWithPadding(processing_class)
 
-    def stack(examples: list[Any]) -> Any:
-        return default_data_collator(examples) if isinstance(examples[0], Mapping) else default_collate(examples)
+    return stacked
 
-    return stack
+
+def stacked(examples: list[Any]) -> Any:
+    """A batch of examples of one shape: a dict of dicts, a tuple of tuples."""
+    from transformers import default_data_collator
+
+    return default_data_collator(examples) if isinstance(examples[0], Mapping) else default_collate(examples)
+
+
+class Collator:
+    """Makes batches, without columns that the model does not take.
+
+    It holds nothing else: where workers are not forked it is pickled, and sent to each of them.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], accepted: Collection[str] | None) -> None:
+        self.collate = collate
+        self.accepted = accepted
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """A batch of these."""
+        if self.accepted is not None:
+            examples = [without_unused(example, self.accepted) for example in examples]
+        return self.collate(examples)
 
 
 def accepted_names(model: nn.Module, label_names: Collection[str]) -> set[str] | None:

@@ -15,6 +15,8 @@ _LATER = "Training on several processes or machines has arguments of its own her
 _HUB = "Nothing here talks to the hub. After training: model.push_to_hub(...), or `huggingface-cli upload`."
 _CALLBACK = "Pass the callback of transformers for it in `callbacks`; it works here unchanged."
 
+_NOT_REENTRANT: tuple[Any, ...] = (None, {}, {"use_reentrant": False})  # any of these asks for what is done anyway
+
 # name: (HuggingFace's default, what to do instead)
 _FOREIGN: dict[str, tuple[Any, str]] = {
     "accelerator_config": (None, _LATER),
@@ -40,7 +42,7 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
     "eval_use_gather_object": (False, _LATER),
     "fsdp": (None, _LATER),
     "fsdp_config": (None, _LATER),
-    "gradient_checkpointing_kwargs": (None, "Checkpointing is always the variant that is not reentrant."),
+    "gradient_checkpointing_kwargs": (_NOT_REENTRANT, "Checkpointing is always the variant that is not reentrant."),
     "hub_always_push": (False, _HUB),
     "hub_model_id": (None, _HUB),
     "hub_private_repo": (None, _HUB),
@@ -76,9 +78,14 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
 def without_foreign_fields(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """What was given, less those of HuggingFace's fields that ask for nothing. Those that do ask are refused."""
     for name, value in given.items():
-        if name in _FOREIGN and name not in known and str(getattr(value, "value", value)) != str(_FOREIGN[name][0]):
+        if name in _FOREIGN and name not in known and not _asks_for_nothing(value, _FOREIGN[name][0]):
             raise BadArgument(
                 f"HuggingFace's TrainingArguments have {name}, these have not (received {name}={value!r}). "
                 f"{_FOREIGN[name][1]}"
             )
     return {name: value for name, value in given.items() if name not in _FOREIGN or name in known}
+
+
+def _asks_for_nothing(value: Any, default: Any) -> bool:
+    choices = default if isinstance(default, tuple) else (default,)
+    return str(getattr(value, "value", value)) in map(str, choices)

@@ -61,6 +61,8 @@ class HfHandle(RunHandle):
     args = property(lambda self: self.front.args)
     processing_class = property(lambda self: self.front.processing_class)
     task = property(lambda self: self._session.task)
+    train_batches = property(lambda self: self.front.train_dataloader)
+    val_batches = property(lambda self: self.front.eval_dataloader)
     lr = property(lambda self: self._session.settings.lr)
     monitor_metric = property(lambda self: self._session.settings.monitor_metric)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,9 @@ from trainformer.adapters.state import adapter_state_dict, load_adapter_state_di
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
-from trainformer.hf.collate import accepted_names, inner_model, without_unused
+from trainformer.hf.collate import Collator, accepted_names, inner_model
 from trainformer.hf.outputs import logits_from_outputs
+from trainformer.models.language import told_documents
 from trainformer.tasks.base import TaskBase
 
 IGNORED = -100
@@ -55,6 +57,10 @@ class Front(Protocol):
         """What `compute_metrics` says of a whole evaluation."""
         ...
 
+    def save_beside_checkpoint(self, folder: Path) -> None:
+        """Write what belongs beside the weights of a checkpoint."""
+        ...
+
 
 class ModelTask(TaskBase):
     """Trains the model of a front."""
@@ -69,22 +75,23 @@ class ModelTask(TaskBase):
         self._accepted = accepted_names(model, label_names) if front.args.remove_unused_columns else None
         self._shifts = shifts_labels(model)
         self._began = 0.0
+        self._ignored_keys: list[str] = []
         self._evaluated = (0, 0)  # batches and samples of the evaluation that is going on
 
     # -- data ----------------------------------------------------------------------------------------------
 
-    def collate_fn(self, examples: list[Any]) -> Any:
-        """A batch, without columns that the model does not take."""
-        if self._accepted is not None:
-            examples = [without_unused(example, self._accepted) for example in examples]
-        return self.front.data_collator(examples)
+    @property
+    def collate_fn(self) -> Collator:
+        """Makes batches of examples."""
+        return Collator(self.front.data_collator, self._accepted)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> Mean:
         """The loss, and how much it counts."""
         weight = self.weight_of(batch)
-        loss = self.front.compute_loss(self.model, _copied(batch), num_items_in_batch=_at_least_one(weight))
+        with _as_one_document(batch):
+            loss = self.front.compute_loss(self.model, _copied(batch), num_items_in_batch=_at_least_one(weight))
         return Mean(loss, weight)
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
@@ -93,14 +100,27 @@ class ModelTask(TaskBase):
         if self._evaluated[0] == 0:
             self._began = time.perf_counter()
         self._evaluated = self._evaluated[0] + 1, self._evaluated[1] + size
-        loss, logits, labels = self.front.prediction_step(self.model, _copied(batch), not self.keeps_rows)
+        ignored = self._ignored_keys or None
+        loss, logits, labels = self.front.prediction_step(
+            self.model, _copied(batch), not self.keeps_rows, ignore_keys=ignored
+        )
         metrics: dict[str, Any] = {}
         if loss is not None:
             weight = self.weight_of(batch)
             metrics["loss"] = loss * weight, weight
         if self.keeps_rows:
-            metrics |= _rows("logits", logits) | _rows("labels", labels)
+            metrics |= _rows("logits", logits) | _rows("labels", labels) | self._further_rows(batch, loss, size)
         return metrics
+
+    def _further_rows(self, batch: Any, loss: Any, size: int) -> dict[str, Tensor]:
+        """What else `compute_metrics` is to see, as `include_for_metrics` says."""
+        wanted = self.front.args.include_for_metrics
+        found: dict[str, Tensor] = {}
+        if "inputs" in wanted and isinstance(batch, Mapping):
+            found |= _rows("inputs", batch.get(getattr(inner_model(self.model), "main_input_name", "input_ids")))
+        if "loss" in wanted and loss is not None:
+            found |= _rows("losses", loss.detach().repeat(size))
+        return found
 
     def weight_of(self, batch: Any) -> Any:
         """What a batch's loss is a mean over: supervised tokens, else samples."""
@@ -124,6 +144,15 @@ class ModelTask(TaskBase):
         finally:
             self.keeps_rows = before
             self.rows = {}
+
+    @contextmanager
+    def ignoring(self, keys: Iterable[str]) -> Iterator[None]:
+        """Leave outputs of these names out of the evaluations in this block."""
+        before, self._ignored_keys = self._ignored_keys, list(keys)
+        try:
+            yield
+        finally:
+            self._ignored_keys = before
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
         """The user's metrics of the whole set."""
@@ -166,7 +195,7 @@ class ModelTask(TaskBase):
     def save_assets(self, folder: Path) -> list[str]:
         """What `from_pretrained` looks for beside the weights, and where the run is in HuggingFace's words."""
         before = set(folder.iterdir())
-        save_beside_weights(self.model, self.front.processing_class, folder)
+        self.front.save_beside_checkpoint(folder)
         self.front.state.save_to_json(folder / "trainer_state.json")
         (folder / "training_args.json").write_text(self.front.args.to_json_string(), encoding="utf-8")
         return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
@@ -195,15 +224,30 @@ def default_loss(
         outputs = model(inputs[0] if isinstance(inputs, (list, tuple)) else inputs)
         return _loss_of(outputs, labels, model, smoothing, function, items), outputs
     inputs = dict(inputs)
-    own = function is None and not smoothing and takes(model, labels_name)
-    labels = inputs.get(labels_name) if own else inputs.pop(labels_name, None)
-    if own and labels is not None:
+    smooth = smoothing and can_be_smoothed(labels_name, inputs.get(labels_name))
+    own = function is None and not smooth and takes(model, labels_name)
+    if own and inputs.get(labels_name) is not None:
         if takes_loss_arguments(model):
             inputs["num_items_in_batch"] = items
         outputs = model(**inputs)
         return _own_loss(outputs), outputs
+    labels = inputs.pop(labels_name, None)
+    if smooth and labels is not None:
+        _add_decoder_inputs(inputs, labels, model)
     outputs = model(**inputs)
-    return _loss_of(outputs, labels, model, smoothing, function, items), outputs
+    return _loss_of(outputs, labels, model, smoothing if smooth else 0.0, function, items), outputs
+
+
+def can_be_smoothed(name: str, labels: Any) -> bool:
+    """Whether labels are classes. Numbers to be met, several labels at once and positions of answers are not."""
+    return name == "labels" and isinstance(labels, Tensor) and not labels.is_floating_point()
+
+
+def _add_decoder_inputs(inputs: dict[str, Any], labels: Tensor, model: nn.Module) -> None:
+    """What an encoder-decoder makes of its labels itself, when it gets to see them."""
+    make = getattr(inner_model(model), "prepare_decoder_input_ids_from_labels", None)
+    if make is not None and "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs:
+        inputs["decoder_input_ids"] = make(labels=labels)
 
 
 def _own_loss(outputs: Any) -> Tensor:
@@ -233,25 +277,28 @@ def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, func
         return F.mse_loss(logits.reshape(labels.shape), labels)
     if labels.ndim > 1 and shifts_labels(model):
         logits, labels = logits[..., :-1, :], labels[..., 1:]
+    counts = labels.ndim > 1 and items is not None
     total = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
         ignore_index=IGNORED,
-        reduction="sum" if labels.ndim > 1 else "mean",
+        reduction="sum" if counts else "mean",
         label_smoothing=smoothing,
     )
-    return total / items if labels.ndim > 1 else total
+    return total / items if counts else total
 
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether a model predicts the next token, so that labels are compared one place further on."""
     inner: Any = inner_model(model)
-    kind = getattr(inner, "loss_type", None)
-    if kind is None or getattr(inner.config, "is_encoder_decoder", False):
+    if not hasattr(inner, "loss_type") or getattr(inner.config, "is_encoder_decoder", False):
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return LOSS_MAPPING.get(kind) is ForCausalLMLoss
+    if inner.loss_type is None:  # a name that tells nothing of the loss, such as GPT2LMHeadModel
+        return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
 
 
 def takes_loss_arguments(model: nn.Module) -> bool:
@@ -260,19 +307,33 @@ def takes_loss_arguments(model: nn.Module) -> bool:
     told = getattr(inner, "accepts_loss_kwargs", None)
     if told is not None:
         return bool(told)
-    parameters = inspect.signature(inner.forward).parameters.values()
+    parameters = parameters_of(inner.forward).values()
     return hasattr(inner, "loss_function") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def takes(function: Any, name: str) -> bool:
-    """Whether a function, or a model's forward, takes an argument of a name (or any)."""
-    if isinstance(function, nn.Module):
-        function = inner_model(function).forward
+    """Whether a function, or a model's forward, takes an argument of a name."""
+    return name in parameters_of(inner_model(function).forward if isinstance(function, nn.Module) else function)
+
+
+_PARAMETERS: WeakKeyDictionary[Any, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """What a function takes. It is asked in every step, and costs 20 us to find out: it is found out once."""
+    function = getattr(function, "__func__", function)
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-    return name in parameters
+        if function not in _PARAMETERS:
+            _PARAMETERS[function] = inspect.signature(function).parameters
+        return _PARAMETERS[function]
+    except (TypeError, ValueError):  # something built in, or that cannot be remembered
+        return {}
+
+
+def _as_one_document(batch: Any) -> AbstractContextManager[None]:
+    """Without positions a sequence is one document. transformers would ask the device for them, in every step."""
+    texts = isinstance(batch, Mapping) and "input_ids" in batch and "position_ids" not in batch
+    return told_documents(packed=False) if texts else nullcontext()
 
 
 def _copied(batch: Any) -> Any:

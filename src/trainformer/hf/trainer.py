@@ -10,33 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from trainformer.backends.torch.optimizers import make_optimizer
 from trainformer.callbacks.dialects.huggingface import our_name, training_summary
 from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine.checkpoint import CheckpointStore, StateComponent
-from trainformer.hf.base_trainer import BaseTrainer, TrainOutput
+from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
+from trainformer.hf.evaluating import EvaluatingTrainer, is_stream
 from trainformer.hf.handle import HfHandle, HfSession, LogRelay
-from trainformer.hf.prediction import EvalPrediction, PredictionOutput, arrays, label_arrays, logits_of
-from trainformer.hf.settings import habits_of, optimizer_spec, schedule_factory, settings_of
-from trainformer.hf.task import ModelTask, default_loss, takes
+from trainformer.hf.scripting import refuse_dead_overrides, refuse_foreign_checkpoint
+from trainformer.hf.settings import InOrder, habits_of, optimizer_spec, schedule_factory, settings_of
+from trainformer.hf.task import ModelTask, can_be_smoothed, default_loss
 from trainformer.session.data import is_loader
 from trainformer.session.parts import retention
+from trainformer.session.preflight import CheckReport, check_session
 
 logger = logging.getLogger("trainformer")
 
-# Methods of HuggingFace's Trainer that are its loop. There is no such loop here to take parts out of.
-_THEIR_LOOP = (
-    "training_step", "evaluation_loop", "prediction_loop", "_inner_training_loop", "_maybe_log_save_evaluate",
-    "get_batch_samples", "_save_checkpoint", "_load_from_checkpoint",
-)  # fmt: skip
 
-
-class Trainer(BaseTrainer):
+class Trainer(EvaluatingTrainer):
     """Trains a model of transformers, or any other.
 
     >>> import torch
@@ -75,19 +70,14 @@ class Trainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        for name in _THEIR_LOOP:
-            if hasattr(type(self), name):
-                raise BadArgument(
-                    f"{type(self).__name__} overrides {name}, a part of HuggingFace's loop, which does not run here. "
-                    "Override compute_loss, prediction_step, create_optimizer, create_scheduler, get_train_dataloader, "
-                    "get_eval_dataloader or log, or use a callback."
-                )
+        refuse_dead_overrides(type(self))
         self._session: HfSession | None = None
         self._handle = HfHandle(self)
         self._began_run = False  # the session's run has begun: another train() needs another session
         self._eval_data: Any = None
         self._resume: str | None = None
         self._recording: dict[str, Any] | None = None
+        self._said: set[str] = set()
         super().__init__(
             args,
             model,
@@ -124,15 +114,26 @@ class Trainer(BaseTrainer):
         self._resume = self._resumed_from(wanted)
         return super().train()
 
+    def check(self, raise_on_failure: bool = True) -> CheckReport:
+        """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
+        with self._process_settings():
+            self._prepare(None, self.eval_dataset)
+            assert self._session is not None
+            return check_session(self._session, raise_on_failure)
+
     def _resumed_from(self, wanted: Any) -> str | None:
         if wanted in (None, False, "False", "false"):
             return None
         if wanted in (True, "True", "true", "auto"):
-            newest = CheckpointStore(Path(self.args.output_dir)).newest()
+            folder = Path(self.args.output_dir)
+            newest = CheckpointStore(folder).newest()
+            if newest is None:
+                refuse_foreign_checkpoint(*sorted(folder.glob("checkpoint-*")))
             if newest is None and wanted != "auto":
                 do = "Pass 'auto' to go on only where there is one."
                 raise DataError(expected("a checkpoint to resume from", f"none in {self.args.output_dir}", do))
             return "auto"
+        refuse_foreign_checkpoint(Path(wanted))
         return str(wanted)
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
@@ -148,6 +149,8 @@ class Trainer(BaseTrainer):
         task.keeps_rows = self.compute_metrics is not None and not self.args.prediction_loss_only
         train, evaluation = self._training_data(), self._evaluation_data()
         settings = settings_of(self.args, self._batches_of(train), self._resume)
+        if train is not None and (is_loader(train) or (settings.sampler is InOrder and is_stream(train))):
+            settings.sampler = None  # they have an order of their own
         self._bring_optimizer(settings, model)
         self._handle = HfHandle(self)
         session = HfSession(
@@ -216,12 +219,6 @@ class Trainer(BaseTrainer):
         size = self.args.per_device_train_batch_size
         return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
 
-    def _label_names(self, model: nn.Module) -> list[str]:
-        if self.args.label_names:
-            return list(self.args.label_names)
-        named = [name for name in ("start_positions", "end_positions") if takes(model, name)]
-        return named or ["labels"]
-
     def _bring_optimizer(self, settings: Any, model: nn.Module) -> None:
         """Put into the settings what the user passed, or makes in methods of his own."""
         if self._overrides("create_optimizer_and_scheduler"):
@@ -236,6 +233,11 @@ class Trainer(BaseTrainer):
             settings.scheduler = self._given_scheduler
         elif self._overrides("create_scheduler"):
             settings.scheduler = lambda optimizer, total: self.create_scheduler(total, optimizer) or self.lr_scheduler
+
+    def _say_once(self, message: str, *values: Any) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning(message, *values)
 
     def _overrides(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(Trainer, name)
@@ -259,21 +261,6 @@ class Trainer(BaseTrainer):
         self.create_optimizer()
         self.create_scheduler(num_training_steps)
 
-    def get_train_dataloader(self) -> Any:
-        """A loader of the training data. Override it to bring another, which is then used as it is."""
-        return self._loader(self.train_dataset, "train_dataset", self.args.per_device_train_batch_size)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """A loader of the evaluation data. Override it to bring another, which is then used as it is."""
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._loader(data, "eval_dataset", self.args.per_device_eval_batch_size)
-
-    def _loader(self, data: Any, name: str, size: int) -> DataLoader:
-        if data is None:
-            raise BadArgument(f"Expected a {name}, received none. Pass it to the trainer.")
-        task = ModelTask(self, self.make_model(), self._label_names(self.make_model()))
-        return DataLoader(as_dataset(data), batch_size=size, collate_fn=task.collate_fn)
-
     # -- steps that users override -------------------------------------------------------------------------
 
     def compute_loss(
@@ -281,95 +268,10 @@ class Trainer(BaseTrainer):
     ) -> Any:
         """The mean loss of a batch over its supervised items, of which there are `num_items_in_batch`."""
         name, smoothing = self._label_names(model)[0], self.args.label_smoothing_factor
+        if smoothing and isinstance(inputs, Mapping) and not can_be_smoothed(name, inputs.get(name)):
+            self._say_once("label_smoothing_factor does nothing: %s are no classes", name)
         loss, outputs = default_loss(model, inputs, name, smoothing, self.loss_fn, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Any, Any, Any]:
-        """Loss, logits and labels of a batch; without labels there is no loss."""
-        task = self._task()
-        names = self._label_names(model)
-        labels = [inputs.get(name) for name in names] if isinstance(inputs, Mapping) else [inputs[1]]
-        if any(label is None for label in labels):
-            outputs = model(**inputs)
-            loss = None
-        else:
-            items = task.weight_of(inputs)
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
-        if prediction_loss_only:
-            return loss, None, None
-        logits, targets = logits_of(outputs, model, ignore_keys or ()), label_arrays(labels)
-        if self.preprocess_logits_for_metrics is not None:
-            logits = self.preprocess_logits_for_metrics(logits, targets)
-        return loss, logits, targets
-
-    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """What `compute_metrics` says of the rows of an evaluation."""
-        if self.compute_metrics is None or not rows:
-            return {}
-        found = self.compute_metrics(EvalPrediction(arrays(rows, "logits"), arrays(rows, "labels")))
-        return {name.removeprefix("eval_"): value for name, value in found.items()}
-
-    # -- evaluation ----------------------------------------------------------------------------------------
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Metrics of the evaluation data, or of other data, with the model as it is now."""
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(data, str):
-            data = self.eval_dataset[data]
-        if isinstance(data, dict):
-            parts = {
-                name: self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in data.items()
-            }
-            return {name: value for part in parts.values() for name, value in part.items()}
-        if data is None and not self._overrides("get_eval_dataloader"):
-            raise BadArgument("Expected an eval_dataset to evaluate on, received none. Pass it to the trainer or here.")
-        with self._process_settings():
-            self._prepare(None, data)
-            measured = self._measured(data)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-        metrics["epoch"] = self.state.epoch
-        self.log(metrics)
-        self._dispatch_event("on_evaluate", metrics=metrics)
-        return metrics
-
-    def _eval_loop(self) -> dict[str, float]:
-        return {f"eval_{name}": value for name, value in self._measured(self._eval_data).items()}
-
-    def _measured(self, data: Any) -> dict[str, float]:
-        """Metrics of data, without a prefix; a loader that the user makes is meant where there are none."""
-        assert self._session is not None
-        most = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
-        metrics = self._session.evaluate_on(None if data is None else as_dataset(data), most=most)
-        return {name.removeprefix("val/"): value for name, value in metrics.items()}
-
-    def evaluates_as_usual(self) -> bool:
-        """Whether an evaluation during training is one of the whole of one data set."""
-        return not isinstance(self.eval_dataset, dict) and self.args.max_eval_steps <= 0
-
-    def evaluate_all(self) -> dict[str, float]:
-        """The evaluation during training where there are several data sets, or a limit."""
-        if not isinstance(self.eval_dataset, dict):
-            return {f"val/{name}": value for name, value in self._measured(self.eval_dataset).items()}
-        return {
-            f"val/{part}_{name}": value
-            for part, data in self.eval_dataset.items()
-            for name, value in self._measured(data).items()
-        }
-
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions for data, and metrics where they have labels."""
-        with self._process_settings():
-            self._prepare(None, test_dataset)
-            with self._task().collecting() as rows:
-                measured = self._measured(test_dataset)
-                predictions, labels = arrays(rows, "logits"), arrays(rows, "labels")
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-        self._dispatch_event("on_predict", metrics=metrics)
-        return PredictionOutput(predictions, labels, metrics)
 
     # -- callbacks and state -------------------------------------------------------------------------------
 
@@ -430,10 +332,6 @@ class Trainer(BaseTrainer):
         self._prepare(None, self.eval_dataset)
         assert self._session is not None
         self._session.load(path)
-
-    def _task(self) -> ModelTask:
-        assert self._session is not None
-        return self._session.task
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back how far the run was."""

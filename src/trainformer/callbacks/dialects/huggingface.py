@@ -62,6 +62,7 @@ class HuggingFaceCallback(ForeignCallback):
         self.bridge = Bridge.of(shared)
         self._epoch: int | None = None  # the one that has begun and not ended
         self._owes_epoch_end = False
+        self._hears: dict[str, bool] = {}
 
     # -- the run's events, in their words ------------------------------------------------------------------
 
@@ -170,6 +171,11 @@ class HuggingFaceCallback(ForeignCallback):
 
     def hears(self, name: str) -> bool:
         """Whether the callback does anything on an event. One that intercepts its own attributes hears everything."""
+        if name not in self._hears:
+            self._hears[name] = self._does(name)
+        return self._hears[name]
+
+    def _does(self, name: str) -> bool:
         kind = type(self.original)
         if kind.__getattribute__ is not object.__getattribute__:
             return True
