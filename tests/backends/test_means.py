@@ -12,8 +12,7 @@ from trainformer.core.types import Mean
 
 def train(task, data, **options):
     defaults = {"epochs": 2, "lr": 1e-2, "log": "none", "save_best": 0, "num_workers": 0, "gradient_clip": 0.5}
-    trainer = Trainer(task, data, **{**defaults, **options}).fit()
-    return trainer
+    return Trainer(task, data, **{**defaults, "device": "cpu", **options}).fit()
 
 
 class MeanOfTokens(TokenTask):
