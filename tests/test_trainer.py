@@ -1,6 +1,7 @@
 """`Trainer` as a user meets it."""
 
 import json
+import os
 import logging
 from pathlib import Path
 
@@ -434,6 +435,16 @@ def test_bad_arguments_are_explained(options, message):
 def test_an_unknown_logger_is_explained():
     with pytest.raises(BadArgument, match="Did you mean 'wandb'"):
         make(log="wandbb", epochs=1).fit()
+
+
+def test_what_a_killed_process_was_writing_is_cleared_away(tmp_path):
+    """Drafts of a living process are its own business."""
+    dead, living = (tmp_path / f".status.json.{number}.tmp" for number in (999_999_999, os.getppid()))
+    dead.touch()
+    living.touch()
+    make(epochs=1, run_dir=tmp_path).fit()
+    assert not dead.exists()
+    assert living.exists()
 
 
 # -- callbacks and the trainer -----------------------------------------------------------------------------

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.context import PipelineConfig
+from trainformer.engine.checkpoint.store import is_alive
 from trainformer.live.processes import process_identity
 from trainformer.live.runs import read_status
 from trainformer.session.console import messages_to
 
 logger = logging.getLogger("trainformer")
 
+_DRAFT = re.compile(r"\..+\.(\d+)\.tmp")  # as `write_atomically` names them
 _CONTENTS = ("config.json", "status.json", "metrics.jsonl", "log.txt", "checkpoints", "tensorboard", "report.html")
 
 
@@ -54,6 +56,10 @@ class RunFolder:
     def open(self, anew: bool) -> None:
         """Make the folder. `anew`: what an earlier run left in it is moved to ``previous/``, not overwritten."""
         self.path.mkdir(parents=True, exist_ok=True)
+        for draft in self.path.glob(".*.tmp"):  # of a process that was killed while it wrote
+            match = _DRAFT.fullmatch(draft.name)
+            if match and not is_alive(int(match[1])):
+                draft.unlink(missing_ok=True)
         found = [self.path / name for name in _CONTENTS if (self.path / name).exists()]
         if anew and found:
             number = 1
