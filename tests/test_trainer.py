@@ -1,8 +1,8 @@
 """`Trainer` as a user meets it."""
 
 import json
-import os
 import logging
+import os
 from pathlib import Path
 
 import pytest

@@ -157,9 +157,7 @@ class HuggingFaceCallback(ForeignCallback):
     def _owe_epoch_end(self, trainer: Any) -> None:
         """At the first event after an epoch's last step, or after a run's last one in the middle of an epoch."""
         run, planned = trainer.state, trainer.max_steps_planned
-        stopped = (
-            trainer.control.should_stop and trainer.control.signal is None
-        )  # a signal only interrupts
+        stopped = trainer.control.should_stop and trainer.control.signal is None  # a signal only interrupts
         is_over = stopped or (planned is not None and run.step >= planned)
         if self._epoch is not None and (run.epoch > self._epoch or is_over):
             self._epoch = None
