@@ -250,8 +250,8 @@ def masked_sum(model: Any, batch: Batch) -> tuple[Any, int]:
     return total, count
 
 
-def check_losses(task: Any, batches: Sequence[Batch], plain_sum: PlainSum, atol: float = 1e-6) -> None:
-    """Loss and gradients of each batch are those of its sequences one by one."""
+def check_losses(task: Any, batches: Sequence[Batch], plain_sum: PlainSum, atol: float = 1e-6) -> int:
+    """Loss and gradients of each batch are those of its sequences one by one; how many batches were compared."""
     for batch in batches:
         task.model.zero_grad()
         loss = task.train_step(batch)
@@ -264,10 +264,11 @@ def check_losses(task: Any, batches: Sequence[Batch], plain_sum: PlainSum, atol:
         torch.testing.assert_close(loss.sum.double(), total, rtol=1e-5, atol=1e-5)
         for name, p in task.model.named_parameters():
             torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=atol)
+    return len(batches)
 
 
-def check_training(task: Any, data: Sequence[Any], plain_sum: PlainSum, accumulation: int, atol: float = 1e-6) -> None:
-    """Three steps of a run end in the weights of a loop that divides the sums of each window by its tokens."""
+def check_training(task: Any, data: Sequence[Any], plain_sum: PlainSum, accumulation: int, atol: float = 1e-6) -> int:
+    """Steps of a run, and how many: they end in the weights of a loop that divides each window's sums by its tokens."""
     trainer = trainer_for(
         task, data, accumulation_steps=accumulation, max_steps=3, optimizer="sgd", scheduler=None, gradient_clip=None,
         weight_decay=0.0,
@@ -286,6 +287,7 @@ def check_training(task: Any, data: Sequence[Any], plain_sum: PlainSum, accumula
     trainer.fit()
     for mine, theirs in zip(task.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=atol)
+    return trainer.state.step
 
 
 def check_resuming(run: Callable[..., Trainer]) -> tuple[Trainer, Trainer]:

@@ -35,12 +35,12 @@ def trainer_for(task, data=TEXTS, **options):
 @pytest.mark.parametrize("chunk_tokens", [None, 7, 0])
 def test_the_loss_is_that_of_single_documents(task, chunk_tokens):
     made = task(chunk_tokens=chunk_tokens)
-    toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.next_token_sum)
+    assert toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.next_token_sum) == 3
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_training_is_that_of_a_loop_over_sums_and_tokens(task, accumulation):
-    toys.check_training(task(), TEXTS, toys.next_token_sum, accumulation)
+    assert toys.check_training(task(), TEXTS, toys.next_token_sum, accumulation) == 3
 
 
 @pytest.mark.parametrize("config", [llama, gpt2])

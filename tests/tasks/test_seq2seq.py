@@ -109,12 +109,12 @@ def test_tokens_prefixes_and_instructions(task, tokenizer):
 @pytest.mark.parametrize("config", [t5, bart])
 def test_the_loss_is_that_of_single_pairs(task, config):
     made = task(config())
-    toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.target_sum, atol=2e-6)
+    assert toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.target_sum, atol=2e-6) == 3
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_training_is_that_of_a_loop_over_sums_and_tokens(task, accumulation):
-    toys.check_training(task(), PAIRS, toys.target_sum, accumulation, atol=2e-6)
+    assert toys.check_training(task(), PAIRS, toys.target_sum, accumulation, atol=2e-6) == 3
 
 
 def test_evaluation_is_by_tokens_and_does_not_depend_on_the_batch(task, tokenizer):

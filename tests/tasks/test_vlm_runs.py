@@ -91,7 +91,8 @@ def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path):
             toys.make(), run_dir=tmp_path / name, save_every=1, resume="auto", batch_size=3, **options
         )  # fmt: skip
 
-    text_toys.check_resuming(run)
+    whole, again = text_toys.check_resuming(run)
+    assert whole.state.log_history[-1]["train/loss"] == again.state.log_history[-1]["train/loss"]
 
 
 def test_workers_read_the_same_batches(tmp_path):
