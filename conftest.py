@@ -33,3 +33,11 @@ def _in_a_clean_place(tmp_path, monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def event_files_in_order(monkeypatch):
+    """TensorBoard reads files by name, and numbers those of one second without zeros: 10 comes before 9."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))

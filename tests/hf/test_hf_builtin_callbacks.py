@@ -245,6 +245,7 @@ def test_the_configuration_of_a_model_is_written_once():
     assert b'"hidden_size": 8' in event.tensor_proto.string_val[0]
 
 
+@pytest.mark.usefixtures("event_files_in_order")
 def test_a_resumed_run_hides_what_it_writes_again_and_callbacks_share_a_folder():
     from trainformer.hf.callbacks import PeakMemory
 

@@ -61,6 +61,7 @@ def test_an_empty_configuration_writes_nothing_about_it(tmp_path: Path) -> None:
     assert events(tmp_path / "tb").Tags()["tensors"] == []
 
 
+@pytest.mark.usefixtures("event_files_in_order")
 def test_resuming_hides_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
     first = TensorBoardLogger(tmp_path / "tb")
     first.init({"lr": 0.5})
