@@ -136,7 +136,7 @@ def test_the_example_of_mini(write, registry):
     assert trainer.optimizer.param_groups[0]["lr"] == 3e-4
     assert trainer.optimizer.param_groups[0]["params"][0] is trainer.model[0].weight
     assert {state["step"].item() for state in trainer.optimizer.state.values()} == {12}  # it really was used
-    assert list(Path("runs/experiment_1/checkpoints").iterdir())
+    assert Path("runs/experiment_1/checkpoints/checkpoint_step_12.pt").is_file()
 
 
 def test_sections_of_the_root(lab, write):

@@ -1,15 +1,17 @@
-"""The examples that users of mini.trainer know run here. Changed are imports, placeholders, devices and step counts."""
+"""The examples that users of mini.trainer know run here. Changed are imports, placeholders, devices and step counts.
+
+The one with configurations is in `tests/config/test_config_building.py`.
+"""
 
 import re
 import signal
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from mini_toys import Classifier, batches_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from toys import same, weights
 from trainformer.mini import (
@@ -209,92 +211,6 @@ def test_utilities():
     ]
     avg = key_average(records)
     assert avg == {"loss": pytest.approx(0.55), "metrics": {"acc": pytest.approx(0.875)}}
-
-
-CONFIG = """
-    config = {
-        "trainer": {
-            "type": "MyTrainer",
-            "max_steps": 20,
-            "grad_clip": 1.0,
-            "mixed_precision": "bf16",
-            "gradient_accumulation_steps": 4,
-            "workspace": "./runs/experiment_1",
-            "device": "cpu",
-        },
-        "data": {"type": "make_loader", "batch_size": 32, "num_workers": 0},
-        "model": {"type": "MyModel", "hidden_size": 128},
-        "optimizer": {"type": "torch.optim.AdamW", "lr": 3e-4},
-    }
-"""
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    """Names that are registered inside are forgotten afterwards."""
-    from trainformer.config import REGISTRY
-
-    monkeypatch.setattr(REGISTRY, "_things", dict(REGISTRY._things))
-    return REGISTRY
-
-
-def test_integration_with_configs(registry):
-    from trainformer.config import REGISTRY, build_from_cfg, load_config
-
-    Path("configs").mkdir()
-    Path("configs/train.py").write_text(textwrap.dedent(CONFIG))
-
-    @REGISTRY.register()
-    def make_loader(batch_size, num_workers):
-        x = torch.randn(64, 4)
-        return DataLoader(TensorDataset(x, x[:, :3].argmax(-1)), batch_size=batch_size, num_workers=num_workers)
-
-    @REGISTRY.register()
-    class MyModel(nn.Sequential):
-        def __init__(self, hidden_size):
-            super().__init__(nn.Linear(4, hidden_size), nn.ReLU(), nn.Linear(hidden_size, 3))
-
-    @REGISTRY.register()
-    class MyTrainer(BaseTrainer):
-        def __init__(self, data_cfg, model_cfg, optimizer_cfg, **kwargs):
-            super().__init__(**kwargs)
-            self.data_cfg = data_cfg
-            self.model_cfg = model_cfg
-            self.optimizer_cfg = optimizer_cfg
-
-        def build_data_loader(self):
-            return build_from_cfg(self.data_cfg, recursive=True)
-
-        def build_model(self):
-            model = build_from_cfg(self.model_cfg, recursive=True)
-            return model.to(self.device)
-
-        def build_optimizer(self):
-            return build_from_cfg(
-                self.optimizer_cfg,
-                params=self.model.parameters(),
-            )
-
-        def forward(self, input):
-            x, y = input
-            x, y = x.to(self.device), y.to(self.device)
-            logits = self.model(x)
-            loss = torch.nn.functional.cross_entropy(logits, y)
-            acc = (logits.argmax(1) == y).float().mean().item()
-            return loss, {"accuracy": acc}
-
-        def build_hooks(self):
-            return [
-                ProgressHook(interval=10, with_records=True),
-                CheckpointingHook(interval=1000, path=self.workspace / "checkpoints"),
-            ]
-
-    cfg = load_config("configs/train.py")
-    trainer = build_from_cfg(cfg["trainer"], recursive=True)
-    trainer.train()
-    assert trainer.step == 20
-    assert trainer.optimizer.param_groups[0]["lr"] == 3e-4
-    assert Path("runs/experiment_1/checkpoints/checkpoint_step_20.pt").is_file()
 
 
 def test_log_images_from_anywhere():
