@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,11 +30,33 @@ def on_ranks(results: Results, world: int, folder: Path) -> list[dict[str, Tenso
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
+def share_of(count: int, rank: int, world: int) -> slice:
+    """The samples of one rank: a different number on the first and the last one.
+
+    >>> [share_of(12, rank, 4) for rank in (0, 3)]
+    [slice(0, 4, None), slice(10, 12, None)]
+    """
+    first, last = (place * count // world + (0 < place < world) for place in (rank, rank + 1))
+    return slice(first, last)
+
+
+def added_up(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values, replaced in place by their sums over ranks."""
+    for value in values.values() if dist.is_initialized() else ():
+        dist.all_reduce(value)
+    return values
+
+
 def _worker(rank: int, results: Results, world: int, folder: str) -> None:
-    """Join the group, compute, and leave the results in the folder."""
+    """Join the group, compute, and leave the results in the folder. An exception reaches the parent as it is."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     torch.save(results(rank, world), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of autograd and gloo that ask for the GIL of an interpreter on its way out are ended by Python 3.11 in a
+    # way that C++ takes for a failure ("terminate called without an active exception"). All is done: no way out.
+    os._exit(0)

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from trainformer.backends.torch.codec import read_component, read_weights, write_component, write_weights
+from trainformer.backends.torch.codec import read_weights, write_weights
+from trainformer.backends.torch.components import read_component, write_component
 from trainformer.core.errors import BadArgument, DataError
 
 

@@ -102,6 +102,9 @@ class FakeServices:
     def poll(self):
         pass
 
+    def has_requests(self):
+        return False
+
     def worth_keeping(self, metrics):
         return self.keep
 

@@ -268,7 +268,7 @@ def test_a_window_that_did_not_fit_is_begun_again():
 
 def test_a_signal_saves_and_stops_at_the_next_boundary():
     run = Run(plan(epochs=5))
-    run.bus.add("kernel", {Event.STEP_END: lambda step, loss: step == 3 and setattr(run.control, "signal", 15)})
+    run.bus.add("kernel", {Event.STEP_END: lambda step, loss: step == 3 and setattr(run.control, "noted_signal", 15)})
     run.go()
     assert run.state.step == 3
     assert run.services.count("save") == 1

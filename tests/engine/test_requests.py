@@ -177,7 +177,7 @@ def test_what_was_pending_when_the_last_step_was_saved_is_logged_by_whoever_goes
 
     def leave(step, loss):
         if step == 6:
-            cut.control.signal = 15
+            cut.control.noted_signal = 15
 
     cut.bus.add("signal", {Event.STEP_END: leave})
     cut.go()

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from victim import SAMPLES, Case, start
 
-from trainformer.backends.torch.codec import read_component
+from trainformer.backends.torch.components import read_component
 from trainformer.engine.checkpoint import CheckpointStore
 from trainformer.loggers.jsonl import read_jsonl
 

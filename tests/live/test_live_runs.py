@@ -106,10 +106,10 @@ def test_what_was_just_done_is_answered_without_doing_it_again():
     live._checkpointer = SimpleNamespace(store=CheckpointStore(Path("runs/here/checkpoints")), failures=5)
     for verb in ("eval", "save"):
         live._take(Ticket(Request(verb, "me"), partial(answers.__setitem__, verb), lambda file, reply: None))
-    live.at_boundary()
+    live.carry_out(live.take())
     assert answers == {"eval": {"ok": True, "step": 6, "metrics": {"val/loss": 1.0}}}
     live._checkpointer.failures += 1  # only failures since then count
-    live.at_boundary()
+    live.settle()
     assert answers["save"] == {"ok": False, "error": "The checkpoint could not be written; the run's log.txt says why."}
     assert not live.waiting
 

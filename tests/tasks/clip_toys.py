@@ -8,6 +8,7 @@ import shapes
 import torch
 from torch import Tensor
 
+from ranks import added_up, share_of
 from trainformer import Trainer
 from trainformer.tasks.multimodal.clip import CLIP
 from trainformer.tasks.multimodal.contrastive import clip_loss, siglip_loss
@@ -71,7 +72,7 @@ def problem() -> dict[str, Tensor]:
     """A linear tower for images and one for texts, pairs, and the numbers of captions, some of which are equal."""
     generator = torch.Generator().manual_seed(3)
     sizes = {"image_tower": (10, 6), "text_tower": (8, 6), "images": (PAIRS, 10), "texts": (PAIRS, 8)}
-    numbers = {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
+    numbers = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in sizes.items()}
     captions = torch.arange(PAIRS) + 100
     captions[[0, 3, 7]] = 5  # within a rank, and across
     captions[[1, 11]] = 6
@@ -83,23 +84,26 @@ def problem() -> dict[str, Tensor]:
 def results(rank: int, world: int) -> dict[str, Tensor]:
     """Losses of one rank's share of the pairs, and their gradients in everything that is learned."""
     whole = problem()
-    share = slice(rank * PAIRS // world, (rank + 1) * PAIRS // world)
+    share = share_of(PAIRS, rank, world)
     learned = {name: whole[name].requires_grad_() for name in ("image_tower", "text_tower")}
-    learned |= {name: torch.tensor(value, requires_grad=True) for name, value in (("scale", 1.5), ("bias", -2.0))}
+    learned |= {
+        name: torch.tensor(value, dtype=torch.float64, requires_grad=True)
+        for name, value in (("scale", 1.5), ("bias", -2.0))
+    }
     images = whole["images"][share] @ learned["image_tower"]
     texts = whole["texts"][share] @ learned["text_tower"]
     scale, bias, captions = learned["scale"], learned["bias"], whole["captions"][share]
     losses = {
-        "clip": clip_loss(images, texts, scale),
-        "clip_same": clip_loss(images, texts, scale, captions),
-        "siglip": siglip_loss(images, texts, scale, bias),
-        "siglip_same": siglip_loss(images, texts, scale, bias, captions),
-        "alone": clip_loss(images, texts, scale, gather=False),
+        "clip": clip_loss(images, texts, scale, reduction="sum"),
+        "clip_same": clip_loss(images, texts, scale, captions, reduction="sum"),
+        "siglip": siglip_loss(images, texts, scale, bias, reduction="sum"),
+        "siglip_same": siglip_loss(images, texts, scale, bias, captions, reduction="sum"),
+        "alone": clip_loss(images, texts, scale, reduction="sum", gather=False),
     }
     found: dict[str, Tensor] = {}
     for name, loss in losses.items():
-        gradients = torch.autograd.grad(loss, list(learned.values()), retain_graph=True, allow_unused=True)
-        found[name] = loss.detach()
+        gradients = torch.autograd.grad(loss / PAIRS, list(learned.values()), retain_graph=True, allow_unused=True)
+        found[name] = loss.detach() / PAIRS
         known = zip(learned, gradients, strict=True)
         found |= {f"{name}.{part}": gradient for part, gradient in known if gradient is not None}
-    return found
+    return added_up(found)

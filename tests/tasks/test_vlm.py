@@ -14,7 +14,7 @@ from vlm_toys import ask, examples_of
 import text_toys
 from ranks import on_ranks
 from trainformer.adapters import LoRA
-from trainformer.backends.torch.splitting import slice_batch
+from trainformer.data.sharding import slice_batch
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks.multimodal.vlm import VLM
 from trainformer.tasks.multimodal.vlm_data import flat_pixels

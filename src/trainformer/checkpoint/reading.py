@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainformer.backends.torch.codec import read_component, read_tensors, read_weights
+from trainformer.backends.torch.codec import read_tensors, read_weights
+from trainformer.backends.torch.components import read_component
 from trainformer.core.errors import DataError, expected
 from trainformer.engine.checkpoint import Checkpoint
 from trainformer.session.snapshot import read_snapshot

@@ -34,6 +34,14 @@ class Mean(NamedTuple):
     metrics: Mapping[str, Any] | None = None
 
 
+class Done(NamedTuple):
+    """The same as `Loss`, where the gradients of ``sum`` over the step's reference are computed already."""
+
+    sum: Any
+    weight: Any
+    metrics: Mapping[str, Any] | None = None
+
+
 class Origin(NamedTuple):
     """Which samples a batch holds: what random numbers that belong to a sample are derived from."""
 
@@ -43,12 +51,19 @@ class Origin(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """A batch as the loader gives it, with the number of samples in it, and of those that could not be read."""
+    """A batch as the loader gives it, with the number of samples in it, and of those that could not be read.
+
+    Where ranks share a batch, `size` is this rank's part: 0 if its data are only there so that it can take part.
+    `whole` is the number of samples of all ranks, None if only they themselves know theirs; `consumed` is how far the
+    batch leads in the order of the epoch, None if that is its own size.
+    """
 
     data: Any
     size: int
     bad: int = 0
     origin: Origin | None = None
+    whole: int | None = None
+    consumed: int | None = None
 
 
 class Placed(NamedTuple):
@@ -62,6 +77,8 @@ class Placed(NamedTuple):
     tokens: int = 0
     bad: int = 0
     more: bool = False
+    whole: int | None = None
+    consumed: int | None = None
 
 
 class Entry(NamedTuple):
@@ -78,13 +95,19 @@ class Entry(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step produced. Reading a scalar of `entries` waits for the device."""
+    """What one optimizer step produced. Reading a scalar of `entries` or `loss` waits for the device.
+
+    `entries` are to be added up over ranks; `loss` is that of all ranks. `samples` are those of all ranks, `tokens` and
+    `bad` those of this one. `consumed` is how far the step led in the order of the epoch; None: all samples and bad ones.
+    """
 
     entries: list[Entry]
     lr: float
     samples: int
     tokens: int
     bad: int = 0
+    consumed: int | None = None
+    loss: list[Entry] | None = None
 
 
 class EvalResult(NamedTuple):

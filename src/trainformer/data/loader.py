@@ -23,6 +23,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Origin, Sized
 from trainformer.data.fetch import Collate, Fetched, Fetcher, is_in_memory
 from trainformer.data.order import distinct_draws, epoch_order, preserved_generators, sample_key, seed_generators
+from trainformer.data.sharding import Shard, check_divisible
 
 logger = logging.getLogger("trainformer")
 
@@ -46,7 +47,8 @@ class DatasetSource:
     """Batches of a data set with a length. `num_workers=None` chooses: none for data in memory.
 
     A `sampler` says which samples an epoch holds and in which order; without one it is every sample once. With
-    `drop_last` the last batch is left out if it is smaller than the others.
+    `drop_last` the last batch is left out if it is smaller than the others. `batch_size` is that of all ranks; of each
+    batch only the part of the `shard` is read.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class DatasetSource:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         skip_bad: bool = False,
+        shard: Shard = Shard(),
     ) -> None:
         if len(dataset) == 0:
             raise DataError(expected("a data set with at least one sample", "an empty one"))
@@ -77,6 +80,7 @@ class DatasetSource:
         self.drop_last = drop_last
         self.seed = seed
         self.num_workers = suitable_workers(dataset) if num_workers is None else num_workers
+        self.shard = shard
         self._fetch = Fetcher(dataset, collate, seed, skip_bad)
         self._plan = _EpochPlan()
         self._pin_memory = pin_memory
@@ -94,6 +98,9 @@ class DatasetSource:
         """What is left of an epoch after `position` samples."""
         order = self._order(epoch)[position:]
         chunks = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        if not self.shard.is_all:
+            yield from self._parts(epoch, chunks)
+            return
         passed_over = 0  # samples of batches in which none could be read; they count with the next batch
         for data, size, bad, draws in self._fetched(epoch, chunks):
             self._report(bad)
@@ -102,6 +109,28 @@ class DatasetSource:
                 passed_over = 0
             else:
                 passed_over += len(bad)
+
+    def _parts(self, epoch: int, chunks: list[np.ndarray]) -> Iterator[Sized]:
+        """This rank's part of each batch. Every rank gets as many batches as the others, whatever it can read."""
+        mine = [self.shard.of(chunk) for chunk in chunks]
+        for chunk, (data, size, bad, draws) in zip(chunks, self._fetched(epoch, mine), strict=True):
+            self._report(bad)
+            low, high = self.shard.bounds(len(chunk))
+            if low == high:
+                bad = []  # of another rank, which tells of it
+            if size == 0:
+                data, draws = self._something_of(epoch, chunk)
+            whole = None if self._fetch.skip_bad else len(chunk)
+            origin = Origin(self.seed, epoch, draws)
+            yield Sized(data, size if high > low else 0, len(bad), origin, whole, len(chunk))
+
+    def _something_of(self, epoch: int, chunk: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Any sample that can be read, to take part with."""
+        for draw in [*chunk, *self._order(epoch)[:64]]:
+            fetched = self._fetch(epoch, np.asarray([draw]))
+            if fetched.size:
+                return fetched.data, fetched.draws
+        raise DataError("Expected at least one sample that can be read, received none in this batch or the first 64.")
 
     def _order(self, epoch: int) -> np.ndarray:
         if self.sampler is None:
@@ -227,11 +256,18 @@ class LoaderSource:
 
     Its sampler, collation and workers are kept. The random order of an epoch is seeded by (seed, epoch); resuming
     in the middle has to read and drop what was seen, since nobody but the loader knows how to skip.
+
+    Several ranks read the same batches and take their part of each, unless the loader divides the data itself
+    (`is_divided`): then the batches are taken as they are.
     """
 
-    def __init__(self, loader: Iterable[Any], seed: int = 0, count: Count | None = None) -> None:
+    def __init__(
+        self, loader: Iterable[Any], seed: int = 0, count: Count | None = None, shard: Shard = Shard()
+    ) -> None:
         self.loader = loader
         self.seed = seed
+        self.shard = shard
+        self.is_divided = is_divided(loader)
         self._count = count or batch_length
 
     @property
@@ -261,8 +297,15 @@ class LoaderSource:
         """Nobody knows which samples these are; their places in the epoch stand for them."""
         for data in batches:
             size = self._count(data)
-            yield Sized(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
+            batch = Sized(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
             position += size
+            if self.shard.is_all:
+                yield batch
+            elif self.is_divided:
+                yield batch._replace(consumed=size * self.shard.count)
+            else:
+                check_divisible(batch)
+                yield self.shard.cut(batch)
 
     def _announce(self, epoch: int) -> None:
         """Tell the loader and its parts which epoch it is, where they want to know."""
@@ -276,8 +319,10 @@ class LoaderSource:
 class StatefulLoaderSource(LoaderSource):
     """A loader that can say where it is and go back there (`state_dict`, `load_state_dict`): nothing is read twice."""
 
-    def __init__(self, loader: Iterable[Any], seed: int = 0, count: Count | None = None) -> None:
-        super().__init__(loader, seed, count)
+    def __init__(
+        self, loader: Iterable[Any], seed: int = 0, count: Count | None = None, shard: Shard = Shard()
+    ) -> None:
+        super().__init__(loader, seed, count, shard)
         self._restored = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,8 +354,8 @@ class StatefulLoaderSource(LoaderSource):
 class StreamSource(StatefulLoaderSource):
     """A stream that can say where it is, read in this process: resuming reads nothing twice."""
 
-    def __init__(self, loader: DataLoader, seed: int = 0) -> None:
-        super().__init__(loader, seed)
+    def __init__(self, loader: DataLoader, seed: int = 0, shard: Shard = Shard()) -> None:
+        super().__init__(loader, seed, shard=shard)
         self.stream: Any = loader.dataset
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,19 +368,38 @@ class StreamSource(StatefulLoaderSource):
         self._restored = True
 
 
-def loader_source(loader: Iterable[Any], seed: int, count: Count | None = None) -> LoaderSource:
+def loader_source(
+    loader: Iterable[Any], seed: int, count: Count | None = None, shard: Shard = Shard()
+) -> LoaderSource:
     """A source for a loader that the user brings; `count` tells the samples of a batch of unusual form."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return StatefulLoaderSource(loader, seed, count) if stateful else LoaderSource(loader, seed, count)
+    return (StatefulLoaderSource if stateful else LoaderSource)(loader, seed, count, shard)
 
 
 def stream_source(
-    dataset: IterableDataset, batch_size: int, *, seed: int, collate: Collate | None, num_workers: int
+    dataset: IterableDataset,
+    batch_size: int,
+    *,
+    seed: int,
+    collate: Collate | None,
+    num_workers: int,
+    shard: Shard = Shard(),
 ) -> LoaderSource:
     """Batches of a data set that can only be iterated. Streams in worker processes are read again to find the place."""
     loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
     stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and num_workers == 0
-    return StreamSource(loader, seed) if stateful else LoaderSource(loader, seed)
+    return StreamSource(loader, seed, shard) if stateful else LoaderSource(loader, seed, shard=shard)
+
+
+def is_divided(loader: Any) -> bool:
+    """Whether a loader gives each rank data of its own: a `DistributedSampler` does, and what has such a number.
+
+    >>> is_divided(DataLoader([1, 2]))
+    False
+    """
+    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
+    parts += [getattr(parts[-1], "sampler", None)]
+    return any(getattr(part, "num_replicas", 1) not in (None, 1) for part in parts)
 
 
 def suitable_workers(dataset: Any) -> int:

@@ -26,7 +26,14 @@ class Control:
     aborted: bool = False  # stop at once: nothing is logged, evaluated or saved any more
     stopped_by: str | None = None
     stop_reason: str | None = None
-    signal: int | None = None  # set by a signal handler, which does nothing else
+    signal: int | None = None  # the signal that ends the run
+    noted_signal: int | None = None  # set by a signal handler, which does nothing else; obeyed at the next boundary
+    noted_save: bool = False  # likewise
+
+    @property
+    def ending_signal(self) -> int | None:
+        """The signal that ends the run, obeyed or only noted."""
+        return self.noted_signal if self.signal is None else self.signal
 
     def stop(self, reason: str, by: str) -> None:
         """End training after this step. The first to ask is the one who is named."""
@@ -47,4 +54,5 @@ class Control:
         """Forget every request. Done when a run begins, so that a second `fit()` does not end at once."""
         self.should_stop = self.should_log = self.should_evaluate = self.should_save = False
         self.should_end_epoch = self.aborted = False
-        self.stopped_by = self.stop_reason = self.signal = None
+        self.stopped_by = self.stop_reason = self.signal = self.noted_signal = None
+        self.noted_save = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Handler = Callable[..., None]
@@ -48,6 +48,10 @@ class Event(enum.Enum):
     ERROR = "error"
 
 
+#: Those of every step.
+STEP_EVENTS = (Event.STEP_BEGIN, Event.SUBSTEP_END, Event.BEFORE_UPDATE, Event.AFTER_UPDATE, Event.STEP_END)
+
+
 class EventBus:
     """Delivers events to listeners in the order in which they were added.
 
@@ -62,16 +66,27 @@ class EventBus:
 
     def __init__(self) -> None:
         self._handlers: dict[Event, list[tuple[str, Handler]]] = {event: [] for event in Event}
+        self._asking: set[Event] = set()
         self.speaker: str | None = None
 
-    def add(self, name: str, handlers: Mapping[Event, Handler]) -> None:
-        """Add a listener; `name` is how it is called in logs (who asked to stop, who raised)."""
+    def add(self, name: str, handlers: Mapping[Event, Handler], asks: bool = True) -> None:
+        """Add a listener; `name` is how it is called in logs (who asked to stop, who raised).
+
+        `asks` is False for one that never asks anything of the loop: ranks then need not compare requests.
+        """
         for event, handler in handlers.items():
             self._handlers[event].append((name, handler))
+        if asks:
+            self._asking |= set(handlers)
 
     def clear(self) -> None:
         """Forget all listeners. An event that is being delivered still reaches those it was meant for."""
         self._handlers = {event: [] for event in Event}
+        self._asking = set()
+
+    def may_ask(self, events: Iterable[Event]) -> bool:
+        """Whether a listener of one of these events could ask something of the loop."""
+        return not self._asking.isdisjoint(events)
 
     def listeners(self, event: Event) -> list[tuple[str, Handler]]:
         """The live list of an event's listeners: the loop tests it before it prepares arguments."""

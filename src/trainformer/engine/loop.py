@@ -15,10 +15,12 @@ from typing import Any
 
 from trainformer.core.errors import DataError
 from trainformer.core.types import Entry, Placed, StepResult
+from trainformer.engine.agreement import Agreement
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
-from trainformer.engine.events import Event, EventBus
+from trainformer.engine.events import STEP_EVENTS, Event, EventBus
 from trainformer.engine.metrics import RunningMetrics, weighted_means
+from trainformer.engine.peers import Alone, Peers
 from trainformer.engine.protocols import Backend, Services, Source
 from trainformer.engine.scalar import LazyScalar
 from trainformer.engine.state import RunState
@@ -57,6 +59,7 @@ class Loop:
         bus: EventBus,
         control: Control,
         services: Services,
+        peers: Peers | None = None,
     ) -> None:
         self.plan = plan
         self.state = state
@@ -65,7 +68,9 @@ class Loop:
         self.bus = bus
         self.control = control
         self.services = services
-        self._metrics = RunningMetrics(backend)
+        self.peers = peers or Alone()
+        self.agreement = Agreement(control, self.peers, backend, services)
+        self._metrics = RunningMetrics(backend, self.peers)
         self._epoch_metrics: dict[str, float] = {}
         self._now = time.perf_counter()
         self._logged = self._now, 0, 0, 0
@@ -75,6 +80,7 @@ class Loop:
         cadences = plan.log_every, plan.eval_every, plan.save_every
         self._watches_clock = any(c is not None and c.unit == "seconds" for c in cadences)
         self._lr = 0.0
+        self._own_tokens = self._own_bad = 0  # of this rank, since ranks last counted together
 
     # -- the story -----------------------------------------------------------------------------------------
 
@@ -91,8 +97,11 @@ class Loop:
         """Begin where the state is by now: a callback may have loaded one when it heard that training begins."""
         state = self.state
         logged = state.loss_steps if state.pending else state.step  # what is pending has yet to be logged
-        self._metrics.extend(Entry(*values) for values in state.pending)
+        if self.peers.is_main:  # it is that of all ranks
+            self._metrics.extend(Entry(*values) for values in state.pending)
         state.pending = []
+        self.agreement.begin(self.bus.may_ask(STEP_EVENTS))
+        self.agreement.settle()
         self._logged = self._now, logged, state.samples, state.tokens
 
     def _run_epoch(self) -> None:
@@ -100,6 +109,7 @@ class Loop:
         self._epoch_metrics = {}
         self.control.should_end_epoch = False
         self.bus.emit(Event.EPOCH_BEGIN, state.epoch)
+        self.agreement.settle()
         self.backend.begin_training()
         for window in self._windows():
             self._run_step(window)
@@ -141,10 +151,14 @@ class Loop:
 
         state.step = step = step + 1
         state.batch += batches
-        state.position += result.samples + result.bad
+        state.position += result.samples + result.bad if result.consumed is None else result.consumed
         state.samples += result.samples
-        state.bad_samples += result.bad
-        state.tokens += result.tokens
+        if self.peers.is_alone:
+            state.bad_samples += result.bad
+            state.tokens += result.tokens
+        else:
+            self._own_bad += result.bad
+            self._own_tokens += result.tokens
         self._lr = result.lr
         self._metrics.extend(result.entries)
         self._ask_for_what_is_due()
@@ -155,6 +169,7 @@ class Loop:
         """Log, evaluate and save where that was asked for. `epoch`: so many have just been completed."""
         plan, control = self.plan, self.control
         self.services.poll()
+        self.agreement.hear()
         if control.signal is not None:
             self._obey_signal(control.signal)
         if control.aborted:
@@ -166,15 +181,29 @@ class Loop:
         last = self._finished() and control.signal is None
         if control.should_log or (last and plan.log_rest):
             self._log_rest()
+            self.agreement.settle()
         control.should_save |= last and plan.save_at_end
         evaluate = control.should_evaluate or (last and self._evaluates_at_end())
         if evaluate or (control.should_save and plan.eval_on_save):
             keep = self._evaluate()  # first: whoever hears of it may ask for a save, too
             control.should_save |= keep
+            self.agreement.settle()
         if epoch is not None:
             self.bus.emit(Event.EPOCH_END, epoch - 1, self._epoch_metrics)
+            self.agreement.settle()
         if control.should_save and not control.aborted:
             self._save()
+
+    def _count_together(self) -> None:
+        """Add up over ranks what each of them counts for itself."""
+        state = self.state
+        if self.peers.is_alone:
+            return
+        tokens, bad = map(int, self.peers.total([self._own_tokens, self._own_bad]))
+        state.tokens += tokens
+        state.bad_samples += bad
+        state.samples -= bad  # a rank knows how far all of them have come, and only its own bad samples
+        self._own_tokens = self._own_bad = 0
 
     def _end_epoch(self) -> None:
         self.state.end_epoch()
@@ -184,6 +213,7 @@ class Loop:
 
     def _wind_up(self) -> None:
         """What is outstanding after the last step: the last log record, evaluation and checkpoint."""
+        self.agreement.conclude()
         if self.control.aborted:
             return
         self.backend.verify(self.state.step)
@@ -220,7 +250,7 @@ class Loop:
             yield list(window) if self.backend.may_repeat else window
 
     def _lazy_loss(self, result: StepResult) -> LazyScalar:
-        entries = [e for e in result.entries if e.name == "loss"]
+        entries = result.loss or [e for e in result.entries if e.name == "loss"]
         return LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
 
     # -- what happens at the points ------------------------------------------------------------------------
@@ -234,6 +264,7 @@ class Loop:
     def _log(self) -> None:
         state = self.state
         counts = self.backend.verify(state.step)
+        self._count_together()
         metrics = {f"train/{name}": value for name, value in (self._drain() | counts).items()}
         metrics["train/lr"] = self._lr
         metrics["train/epoch"] = self._progress()
@@ -290,6 +321,7 @@ class Loop:
         if state.saved_at == state.step:
             return
         self.backend.verify(state.step)
+        self._count_together()
         began = time.perf_counter()
         path = self.services.save()
         self._saved = time.perf_counter()
@@ -297,6 +329,7 @@ class Loop:
         if path is not None:
             state.saved_at = state.step
             self.bus.emit(Event.SAVE, path)
+            self.agreement.settle()
 
     # -- small questions -----------------------------------------------------------------------------------
 
@@ -317,14 +350,14 @@ class Loop:
         if self._watches_clock:
             self._now = time.perf_counter()
         first = self.state.step == 1 and plan.log_first and plan.log_every is not None
-        if first or self._due(plan.log_every, self._logged[0], epoch):
+        if first or self._due(plan.log_every, self._logged[0], epoch, "should_log"):
             control.should_log = True
-        if self._due(plan.eval_every, self._evaluated, epoch):
+        if self._due(plan.eval_every, self._evaluated, epoch, "should_evaluate"):
             control.should_evaluate = True
-        if self._due(plan.save_every, self._saved, epoch):
+        if self._due(plan.save_every, self._saved, epoch, "should_save"):
             control.should_save = True
 
-    def _due(self, cadence: Cadence | None, last: float, epoch: int | None) -> bool:
+    def _due(self, cadence: Cadence | None, last: float, epoch: int | None, flag: str) -> bool:
         if cadence is None:
             return False
         if cadence.unit == "epochs":
@@ -332,7 +365,11 @@ class Loop:
         if epoch is not None:
             return False  # what steps and time make due was asked for after the step
         if cadence.unit == "seconds":
-            return cadence.due_after(self._now - last)
+            due = cadence.due_after(self._now - last)
+            if due and not self.peers.is_alone:
+                self.agreement.note_overdue(flag)
+                return False  # when all ranks have heard of it
+            return due
         return cadence.due_at_step(self.state.step)
 
     def _progress(self) -> float:

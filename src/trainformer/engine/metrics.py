@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trainformer.core.types import Entry
+from trainformer.engine.peers import Alone, Peers
 
 # So many scalars are kept per metric before they are folded into one on the device. At 512 bytes each (CUDA's
 # smallest block) this bounds the memory of a run that never logs to half a megabyte per metric.
@@ -30,8 +31,11 @@ class Reader(Protocol):
         ...
 
 
+Sums = dict[str, tuple[float, float]]
+
+
 class RunningMetrics:
-    """Weighted means over everything added since the last `drain`.
+    """Weighted means over everything added since the last `drain`, on all ranks.
 
     >>> class Plain:
     ...     def read(self, scalars): return [float(s) for s in scalars]
@@ -42,8 +46,9 @@ class RunningMetrics:
     {'loss': 2.5}
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, peers: Peers | None = None) -> None:
         self._reader = reader
+        self._peers = peers or Alone()
         self._entries: dict[str, list[Entry]] = defaultdict(list)
 
     def extend(self, entries: Iterable[Entry]) -> None:
@@ -57,10 +62,22 @@ class RunningMetrics:
     def drain(self) -> dict[str, float]:
         """The means, in one transfer; begins anew. A metric of no weight at all is left out."""
         entries, self._entries = self._entries, defaultdict(list)
-        return weighted_means(entries, self._reader)
+        if self._peers.is_alone:
+            return weighted_means(entries, self._reader)
+        return {name: total / weight for name, (total, weight) in self._shared(entries).items()}
+
+    def _shared(self, entries: Mapping[str, list[Entry]]) -> Sums:
+        """Sums and weights of all ranks."""
+        together: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for sums in self._peers.gather(weighted_sums(entries, self._reader)):
+            for name, pair in sums.items():
+                together[name].append(pair)
+        return {name: (_sum([a for a, _ in pairs]), _sum([b for _, b in pairs])) for name, pairs in together.items()}
 
     def values(self) -> list[list[Any]]:
-        """Everything added since the last `drain`, as plain numbers. Waits for the device."""
+        """Everything added since the last `drain`, as plain numbers. Waits for the device, and for other ranks."""
+        if not self._peers.is_alone:
+            return [[name, total, weight, False] for name, (total, weight) in self._shared(self._entries).items()]
         entries = [e for kept in self._entries.values() for e in kept]
         numbers = iter(self._reader.read([x for e in entries for x in (e.value, e.weight)]))
         return [[e.name, next(numbers), next(numbers), e.is_mean] for e in entries]
@@ -71,11 +88,11 @@ class RunningMetrics:
         return Entry(name, total, weight, is_mean=False)
 
 
-def weighted_means(entries: Mapping[str, list[Entry]], reader: Reader) -> dict[str, float]:
-    """Sum of sums over sum of weights, per metric."""
+def weighted_sums(entries: Mapping[str, list[Entry]], reader: Reader) -> Sums:
+    """Sum of sums and sum of weights, per metric that has any weight."""
     scalars = [x for kept in entries.values() for e in kept for x in (e.value, e.weight)]
     values = iter(reader.read(scalars))
-    means: dict[str, float] = {}
+    found: Sums = {}
     for name, kept in entries.items():
         sums: list[float] = []
         weights: list[float] = []
@@ -87,8 +104,13 @@ def weighted_means(entries: Mapping[str, list[Entry]], reader: Reader) -> dict[s
                 weights.append(weight)
         total = math.fsum(weights)
         if total != 0:
-            means[name] = _sum(sums) / total
-    return means
+            found[name] = _sum(sums), total
+    return found
+
+
+def weighted_means(entries: Mapping[str, list[Entry]], reader: Reader) -> dict[str, float]:
+    """Sum of sums over sum of weights, per metric."""
+    return {name: total / weight for name, (total, weight) in weighted_sums(entries, reader).items()}
 
 
 def _sum(values: list[float]) -> float:

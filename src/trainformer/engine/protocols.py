@@ -34,6 +34,10 @@ class Backend(Protocol):
         """Whether it matters if a micro-batch is the last of its step (see `Placed.more`)."""
         ...
 
+    def others_ask(self) -> bool:
+        """Whether a rank asks something of all of them: the same answer on every rank, once per step."""
+        ...
+
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
         """Put batches where the model is, one ahead where that can overlap with computing."""
         ...
@@ -92,6 +96,18 @@ class Services(Protocol):
 
     def poll(self) -> None:
         """Asked after every step: raise what went wrong in the background. Must cost next to nothing."""
+        ...
+
+    def has_requests(self) -> bool:
+        """Whether somebody asks something of the run from outside. Must cost next to nothing."""
+        ...
+
+    def take_requests(self) -> list[Any]:
+        """What was asked for since the last call."""
+        ...
+
+    def carry_out(self, requests: list[Any]) -> None:
+        """Enter such requests into the control."""
         ...
 
     def worth_keeping(self, metrics: dict[str, float]) -> bool:

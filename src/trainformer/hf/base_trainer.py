@@ -21,7 +21,7 @@ from torch.nn.attention import sdpa_kernel
 
 from trainformer.adapters.base import unwrapped
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.codec import write_component
+from trainformer.backends.torch.components import write_component
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.dialects import original

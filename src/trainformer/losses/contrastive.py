@@ -2,7 +2,7 @@
 
 Owns the losses, in float32 and as one matrix product each. With several processes the negatives are those of all of
 them, and each computes the loss of its own rows: averaged over ranks, gradients are those of one process with the
-whole batch. Filling a queue and computing keys is the task's business.
+whole batch, also where ranks have different numbers of rows. Filling a queue and computing keys is the task's business.
 
 Chen et al., SimCLR, 2020; Chen et al., MoCo v2, 2020; Chen et al., MoCo v3, 2021.
 """
@@ -23,7 +23,7 @@ from trainformer.losses.numerics import (
     reduced,
     unit_rows,
 )
-from trainformer.utils.distributed import gather_rows, rank
+from trainformer.utils.distributed import Shares, gather_rows, row_shares
 
 
 def nt_xent_loss(
@@ -32,7 +32,7 @@ def nt_xent_loss(
     """NT-Xent of two views (B, D): each row shall find the other view of its image among all other rows.
 
     `reduction="none"` gives one value per image, the mean of its two rows. With `gather` the rows of all ranks are
-    negatives; every rank must then bring equally many. A single image has nothing to be told from: its loss is 0.
+    negatives. A single image has nothing to be told from: its loss is 0.
 
     >>> z = torch.eye(4)
     >>> nt_xent_loss(z, z, temperature=0.1)
@@ -44,8 +44,9 @@ def nt_xent_loss(
     batch = len(z1)
     with full_precision(z1):
         rows = unit_rows(torch.cat([z1, z2]))
-        every = gather_rows(rows) if gather else rows
-        own = rank() * 2 * batch if gather else 0
+        shares = row_shares(rows) if gather else Shares((len(rows),), 0)
+        every = gather_rows(rows, shares) if gather else rows
+        own = shares.first
         # Dividing the rows costs B x D, dividing the logits would cost B x N.
         logits = (rows / temperature) @ every.T
         logits.diagonal(own).fill_(-torch.inf)  # a row is no negative of itself
@@ -118,14 +119,14 @@ def moco_v3_loss(
     check_reduction(reduction)
     for name, rows in (("q2", q2), ("k1", k1), ("k2", k2)):
         check_rows(("q1", q1), (name, rows))
-    batch = len(q1)
     with full_precision(q1):
-        keys = gather_rows(unit_rows(torch.cat([k1, k2]).detach()))
-        first, second = keys.view(-1, 2, batch, keys.shape[1]).unbind(1)
-        own = torch.arange(batch, device=q1.device) + rank() * batch
+        shares = row_shares(q1)
+        keys = torch.cat([unit_rows(k1.detach()), unit_rows(k2.detach())], dim=1)
+        first, second = gather_rows(keys, shares).chunk(2, dim=1)
+        own = torch.arange(len(q1), device=q1.device) + shares.first
 
         def one_way(queries: Tensor, candidates: Tensor) -> Tensor:
-            logits = (unit_rows(queries) / temperature) @ candidates.flatten(0, 1).T
+            logits = (unit_rows(queries) / temperature) @ candidates.T
             return F.cross_entropy(logits, own, reduction="none")
 
         return reduced(2 * temperature * (one_way(q1, second) + one_way(q2, first)), reduction)

@@ -26,14 +26,15 @@ from trainformer.losses.numerics import (
     reduced,
     unit_rows,
 )
-from trainformer.utils.distributed import sum_over_ranks
+from trainformer.utils.distributed import Shares, gather_rows, is_padding, row_shares, sum_over_ranks
 
 
 class Center(nn.Module):
     """The running mean of a teacher's raw outputs, subtracted from them so that no output wins for every image.
 
     `add` collects outputs and leaves the centre as it is, `commit` moves it once: so all micro-batches of a step see
-    one centre, and accumulation gives what one big batch gives. `commit` is to be called on every rank, or on none.
+    one centre, and accumulation gives what one big batch gives. `commit` is to be called on every rank, or on none;
+    outputs for padding are not collected.
 
     >>> center = Center(2, momentum=0.5)
     >>> center.add(torch.tensor([[1.0, 3.0], [3.0, 5.0]]))
@@ -61,10 +62,12 @@ class Center(nn.Module):
     def add(self, logits: Tensor | Sequence[Tensor]) -> None:
         """Collect raw outputs (..., dim) of the teacher. A row that is not finite counts as if it were not there."""
         pending = self._pending_here()
+        if is_padding():
+            return
         for part in [logits] if isinstance(logits, Tensor) else logits:
             if part.shape[-1] != self.center.shape[1]:
                 raise BadArgument(expected(f"outputs of width {self.center.shape[1]}", tuple(part.shape)))
-            rows = part.reshape(-1, part.shape[-1]).float()
+            rows = full(part.reshape(-1, part.shape[-1]))
             finite = rows.isfinite().all(1, keepdim=True)
             pending[:-1] += torch.where(finite, rows, 0.0).sum(0)
             pending[-1] += finite.sum()
@@ -74,7 +77,7 @@ class Center(nn.Module):
         """Move the centre towards the mean of what all ranks collected since the last time. Nothing: it stays."""
         total = sum_over_ranks(self._pending_here())
         count = total[-1]
-        old = self.center.float()
+        old = full(self.center)
         new = old * self.momentum + (total[:-1] / count.clamp(min=1)) * (1 - self.momentum)
         self.center.copy_(torch.where(count > 0, new, old))
         self.discard()
@@ -88,8 +91,8 @@ class Center(nn.Module):
         return f"dim={self.center.shape[1]}, momentum={self.momentum:g}"
 
     def _pending_here(self) -> Tensor:
-        if self._pending.device != self.center.device:
-            self._pending = self._pending.to(self.center.device)
+        if self._pending.device != self.center.device or self._pending.dtype != full(self.center).dtype:
+            self._pending = self._pending.to(full(self.center))
         return self._pending
 
 
@@ -166,10 +169,11 @@ def teacher_entropy(
         return reduced(torch.special.entr(log_target.exp()).sum(-1), reduction)
 
 
-def koleo_loss(features: Tensor, eps: float = 1e-8, *, reduction: Reduction = "mean") -> Tensor:
+def koleo_loss(features: Tensor, eps: float = 1e-8, *, reduction: Reduction = "mean", gather: bool = True) -> Tensor:
     """KoLeo: minus the logarithm of each row's distance to its nearest neighbour, so that features (B, D) spread out.
 
-    Neighbours are those of the same batch on the same rank. A single row has none: its loss is 0.
+    With `gather` neighbours may be on other ranks, else they are rows of the same one. A single row has none: its loss
+    is 0.
 
     >>> koleo_loss(torch.eye(3))  # all are sqrt(2) apart
     tensor(-0.3466)
@@ -179,12 +183,16 @@ def koleo_loss(features: Tensor, eps: float = 1e-8, *, reduction: Reduction = "m
     if features.ndim != 2:
         raise BadArgument(expected("features of shape (B, D)", tuple(features.shape)))
     with full_precision(features):
-        if len(features) < 2:
-            return reduced(full(features).sum(1) * 0, reduction)
         rows = unit_rows(features, eps)
+        shares = row_shares(rows) if gather else Shares((len(rows),), 0)
+        every = gather_rows(rows, shares) if gather else rows
+        if len(every) < 2:
+            return reduced(full(features).sum(1) * 0, reduction)
         with torch.no_grad():
-            nearest = (rows @ rows.T).fill_diagonal_(-2).argmax(1)
-        distance = F.pairwise_distance(rows, rows.index_select(0, nearest), eps=eps)
+            cosines = rows @ every.T
+            cosines.diagonal(shares.first).fill_(-2)
+            nearest = cosines.argmax(1)
+        distance = F.pairwise_distance(rows, every.index_select(0, nearest), eps=eps)
         return reduced(-(distance + eps).log(), reduction)
 
 

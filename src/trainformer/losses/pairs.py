@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.losses.numerics import Reduction, check_count, full, full_precision
+from trainformer.utils.distributed import gather_rows, row_shares
 
 _MEMORY_PREFIX = "xbm:"
 _MEMORY_SIZE = 1024
@@ -77,14 +78,18 @@ class PairLoss(nn.Module):
     `loss` is a module of pytorch-metric-learning, or one's own, that returns a scalar; `miner` returns what the loss
     takes as its third argument. Losses over pairs are means over the pairs that matter: "mean" is the only reduction.
     A batch in which no pair is valid has the loss 0, with a graph and gradients of zero.
+
+    With `gather` each rank computes the loss of the rows of all ranks. It is the same on all of them, so however much
+    weight each rank has, the weighted mean of their gradients is the gradient of that loss.
     """
 
     per_sample = False
 
-    def __init__(self, loss: nn.Module, miner: nn.Module | None = None) -> None:
+    def __init__(self, loss: nn.Module, miner: nn.Module | None = None, *, gather: bool = True) -> None:
         super().__init__()
         self.loss = loss
         self.miner = miner
+        self.gather = gather
 
     def forward(self, embeddings: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
         """The loss of embeddings (B, D) with class indices (B,)."""
@@ -95,7 +100,10 @@ class PairLoss(nn.Module):
             received = f"embeddings {tuple(embeddings.shape)} and labels {tuple(labels.shape)}"
             raise BadArgument(expected("embeddings (B, D) and labels (B,)", received))
         with full_precision(embeddings):
-            value = self._value(self._in_full(embeddings), labels)
+            rows = self._in_full(embeddings)
+            if self.gather:
+                rows, labels = _of_all_ranks(rows, labels)
+            value = self._value(rows, labels)
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else value
             raise BadArgument(expected(f"{type(self.loss).__name__} to return a scalar tensor", got))
@@ -115,17 +123,23 @@ class PairLoss(nn.Module):
         return full(embeddings)
 
 
+def _of_all_ranks(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and labels of all ranks, without those of padding: a memory must be the same everywhere."""
+    shares = row_shares(rows)
+    return gather_rows(rows, shares)[: shares.total], gather_rows(labels, shares)[: shares.total]
+
+
 class MemoryPairLoss(PairLoss):
     """A `PairLoss` whose batches are compared with earlier ones too (cross-batch memory, Wang et al., 2020).
 
     The memory is saved with the weights, its position included, so that a resumed run goes on bitwise. In evaluation
-    mode it is neither read nor filled.
+    mode it is neither read nor filled. With `gather` it holds the rows of all ranks, and is the same on each.
     """
 
     memory_state: Tensor
 
-    def __init__(self, memory: Any) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: Any, *, gather: bool = True) -> None:
+        super().__init__(memory, gather=gather)
         self.register_buffer("memory_state", torch.zeros(2, dtype=torch.int64))
         self.register_load_state_dict_post_hook(_restore_position)
 

@@ -9,6 +9,7 @@ Henderson et al., Efficient Natural Language Response Suggestion, 2017; Reimers 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from trainformer.losses.numerics import (
     reduced,
     unit_rows,
 )
-from trainformer.utils.distributed import gather_rows, rank
+from trainformer.utils.distributed import Shares, gather_rows, row_shares
 
 Share = Callable[[Tensor], Tensor]
 
@@ -53,7 +54,7 @@ def multiple_negatives_loss(
     """Each anchor (B, D) shall find its positive (B, D) among those of the batch, and among all negatives (B, N, D).
 
     Similarity is the cosine, divided by `temperature`. With `symmetric` each positive shall also find its anchor, and
-    the two losses are averaged. With `gather` the candidates of all ranks count; every rank must bring equally many.
+    the two losses are averaged. With `gather` the candidates of all ranks count.
 
     `keys` tell equal texts: another's positive is no negative if it is the same text as one's own positive or anchor,
     or if the other's anchor is the same text as one's own.
@@ -69,13 +70,14 @@ def multiple_negatives_loss(
         shape = (len(anchors), "N", anchors.shape[1])
         raise BadArgument(expected(f"negatives of shape {shape}", tuple(negatives.shape)))
     keys = keys if keys is None or negatives is not None else keys._replace(negatives=None)
-    share = gather_rows if gather else _as_they_are
-    first = rank() * len(anchors) if gather else 0
+    shares = row_shares(anchors) if gather else Shares((len(anchors),), 0)
+    share: Share = partial(gather_rows, shares=shares) if gather else _as_they_are
+    first = shares.first
     with full_precision(anchors):
         own, theirs = unit_rows(anchors), unit_rows(positives)
         candidates = share(theirs)
         if negatives is not None:
-            candidates = torch.cat([candidates, share(unit_rows(negatives).flatten(0, 1))])
+            candidates = torch.cat([candidates, share(unit_rows(negatives)).flatten(0, 1)])
         same = None if keys is None else _same_texts(keys, share)
         losses = _one_way(own / temperature, candidates, first, same)
         if symmetric:
@@ -119,7 +121,7 @@ def _same_texts(keys: Keys, share: Share) -> Tensor:
     texts = share(keys.positives)
     pairs = keys.anchors[:, None] == share(keys.anchors)
     if keys.negatives is not None:
-        texts = torch.cat([texts, share(keys.negatives.flatten())])
+        texts = torch.cat([texts, share(keys.negatives).flatten()])
         pairs = F.pad(pairs, (0, len(texts) - pairs.shape[1]))
     return pairs | (keys.positives[:, None] == texts) | (keys.anchors[:, None] == texts)
 

@@ -26,7 +26,7 @@ from trainformer.session.components import Held
 from trainformer.session.data import size_of
 from trainformer.session.habits import Habits, SignalRules
 from trainformer.session.handle import RunHandle
-from trainformer.session.snapshot import cloned
+from trainformer.backends.torch.state_trees import cloned
 from trainformer.utils.distributed import rank, world_size
 from trainformer.utils.helpers import seed_everything
 
@@ -123,6 +123,7 @@ def _seeds_as_they_are() -> Iterator[None]:
 def _settings(trainer: BaseTrainer) -> RunSettings:
     retries = trainer.max_non_finite_grad_retries
     return RunSettings(
+        strategy="single",  # ranks, if there are any, are the user's: he wraps the model and divides the data
         max_steps=trainer.max_steps,
         gradient_clip=trainer.grad_clip,
         nonfinite=f"retry:{retries}" if retries else "raise",

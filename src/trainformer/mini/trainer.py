@@ -253,7 +253,7 @@ class BaseTrainer:
     @property
     def is_interrupted(self) -> bool:
         """Whether a signal is ending this process; the run goes on in another one."""
-        return self._session is not None and self._session.control.signal is not None
+        return self._session is not None and self._session.control.ending_signal is not None
 
     def stop(self, reason: str = "the trainer was asked to") -> None:
         """End training after the current step."""

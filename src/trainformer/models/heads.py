@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -186,8 +187,8 @@ def single_sample_batchnorm(*modules: nn.Module, size: int) -> AbstractContextMa
     """Within this context a batch of `size` 1 passes BatchNorm, with the running statistics instead of its own.
 
     BatchNorm in train mode refuses one value per channel, and an epoch's last batch may well be one sample. For any
-    other size nothing is done and nothing looked at. SyncBatchNorm over several ranks has more than one sample and
-    stays as it is: a rank that left it alone would keep the others waiting.
+    other size nothing is done and nothing looked at. BatchNorm over several ranks may well have more than one sample
+    and is only told: a rank that left it alone would keep the others waiting.
 
     >>> import torch
     >>> head = MLPHead([4, 4, 2])
@@ -201,19 +202,20 @@ def single_sample_batchnorm(*modules: nn.Module, size: int) -> AbstractContextMa
 @contextmanager
 def _running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     together = world_size() > 1
-    changed = [
-        part
-        for module in modules
-        for part in module.modules()
-        if isinstance(part, _BatchNorm) and part.training and not (together and isinstance(part, nn.SyncBatchNorm))
-    ]
-    for part in changed:
+    parts = [p for module in modules for p in module.modules() if isinstance(p, _BatchNorm) and p.training]
+    shared: list[Any] = [p for p in parts if together and getattr(p, "shares_statistics", False)]
+    own = [p for p in parts if not (together and (isinstance(p, nn.SyncBatchNorm) or p in shared))]
+    for part in own:
         part.training = False
+    for part in shared:
+        part.single_sample = True
     try:
         yield
     finally:
-        for part in changed:
+        for part in own:
             part.training = True
+        for part in shared:
+            part.single_sample = False
 
 
 def _widths(in_dim: int, hidden_dim: int, out_dim: int, layers: int) -> list[int]:

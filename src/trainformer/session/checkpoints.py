@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from trainformer.backends.torch.codec import read_component, write_component
+from trainformer.backends.torch.components import read_component, write_component, write_part
+from trainformer.backends.torch.distribution import Ranks
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.engine.checkpoint import (
     BackgroundWriter,
@@ -22,7 +23,10 @@ from trainformer.engine.checkpoint import (
 )
 from trainformer.engine.checkpoint.manifest import MANIFEST
 from trainformer.engine.checkpoint.store import folder_of_checkpoints
-from trainformer.session.snapshot import cloned, read_snapshot
+from trainformer.session.rank_writing import SharedWriting
+from trainformer.session.replicas import check_replicas, files_for, is_ours, stem_of
+from trainformer.backends.torch.state_trees import cloned
+from trainformer.session.snapshot import read_snapshot
 
 logger = logging.getLogger("trainformer")
 
@@ -39,10 +43,21 @@ class SaveFailed(TrainformerError, OSError):
 class Checkpointer:
     """Writes and prunes the checkpoints of one run, in the loop's time or behind its back."""
 
-    def __init__(self, folder: Path, retention: Retention, asynchronous: bool, naming: str = "step_{:08d}") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        asynchronous: bool,
+        naming: str = "step_{:08d}",
+        *,
+        ranks: Ranks | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
         self.store = CheckpointStore(folder, naming)
         self.retention = retention
         self.asynchronous = asynchronous
+        self.ranks = ranks or Ranks()
+        self._sharing = SharedWriting(self.store, self.ranks, timeout)
         self.failures = 0
         self._last_error: OSError | None = None
         self.blocked = 0.0  # seconds for which saves have kept the loop waiting
@@ -58,14 +73,17 @@ class Checkpointer:
         """Write a checkpoint, or hand it to the background. False: it could not be written, and that was reported."""
         began = time.perf_counter()
         self.finish()  # at most one save in flight; if the one before failed, this one is tried all the same
+        states = {c: c.stateful.state_dict() for c in components}  # on every rank: some have to ask the others
+        check_replicas(states, self.ranks)
+        states = {c: state for c, state in states.items() if is_ours(c, self.ranks)}
         try:
-            states = {c: c.stateful.state_dict() for c in components}
+            draft = None if self.ranks.is_alone else self._sharing.begin(manifest.step)
             if self.asynchronous:
                 # A snapshot first: the loop is about to change these very tensors.
                 states = {c: cloned(state, to_host=on_device) for c, state in states.items()}
-                self._writer.submit(lambda: self._write(states, manifest, assets))
+                self._writer.submit(lambda: self._write(states, manifest, assets, draft))
             else:
-                self._write(states, manifest, assets)
+                self._write(states, manifest, assets, draft)
         except OSError as error:
             self._note(error)
             return False
@@ -85,17 +103,31 @@ class Checkpointer:
         except OSError as error:
             self._note(error)
 
-    def _write(self, states: dict[StateComponent, Any], manifest: Manifest, assets: Assets | None) -> None:
+    def _write(
+        self, states: dict[StateComponent, Any], manifest: Manifest, assets: Assets | None, draft: Path | None
+    ) -> None:
+        ranks = self.ranks
+
         def fill(folder: Path) -> dict[str, list[str]]:
-            files = {c.key: write_component(folder, c.stem(), c.format, state) for c, state in states.items()}
-            if assets is not None:
+            files = {}
+            for c, state in states.items():
+                if c.format == "sharded":
+                    files[c.key] = write_part(folder, c.key, state, ranks)
+                else:
+                    files[c.key] = write_component(folder, stem_of(c, ranks), c.format, state)
+            if assets is not None and ranks.is_main:
                 files["assets"] = assets(folder)
             return files
 
         formats = {c.key: c.format for c in states}
-        checkpoint = self.store.write(Manifest(**{**vars(manifest), "formats": formats}), fill)
-        logger.info("saved %s", checkpoint.path)
-        self.tidy()  # only after a complete save is anything deleted
+        manifest = Manifest(**{**vars(manifest), "formats": formats})
+        if draft is None:
+            self.store.write(manifest, fill)
+        else:
+            self._sharing.write(draft, manifest, fill)
+        logger.info("saved %s", self.store.path_of(manifest.step))
+        if ranks.is_main:
+            self.tidy()  # only after a complete save is anything deleted
         self.failures = 0
 
     def tidy(self) -> None:
@@ -128,17 +160,18 @@ class Checkpointer:
         ) from self._last_error
 
 
-def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None) -> dict[str, Any]:
-    """The states of a checkpoint's components, or of some of them."""
+def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None, rank: int = 0) -> dict[str, Any]:
+    """The states of a checkpoint's components, or of some of them, as a rank wants them."""
     manifest = checkpoint.manifest
-    return {
-        key: read_component(checkpoint.path, [f.name for f in files], manifest.formats[key])
+    chosen = {
+        key: files_for(key, [f.name for f in files], rank)
         for key, files in manifest.components.items()
         if key in manifest.formats and (only is None or key in only)
     }
+    return {key: read_component(checkpoint.path, names, manifest.formats[key]) for key, names in chosen.items() if names}
 
 
-def read_states(path: Path) -> dict[str, Any]:
+def read_states(path: Path, rank: int = 0) -> dict[str, Any]:
     """States by component from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
     if not path.is_dir():
         return read_snapshot(path)
@@ -150,7 +183,7 @@ def read_states(path: Path) -> dict[str, Any]:
         checkpoint = CheckpointStore(folder_of_checkpoints(path)).newest()
     if checkpoint is None:
         raise DataError(f"There is no complete checkpoint in {path}.")
-    return read_checkpoint(checkpoint)
+    return read_checkpoint(checkpoint, rank=rank)
 
 
 def give_back(

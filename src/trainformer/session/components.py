@@ -6,12 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.core.errors import DataError
 from trainformer.engine.checkpoint import SharingPattern, StateComponent
-from trainformer.session.snapshot import check_fits, cloned
 from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
@@ -50,20 +46,31 @@ def state_components(session: Session) -> list[StateComponent]:
     weights, load_weights = model.state_dict, model.load_state_dict
     if provides(task, "model_state"):
         weights, load_weights = task.model_state, task.load_model_state
+    strategy = backend.strategy
+    sharing, replicated = strategy.sharing, strategy.sharing is SharingPattern.REPLICATED
     components = [
         StateComponent(
             "model",
-            Held(weights, load_weights, lambda s: check_fits(weights(), s, "model")),
-            format="weights",
+            Held(
+                lambda: strategy.model_state(weights),
+                lambda s: strategy.load_model_state(s, load_weights),
+                lambda s: strategy.check_model_state(s, weights),
+            ),
+            sharing,
+            validate_replication=replicated,
+            format="sharded" if strategy.divides_state else "weights",
         ),
         StateComponent(
             "optimizer",
             # Cloned: torch keeps the tensors it is given and goes on to change them.
             Held(
-                optimizer.state_dict,
-                lambda s: optimizer.load_state_dict(cloned(s)),
-                lambda s: _check_optimizer(optimizer, s),
+                lambda: strategy.optimizer_state(optimizer),
+                lambda s: strategy.load_optimizer_state(optimizer, s),
+                lambda s: strategy.check_optimizer_state(optimizer, s),
             ),
+            sharing,
+            validate_replication=replicated,
+            format="sharded" if strategy.divides_state else "tensors",
         ),
         StateComponent("schedule", Held(schedule.state_dict, schedule.load_state_dict), required=False),
         StateComponent("backend", Held(backend.state_dict, backend.load_state_dict), required=False),
@@ -88,13 +95,3 @@ def state_components(session: Session) -> list[StateComponent]:
             key = "callback." + name.replace("#", "-")
             components.append(StateComponent(key, Held(callback.state_dict, callback.load_state_dict), required=False))
     return components
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    if here != saved:
-        raise DataError(
-            f"The checkpoint's optimizer does not fit: it has groups of {saved} tensors, the one here of {here}. "
-            "Nothing was loaded. To change the optimizer on purpose, name the components to load without it."
-        )

@@ -15,6 +15,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.align import align_classes, numbered_alike
 from trainformer.data.info import DatasetInfo, extract_info
 from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, stream_source
+from trainformer.data.sharding import Shard
 from trainformer.data.split import split_dataset
 from trainformer.tasks.base import provides
 
@@ -34,6 +35,8 @@ class LoadOptions:
     sampler: Any = None  # for training only, as are the next
     drop_last: bool = False
     accumulation: int = 1
+    shard: Shard = Shard()
+    dispatch: Any = None  # the ranks to which rank 0 hands out what it reads; None: each reads its own
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
     """Batches of loaded data, prepared by the task for training or evaluation."""
     if is_loader(data):
         _refuse_sampling(options, train, "a loader has a sampler and batches of its own; set them there")
-        return loader_source(data, options.seed, task.count_samples if provides(task, "count_samples") else None)
+        count = task.count_samples if provides(task, "count_samples") else None
+        return loader_source(data, options.seed, count, options.shard)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
     collate = task.collate_fn if provides(task, "collate_fn") else None
@@ -127,7 +131,14 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
         workers = options.num_workers or 0
         if hasattr(data, "reseed"):
             data.reseed(options.seed)
-        return stream_source(data, options.batch_size, seed=options.seed, collate=collate, num_workers=workers)
+        return stream_source(
+            data,
+            options.batch_size,
+            seed=options.seed,
+            collate=collate,
+            num_workers=workers,
+            shard=options.shard,
+        )
     return DatasetSource(
         data,
         options.batch_size,
@@ -140,6 +151,7 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
         pin_memory=options.pin_memory,
         prefetch_factor=options.prefetch_factor,
         skip_bad=options.skip_bad,
+        shard=options.shard,
     )
 
 

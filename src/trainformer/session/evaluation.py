@@ -71,7 +71,8 @@ class Evaluation:
     def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> Source:
         """Batches of loaded data in their order; the options replace those of the run."""
         size = batch_size or self.settings.eval_batch_size
-        usual = load_options(self.settings, self.inference.backend.device, size)
+        backend = self.inference.backend
+        usual = load_options(self.settings, backend.device, backend.ranks, size)
         return make_source(self.task, data, replace(usual, **options), train=False)
 
 

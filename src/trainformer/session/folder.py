@@ -121,6 +121,22 @@ class RunFolder:
             yield
 
 
+class GuestFolder(RunFolder):
+    """The folder of a run as ranks other than 0 see it: they write their parts of checkpoints, and nothing else."""
+
+    def recording(self, config: PipelineConfig) -> AbstractContextManager[None]:
+        """Rank 0 does."""
+        return nullcontext()
+
+    def status(self, outcome: Callable[[], str]) -> AbstractContextManager[None]:
+        """Rank 0 does."""
+        return nullcontext()
+
+    def log_file(self) -> AbstractContextManager[None]:
+        """Rank 0 does."""
+        return nullcontext()
+
+
 class NoFolder:
     """A run that leaves nothing on disk."""
 

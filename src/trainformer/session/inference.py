@@ -35,7 +35,8 @@ class Inference:
         """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
         batches = islice(source.batches(0), most)
         with self.apart(model), self._progress(source) as tell:
-            metrics, rows = evaluate(self.backend, batches, self.backend.eval_step, self.reduces_rows, tell)
+            peers = self.backend.ranks
+            metrics, rows = evaluate(self.backend, batches, self.backend.eval_step, self.reduces_rows, tell, peers)
             if rows:
                 metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
             if provides(self.task, "derive_metrics"):
@@ -61,7 +62,8 @@ class Inference:
             return result
 
         with self.apart(), self._progress(source) as tell:
-            _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=tell)
+            peers = self.backend.ranks
+            _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=tell, peers=peers)
         return rows
 
     def model(self) -> nn.Module:

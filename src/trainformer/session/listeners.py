@@ -17,15 +17,16 @@ def connect_listeners(session: Session) -> None:
     """Subscribe everybody anew: the task first, then the callbacks in their order, then the context."""
     bus, context = session.bus, session.context
     bus.clear()
-    bus.add(type(session.task).__name__, _task_handlers(session.task, session.total_steps))
+    bus.add(type(session.task).__name__, _task_handlers(session.task, session.total_steps), asks=False)
     for name, callback in session.callbacks.named().items():
-        bus.add(name, handlers_of(callback, session.owner))
+        bus.add(name, handlers_of(callback, session.owner), asks=getattr(callback, "makes_requests", True))
     bus.add(
         "context",
         {
             Event.STEP_END: lambda step, loss: context.on_step_end(),
             Event.EPOCH_END: lambda epoch, metrics: context.on_epoch_end(),
         },
+        asks=False,
     )
 
 

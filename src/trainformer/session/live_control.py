@@ -1,8 +1,8 @@
 """Requests from outside, carried out at step boundaries.
 
-A thread takes them in (`trainformer.live.server`) and never touches the training. The loop asks `poll()` of the
-session at every boundary; there they are drained, applied to the `Control`, and so take effect at that very boundary.
-Their answers are given when the loop has done what was asked: on hearing of it, or at the next boundary, or at the end.
+A thread takes them in (`trainformer.live.server`) and never touches the training. The loop asks at every boundary
+whether there are any; there they are taken, told to all ranks, applied to the `Control` of each, and so take effect at
+that very boundary. Their answers are given when the loop has done what was asked: on hearing of it, or at the next boundary, or at the end.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class LiveControl:
         self.waiting = False  # something has come in, or is being carried out
         self._session = session
         self._incoming: SimpleQueue[Ticket] = SimpleQueue()
+        self._taken: list[Ticket] = []  # heard of by now, not yet applied
         self._under_way: list[Ticket] = []
         self._checkpointer: Checkpointer | None = None
         self._began = 0.0, 0
@@ -89,22 +90,33 @@ class LiveControl:
 
     # -- at a step boundary --------------------------------------------------------------------------------
 
-    def at_boundary(self) -> None:
-        """Carry out what was asked for since the last boundary.
-
-        Several processes must all do the same at the same boundary. That agreement belongs between draining and
-        applying: rank 0 alone listens and drains, its plain requests are broadcast, every rank applies what it got.
-        `waiting` is known to rank 0 only, so the exchange cannot depend on it.
-        """
-        self.waiting = False  # before draining: who comes later sets it again
+    def settle(self) -> None:
+        """Answer those whose requests are done."""
+        if not self.waiting:
+            return
         self._settle()
-        tickets = self._drain()
-        requests = [ticket.request for ticket in tickets]
+        # Looked at after it was set to False, not before: the thread may just have put something in.
+        self.waiting = False
+        if self._under_way or not self._incoming.empty():
+            self.waiting = True
+
+    def has_requests(self) -> bool:
+        """Whether something was asked for since the last boundary."""
+        return self.waiting and not self._incoming.empty()
+
+    def take(self) -> list[Request]:
+        """What was asked for since the last boundary. Only rank 0 listens; it tells the others."""
+        self._taken = self._drain()
+        return [ticket.request for ticket in self._taken]
+
+    def carry_out(self, requests: list[Request]) -> None:
+        """Apply requests, on every rank; where they came in, whoever asked gets an answer when they are done."""
         possible = self._possible(requests)
         for request, is_possible in zip(requests, possible, strict=True):
             if is_possible:
                 apply(request, self._session.control)
-        self._remember(tickets, possible)
+        tickets, self._taken = self._taken, []
+        self._remember(tickets, possible[: len(tickets)])
         if self._under_way:  # never set to False here: the thread may just have set it
             self.waiting = True
 

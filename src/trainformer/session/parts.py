@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from trainformer.backends.torch import TorchSettings
+from trainformer.backends.torch.distribution import Ranks
+from trainformer.data.sharding import Shard
 from trainformer.engine import Cadence, Plan
 from trainformer.engine.checkpoint import Retention
 from trainformer.session.data import LoadOptions
@@ -17,7 +19,9 @@ def torch_settings(settings: RunSettings) -> TorchSettings:
     return TorchSettings(**{name: getattr(settings, name) for name in names})
 
 
-def load_options(settings: RunSettings, device: torch.device, batch_size: int | None = None) -> LoadOptions:
+def load_options(
+    settings: RunSettings, device: torch.device, ranks: Ranks, batch_size: int | None = None
+) -> LoadOptions:
     """To a loader: how batches are made, of another size than that of training if one is given."""
     return LoadOptions(
         batch_size=batch_size or settings.batch_size,
@@ -29,6 +33,8 @@ def load_options(settings: RunSettings, device: torch.device, batch_size: int | 
         sampler=settings.sampler,
         drop_last=settings.drop_last,
         accumulation=settings.accumulation_steps,
+        shard=Shard(ranks.index, ranks.count),
+        dispatch=ranks if settings.dispatch_batches and not ranks.is_alone else None,
     )
 
 

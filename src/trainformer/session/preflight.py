@@ -24,7 +24,7 @@ from trainformer.core.types import Placed
 from trainformer.engine import Cadence
 from trainformer.session.probe import Probe
 from trainformer.session.session import Session
-from trainformer.session.snapshot import cloned
+from trainformer.backends.torch.state_trees import cloned
 from trainformer.tasks.base import provides
 
 Status = Literal["ok", "warning", "failed"]

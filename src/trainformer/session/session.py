@@ -18,11 +18,12 @@ from rich.console import Console
 from torch import nn
 
 from trainformer.backends.torch import TorchBackend
+from trainformer.backends.torch.distribution import make_strategy
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.ema import EMA
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, Event, EventBus, Loop, RunState
-from trainformer.engine.checkpoint import CheckpointStore, Manifest, StateComponent
+from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, Manifest, StateComponent
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.loggers.multi import MultiLogger
 from trainformer.loggers.registry import make_loggers
@@ -32,7 +33,7 @@ from trainformer.session.components import TRAINED, state_components
 from trainformer.session.console import messages_on
 from trainformer.session.data import Batches, load_training_data, make_source, size_of
 from trainformer.session.evaluation import Evaluation
-from trainformer.session.folder import NoFolder, RunFolder
+from trainformer.session.folder import GuestFolder, NoFolder, RunFolder
 from trainformer.session.habits import Habits
 from trainformer.session.inference import Inference
 from trainformer.session.listeners import connect_listeners
@@ -42,7 +43,8 @@ from trainformer.session.probe import Probe
 from trainformer.session.provenance import declared_arguments, fingerprint, record_changes, record_config
 from trainformer.session.settings import RunSettings
 from trainformer.session.signals import leave, obeying_signals
-from trainformer.session.snapshot import cloned, write_snapshot
+from trainformer.backends.torch.state_trees import cloned
+from trainformer.session.snapshot import write_snapshot
 from trainformer.session.suiting import can_be_indexed, check_task, suit_to_loader, suit_to_task, without_vain_sampler
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
@@ -69,6 +71,9 @@ class Session:
     ) -> None:
         settings.validate()
         make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
+        strategy = make_strategy(settings.strategy)
+        strategy.join(settings.device, settings.rank_timeout)
+        self.ranks = strategy.ranks
         seed_everything(settings.seed, deterministic=False)
         self.owner = owner
         self.owner_data = data
@@ -94,7 +99,8 @@ class Session:
         suited = suit_to_loader(settings, data, passed) | suit_to_task(settings, task, passed)
         if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
             callbacks.add(EMA(decay=settings.ema))
-        loaded = load_training_data(task, data, val_data, val_split, settings.seed)
+        with self.ranks.main_first():  # what it reads and caches is there for the others
+            loaded = load_training_data(task, data, val_data, val_split, settings.seed)
         self.info = loaded.info
         # Settings that follow from task or data, where the user chose none.
         self.suited = without_vain_sampler(settings, suited, loaded.train)
@@ -103,10 +109,14 @@ class Session:
             task.look_at(loaded.train)
         if provides(task, "configure"):
             task.configure(loaded.info)
-        self.backend = TorchBackend(task, torch_settings(settings), reduces_rows=provides(task, "on_eval_end"))
-        self.train_source = make_source(task, loaded.train, load_options(settings, self.backend.device), train=True)
-        inference = Inference(owner, task, self.backend, callbacks, settings.seed)
-        self._evaluation = Evaluation(inference, settings, loaded)
+        self.backend = TorchBackend(task, torch_settings(settings), provides(task, "on_eval_end"), strategy)
+        options = load_options(settings, self.backend.device, self.ranks)
+        with self.ranks.main_first():
+            self.train_source = make_source(task, loaded.train, options, train=True)
+            inference = Inference(owner, task, self.backend, callbacks, settings.seed)
+            self._evaluation = Evaluation(inference, settings, loaded)
+        if not self.ranks.is_alone:  # until here all ranks have drawn the same numbers: they have the same weights
+            seed_everything(settings.seed + 1 + self.ranks.index, deterministic=False)
         self.val_source = self._evaluation.val_source
         self.labels_comparable = loaded.comparable
         self.train_size = size_of(getattr(self.train_source, "dataset", loaded.train))
@@ -166,7 +176,7 @@ class Session:
         with ExitStack() as stack:
             stack.enter_context(folder.log_file())
             shown = self.habits.shows_messages or "console" in _as_list(settings.log)
-            stack.enter_context(messages_on(self.console, wanted=shown))
+            stack.enter_context(messages_on(self.console, wanted=shown and self.ranks.is_main))
             if self.folder is None:
                 self._prepare(folder)
                 self.folder = folder
@@ -183,13 +193,16 @@ class Session:
             announce_start(self)
             stack.enter_context(self._failing_loudly())
             self._loop = self._make_loop()
+            self.backend.asks = self._loop.agreement.has_requests
             self._loop.run()
         self._leave()
 
     def _choose_folder(self) -> RunFolder | NoFolder:
-        settings = self.settings
+        settings, ranks = self.settings, self.ranks
         if not self.habits.keeps_folder:
             return NoFolder()
+        if not ranks.is_main:
+            return GuestFolder(Path(ranks.from_main(None)), settings.save_dir)
         folder = RunFolder.choose(
             settings.run_dir,
             settings.name,
@@ -198,6 +211,7 @@ class Session:
             unfinished=fingerprint(self) if settings.resume == "auto" else None,
         )
         folder.open(anew=settings.resume is None and self.state.step == 0)
+        ranks.from_main(str(folder.path.absolute()))
         return folder
 
     def _prepare(self, folder: RunFolder | NoFolder) -> None:
@@ -207,32 +221,47 @@ class Session:
             self.loggers = MultiLogger([logger for logger in _as_list(settings.log) if isinstance(logger, BaseLogger)])
             return
         self._checkpointer = Checkpointer(
-            folder.checkpoints, retention(settings), settings.save_async, self.habits.checkpoint_name
+            folder.checkpoints,
+            retention(settings),
+            settings.save_async,
+            self.habits.checkpoint_name,
+            ranks=self.ranks,
+            timeout=settings.rank_timeout,
         )
-        self._checkpointer.store.clean()
-        self.loggers = make_loggers(
-            settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=self.console
-        )
+        if self.ranks.is_main:
+            self._checkpointer.store.clean()
+            self.loggers = make_loggers(
+                settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=self.console
+            )
         self.loggers.load_state_dict(self._logger_state)  # of a checkpoint that was loaded before the run began
         self.backend.schedule_for(self.total_steps())
         folder.fingerprint = fingerprint(self)
         if self.state.step == 0:
             self._resume(self._checkpointer.store, folder)
-        # Checkpoints after this step belong to a run that was given up; they would pass for the newest.
-        self._checkpointer.store.set_aside(after=self.state.step)
-        self._checkpointer.tidy()  # the run before may have been killed between a save and this
+        if self.ranks.is_main:
+            # Checkpoints after this step belong to a run that was given up; they would pass for the newest.
+            self._checkpointer.store.set_aside(after=self.state.step)
+            self._checkpointer.tidy()  # the run before may have been killed between a save and this
 
     def _resume(self, store: CheckpointStore, folder: RunFolder) -> None:
         if self.settings.resume is None:
             return
-        own = store.newest() if self.settings.resume == "auto" or folder.was_cut_short() else None
+        own = self._newest_of(store, folder)
         if own is not None:
             # What was named for the start counts at the start only: a run that goes on has everything it needs.
             only = self.settings.load_components if self.settings.resume == "auto" else None
-            give_back(self.components(), read_checkpoint(own), only)
+            give_back(self.components(), read_checkpoint(own, rank=self.ranks.rank), only)
             logger.info("going on from %s (step %d); pass resume=None to begin anew", own.path, self.state.step)
         elif self.settings.resume != "auto":
             self.load(Path(self.settings.resume), self.settings.load_components)
+
+    def _newest_of(self, store: CheckpointStore, folder: RunFolder) -> Checkpoint | None:
+        """The newest valid checkpoint of this very run. Rank 0 looks: all must take the same one."""
+        found = None
+        if self.ranks.is_main and (self.settings.resume == "auto" or folder.was_cut_short()):
+            found = store.newest()
+        path = self.ranks.from_main(None if found is None else str(found.path))
+        return found if path is None or found is not None else Checkpoint(Path(path), Manifest.read(Path(path)))
 
     def _make_loop(self) -> Loop:
         return Loop(
@@ -243,6 +272,7 @@ class Session:
             bus=self.bus,
             control=self.control,
             services=self,
+            peers=self.ranks,
         )
 
     @contextmanager
@@ -262,12 +292,12 @@ class Session:
 
     def _leave(self) -> None:
         """After a signal the program ends here, with everything saved and closed."""
-        number = self.control.signal
+        number = self.control.ending_signal
         if number is not None and self.settings.exit_on_signal:
             leave(number, self.habits.signals)
 
     def _outcome(self) -> str:
-        if self.control.signal is not None:
+        if self.control.ending_signal is not None:
             return "interrupted"
         if self.control.aborted:
             return "aborted"
@@ -313,16 +343,30 @@ class Session:
         return metrics
 
     def poll(self) -> None:
-        """Report a save that failed in the background; take in what is asked of the run from outside."""
+        """Report a save that failed in the background; answer those whose requests are done."""
         if self.settings.save_async and self._checkpointer is not None:
             self._checkpointer.poll()
         if self._live.waiting:
-            self._live.at_boundary()
+            self._live.settle()
+
+    def has_requests(self) -> bool:
+        """Whether somebody asks something of the run from outside."""
+        return self._live.has_requests()
+
+    def take_requests(self) -> list[Any]:
+        """What was asked for."""
+        return self._live.take()
+
+    def carry_out(self, requests: list[Any]) -> None:
+        """Enter it into the control."""
+        self._live.carry_out(requests)
 
     def worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is among the best."""
         checkpointer = self._checkpointer
-        return checkpointer is not None and checkpointer.is_worth_keeping(metrics)
+        if checkpointer is None or not self.ranks.is_main:  # who looks at the folder at another time finds another one
+            return False
+        return checkpointer.is_worth_keeping(metrics)
 
     def save(self) -> str | None:
         """Write a checkpoint into the run folder."""
@@ -337,6 +381,7 @@ class Session:
             components={},
             metrics=self._last_metrics if state.evaluated_at == state.step else {},
             versions=versions(),
+            world_size=self.ranks.world,
         )
         on_device = self.backend.device.type != "cpu"
         assets = self.task.save_assets if provides(self.task, "save_assets") else None
@@ -411,7 +456,7 @@ class Session:
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Go on from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
-        give_back(self.components(), read_states(path), only)
+        give_back(self.components(), read_states(path, rank=self.ranks.rank), only)
         self.state.stopped = []  # loaded on purpose, to go on
         logger.info("going on from %s (step %d)", path, self.state.step)
 

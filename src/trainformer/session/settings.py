@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from trainformer.backends.torch.distribution import check_strategy
 from trainformer.backends.torch.memory import SdpaChoice, sdpa_backends
 from trainformer.backends.torch.nonfinite import parse_policy
 from trainformer.backends.torch.quantize import check_recipes
@@ -24,7 +25,7 @@ class RunSettings:
     # How long, and with what
     epochs: int = 100
     max_steps: int | None = None  # overrides epochs
-    batch_size: int = 32
+    batch_size: int = 32  # of all processes together
     eval_batch_size: int | None = None  # None: as batch_size
     lr: float = 1e-4
     weight_decay: float = 0.01
@@ -58,7 +59,9 @@ class RunSettings:
     num_workers: int | None = None  # None: what suits the data
     prefetch_factor: int | None = None  # batches that each worker reads ahead; None: as torch does
     pin_memory: bool | None = None  # None: on CUDA
-    strategy: str = "auto"
+    strategy: Any = "auto"  # single, ddp, fsdp, tp, pipeline, accelerate, {"name": ..., options}, or an Accelerator
+    dispatch_batches: bool = False  # rank 0 reads the data and hands each rank its part
+    rank_timeout: float = 1800.0  # seconds that ranks wait for each other
 
     # What is recorded
     log: Any = "console"  # console, wandb, tensorboard, mlflow, none, a logger, or several
@@ -109,8 +112,8 @@ class RunSettings:
             self._number("gradient_clip", lambda v: v >= 0, "a number of at least 0, or None")
         if self.monitor_mode not in ("min", "max"):
             raise BadArgument(expected("monitor_mode to be 'min' or 'max'", self.monitor_mode))
-        if self.strategy not in ("auto", "single"):
-            raise BadArgument(expected("strategy to be 'auto' or 'single'", self.strategy))
+        check_strategy(self.strategy)
+        self._number("rank_timeout", lambda v: v > 0, "a positive number of seconds")
         if self.save_strategy not in ("steps", "epochs", "seconds"):
             raise BadArgument(expected("save_strategy to be 'steps', 'epochs' or 'seconds'", self.save_strategy))
         for name, choices in (("oom", ("split", "raise")), ("bad_samples", ("raise", "skip"))):

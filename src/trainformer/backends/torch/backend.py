@@ -1,4 +1,4 @@
-"""Training with torch on one device: the step, evaluation, and state in and out.
+"""Training with torch: the step, evaluation, and state in and out. How ranks share them is a strategy's business.
 
 One optimizer step is `accumulate` per micro-batch, `finish`, `update`, `end_step`; the loop calls them. Gradients of
 a window are sums divided once by the weight of the whole window, so that its slicing does not matter:
@@ -7,7 +7,8 @@ a window are sums divided once by the weight of the whole window, so that its sl
     at the end:         gradients * (reference / total weight)
 
 For a window of one micro-batch the factor is 1 and is left out; the step is then, bit for bit, that of a
-hand-written loop over the mean. Nothing in a step waits for the device.
+hand-written loop over the mean. Where ranks share a step, the reference is a number that all of them know, and the
+weight is that of all of them. Nothing in a step waits for the device.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients, memory, quantize
+from trainformer.backends.torch.distribution import Strategy
+from trainformer.backends.torch.distribution.messages import Heard
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
-from trainformer.backends.torch.placement import Feeder, resolve_device
+from trainformer.backends.torch.placement import Feeder
 from trainformer.backends.torch.precision import make_precision
 from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
 from trainformer.backends.torch.splitting import MemorySplitter
@@ -61,25 +64,32 @@ class TorchSettings:
     sdpa_backend: memory.SdpaChoice = None
     matmul_precision: str | None = None
     oom: str = "split"
+    batch_size: int = 1
+    rank_timeout: float = 1800.0
 
 
 class TorchBackend:
     """The torch side of a run. `reduces_rows` says whether the task reduces per-sample rows itself."""
 
-    def __init__(self, task: Any, settings: TorchSettings, reduces_rows: bool = True) -> None:
+    def __init__(
+        self, task: Any, settings: TorchSettings, reduces_rows: bool = True, strategy: Strategy | None = None
+    ) -> None:
         self.task = task
         self.settings = settings
-        self.device = resolve_device(settings.device)
+        self.strategy = strategy or Strategy()
+        self.device = self.strategy.join(settings.device, settings.rank_timeout)
+        self.ranks = self.strategy.ranks
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
         self.precision = make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
         if self.fp8 is not None:
             quantize.check_fp8_device(self.device)
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
-        self.splitter = MemorySplitter(settings.oom)
+        # One rank that ran out of memory cannot repeat its step alone: the others have gone on to exchange gradients.
+        self.splitter = MemorySplitter(settings.oom if self.ranks.is_alone else "raise")
         self.replaced = self._replace_layers()
         self._place_model()
-        self.optimizer = make_optimizer(
-            settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay
+        self.optimizer = self.strategy.connect(
+            make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay)
         )
         if self.precision.scaler is not None and any(p.dtype == torch.float16 for p in named_parameters(task).values()):
             raise BadArgument(
@@ -98,7 +108,16 @@ class TorchBackend:
         self._feeder = Feeder(self.device, settings.channels_last)
         self._transforms: dict[bool, nn.Module | None] = {}
         self._forget = getattr(task, "on_step_dropped", None)
-        self._no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(task, "no_sync", None)
+        no_sync = getattr(task, "no_sync", None)
+        self._no_sync: Callable[[], AbstractContextManager[Any]] | None = (
+            no_sync if self.ranks.is_alone else self.strategy.apart
+        )
+        # The same on all ranks, and for a full batch the weight of each: nothing is then left to multiply with.
+        self._reference = None if self.ranks.is_alone else settings.batch_size / self.ranks.count
+        self.strategy.reference = self._reference or 1.0
+        self._train_step = self.strategy.train_step()
+        self._heard = Heard(self.device)
+        self.asks: Callable[[], bool] = lambda: False  # whether somebody on this rank asks something of all of them
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
         obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -107,15 +126,14 @@ class TorchBackend:
         # Under "raise" the run ends anyway; to watch over a hundred small tensors in every step would cost time.
         watched = self.guard.policy != "raise"
         self._statistics = RunningStatistics(modules_of(task).values()) if watched else None
-        self._window = Window()
+        self._window = Window(self._reference)
+        self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------
 
     def _place_model(self) -> None:
         settings, model = self.settings, self.task.model
-        for module in modules_of(self.task).values():
-            module.to(self.device)
         if settings.channels_last:
             model.to(memory_format=torch.channels_last)
         if settings.gradient_checkpointing:
@@ -123,6 +141,8 @@ class TorchBackend:
         if settings.compile:
             # In place: the module keeps its class and its keys, so checkpoints of compiled and plain runs are equal.
             model.compile(**compile_options(settings.compile))
+        self.strategy.precision = self.precision.name
+        self.strategy.prepare(self.task, self.device)
 
     def _replace_layers(self) -> str:
         """Put layers of fewer bits into the model, before anything is made of its layers; what was done, in words."""
@@ -174,7 +194,7 @@ class TorchBackend:
     @property
     def wants_lookahead(self) -> bool:
         """Whether it matters which micro-batch is the last of a step: ranks then exchange gradients there only."""
-        return self._no_sync is not None
+        return self._no_sync is not None  # also where ranks share a step
 
     def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
         """Batches on the device, with the task's transforms applied."""
@@ -203,16 +223,31 @@ class TorchBackend:
             for piece in self.splitter.cut(batch):
                 with self._apart(piece):
                     with self._forward():
-                        output = self.task.train_step(piece.data)
+                        output = self._train_step(piece.data)
                     loss = self._window.add(output, piece)
+                    if not self.ranks.is_alone:
+                        loss = self._tell_others(loss, piece)
                     if loss is not None:
-                        (loss if scaler is None else scaler.scale(loss)).backward()
+                        self.strategy.backward(loss, scaler)
         except torch.OutOfMemoryError:
             self.drop_step()
             if not self.splitter.shrink(batch, self.task.model):
                 raise
             return False
         return True
+
+    def _tell_others(self, loss: Tensor | None, piece: Placed) -> Tensor | None:
+        """With the last micro-batch of a step goes what the other ranks have to know of it."""
+        if self._window.is_idle:
+            raise BadArgument(
+                "Expected a loss from every step where several processes train together, received none: the others "
+                "would wait for its gradients. Return a loss of weight 0 instead."
+            )
+        if piece.more:
+            return loss
+        sums = self._window.sums(self.device)
+        asks = torch.full((1,), float(self.asks()), dtype=sums.dtype, device=self.device)
+        return self.strategy.send(loss, torch.cat([sums, asks]))
 
     def _apart(self, piece: Placed) -> AbstractContextManager[Any]:
         """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
@@ -235,16 +270,22 @@ class TorchBackend:
             return True
         if scaler is not None:
             scaler.unscale_(self.optimizer)
+            for found in scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
+                self.strategy.agree_on_overflow(found)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
             raise BadArgument(
                 "Expected the loss to give gradients, received none: it depends on no optimized parameter."
             )
-        norm = gradients.total_norm(grads, self._uniform)
-        factor = self._window.factor()
+        norm = self.strategy.total_norm(grads, self._uniform)
+        losses = self._window.losses()
+        if self.ranks.is_alone:
+            factor = self._window.factor()
+        else:
+            factor, losses = self._hear_others(losses)
         if factor is not None:
             norm = norm * factor
-        self.guard.inspect(norm if scaler is None else norm.new_zeros(()), self._window.losses())
+        self.guard.inspect(norm if scaler is None else norm.new_zeros(()), losses)
         if self.settings.gradient_clip:
             coefficient = gradients.clip_coefficient(norm, self.settings.gradient_clip)
             factor = coefficient if factor is None else coefficient * factor
@@ -255,6 +296,19 @@ class TorchBackend:
             self.drop_step()
             return False
         return True
+
+    def _hear_others(self, losses: list[Tensor]) -> tuple[Tensor | float | None, list[Tensor]]:
+        """What gradients are to be multiplied with, and the loss, of all ranks."""
+        sums = self.strategy.received(self.precision.scaler)
+        assert sums is not None, "every strategy for several ranks tells what they sent"
+        weight, total, asking = sums.unbind()
+        self._heard.note(asking)
+        self._shared_loss = self._window.share(weight, total, only_main=not self.ranks.is_main)
+        return self._window.shared_factor(self.strategy.averaged_over, weight), [total]
+
+    def others_ask(self) -> bool:
+        """Whether a rank asks something of all of them, as far as it is known by now: the same answer on each."""
+        return self._heard.someone_asks()
 
     def update(self, step: int) -> StepResult:
         """Take the optimizer step, unless the gradients are not finite, or there are none on purpose."""
@@ -274,9 +328,10 @@ class TorchBackend:
         self.schedule.advance()
         if self._statistics is not None:
             self._statistics.settle(self.guard)
-        if norm is not None:
+        if norm is not None and self.ranks.is_main:
             window.entries.append(self._norm_entry(norm))
-        return StepResult(window.entries, lr, window.samples, window.tokens, window.bad)
+        samples = window.samples if self.ranks.is_alone else window.consumed
+        return StepResult(window.entries, lr, samples, window.tokens, window.bad, window.consumed, self._shared_loss)
 
     def _norm_entry(self, norm: Any) -> Entry:
         """The norm for the log. An overflow of scaled gradients is the scaler's business, and no number to average."""
@@ -301,7 +356,7 @@ class TorchBackend:
         """Drop gradients and everything else that belongs to one window."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._window = Window()
+        self._window = Window(self._reference)
 
     def drop_step(self) -> None:
         """The same for a window that is given up; the task forgets what it saw of it."""
@@ -341,9 +396,11 @@ class TorchBackend:
     def infer(self, function: Callable[[Any], Any], batch: Placed) -> EvalResult:
         """Any function of a batch that returns a mapping, without gradients and in the run's precision."""
         with torch.no_grad(), self.precision.forward():
-            outputs = function(batch.data)
+            outputs = self.strategy.infer(function, batch.data)
         entries: list[Entry] = []
         rows: dict[str, Tensor] = {}
+        if batch.size == 0:  # another sample's, so that this rank could take part
+            outputs = {name: value[:0] for name, value in outputs.items() if _has_rows(value)}
         for name, value in outputs.items():
             self._sort(name, value, batch.size, entries, rows)
         return EvalResult(entries, rows)
@@ -411,6 +468,10 @@ class TorchBackend:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.guard.skipped = state["skipped_steps"]
         self.splitter.pieces = state["pieces"]
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def compile_options(choice: bool | str | Mapping[str, Any]) -> dict[str, Any]:

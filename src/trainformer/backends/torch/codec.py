@@ -1,4 +1,4 @@
-"""Components as files: weights as safetensors, other trees as torch files, text as JSON. Reading executes nothing."""
+"""Tensors as files: weights as safetensors, other trees as torch files. Reading executes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import DataError
 
 _MOST_PER_SHARD = 5_000_000_000
 _ALIASES = "trainformer_aliases"
@@ -74,34 +74,6 @@ def read_tensors(path: Path) -> Any:
         ) from error
     except Exception as error:
         raise DataError(f"{path} cannot be read as a checkpoint: it is damaged or not one. ({error})") from error
-
-
-def write_component(folder: Path, stem: str, format: str, state: Any) -> list[str]:
-    """Write one component; the names of its files. Whatever a full disk makes of it is an `OSError`."""
-    try:
-        if format == "weights":
-            return write_weights(folder, stem, state)
-        if format == "tensors":
-            return write_tensors(folder, stem, state)
-    except (SafetensorError, RuntimeError) as error:
-        # Both libraries hide the system's error behind one of their own.
-        raise OSError(f"writing {folder / stem} failed: {error}") from error
-    if format == "json":
-        (folder / f"{stem}.json").write_text(json.dumps(state, indent=2))
-        return [f"{stem}.json"]
-    raise BadArgument(expected("a component's format to be 'weights', 'tensors' or 'json'", format))
-
-
-def read_component(folder: Path, names: list[str], format: str) -> Any:
-    """Read one component back."""
-    if format == "weights":
-        return read_weights(folder, names)
-    if format == "tensors":
-        return read_tensors(folder / names[0])
-    try:
-        return json.loads((folder / names[0]).read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / names[0]} cannot be read as JSON: it is damaged. ({error})") from error
 
 
 def _save(tensors: dict[str, Tensor], folder: Path, name: str, metadata: dict[str, str]) -> str:

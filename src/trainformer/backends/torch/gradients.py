@@ -1,8 +1,10 @@
-"""The norm of all gradients, and clipping by it."""
+"""The norm of all gradients, and clipping by it; also of gradients that are divided over ranks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,31 @@ from torch import Tensor
 from trainformer.core.errors import BadArgument
 
 _SHORT = (torch.bfloat16, torch.float16)
+
+
+def are_uniform(tensors: Iterable[Tensor]) -> bool:
+    """Whether they are whole, on one device and of one type, so that one kernel can take them all.
+
+    >>> are_uniform([torch.zeros(2), torch.zeros(3)]), are_uniform([torch.zeros(2), torch.zeros(3).double()])
+    (True, False)
+    """
+    tensors = list(tensors)
+    return len({(t.device, t.dtype) for t in tensors}) == 1 and not any(is_divided(t) for t in tensors)
+
+
+def is_divided(value: Any) -> bool:
+    """Whether it is a `DTensor`. To import the class for that would take most of a second in every process.
+
+    >>> is_divided(torch.zeros(2))
+    False
+    """
+    return isinstance(value, Tensor) and hasattr(value, "to_local")
+
+
+def local_parts(tensors: Sequence[Any]) -> list[Tensor]:
+    """What this rank holds of each tensor, in the same memory; of a tensor that is not divided, all of it."""
+    with torch.no_grad():
+        return [t.to_local() if is_divided(t) else t for t in tensors]
 
 
 def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:
@@ -36,7 +63,11 @@ def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:
 
 def scale(grads: list[Tensor], factor: Tensor | float, uniform: bool) -> None:
     """Multiply all gradients in place by a scalar, which stays on the device if it is there."""
-    if uniform or not isinstance(factor, Tensor):
+    if uniform:
+        torch._foreach_mul_(grads, factor)
+        return
+    grads = local_parts(grads)
+    if not isinstance(factor, Tensor):
         torch._foreach_mul_(grads, factor)
         return
     by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

@@ -48,12 +48,12 @@ class Feeder:
         """Placed batches, in order. A transform with `takes_keys` also gets the keys of the samples (see `keys_of`)."""
         move = self._move_aside if self._stream is not None else self._move
         takes_keys = getattr(transform, "takes_keys", False)
-        for data, size, bad, origin in batches:
+        for data, size, bad, origin, whole, consumed in batches:
             placed = move(data)
             if transform is not None:
                 change = partial(transform, keys=keys_of(origin)) if takes_keys else transform
                 placed = apply_to_inputs(change, placed)
-            yield Placed(placed, size, count_tokens(placed), bad)
+            yield Placed(placed, size, count_tokens(placed) if size else 0, bad, False, whole, consumed)
 
     def _move(self, data: Any) -> Any:
         if self.device.type != "cpu":

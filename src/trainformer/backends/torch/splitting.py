@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Placed
+from trainformer.data.sharding import slice_batch
 
 logger = logging.getLogger("trainformer")
 
@@ -30,7 +29,7 @@ class MemorySplitter:
     def cut(self, batch: Placed) -> list[Placed]:
         """A batch in pieces of nearly equal size, in order."""
         pieces = min(self.pieces, batch.size)
-        if pieces == 1:
+        if pieces <= 1:
             return [batch]
         edges = [batch.size * i // pieces for i in range(pieces + 1)]
         tokens = batch.tokens / batch.size
@@ -59,22 +58,6 @@ class MemorySplitter:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return True
-
-
-def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
-    """Samples `low` to `high` of a nested batch; what has no sample dimension is passed on as it is."""
-    if isinstance(data, Tensor):
-        return data[low:high] if data.ndim > 0 and len(data) == size else data
-    if isinstance(data, Mapping):
-        return {key: slice_batch(value, low, high, size) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(slice_batch(value, low, high, size) for value in data))
-    if isinstance(data, (list, tuple)):
-        holds_parts = any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in data)
-        if not holds_parts and len(data) == size:
-            return data[low:high]
-        return type(data)(slice_batch(value, low, high, size) for value in data)
-    return data
 
 
 def _not_equal(model: nn.Module) -> str:

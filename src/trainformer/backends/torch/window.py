@@ -11,21 +11,27 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Entry, Loss, Mean, Placed
+from trainformer.core.types import Done, Entry, Loss, Mean, Placed
 
 
 class Window:
-    """The micro-batches of one optimizer step: their losses, weights and counts."""
+    """The micro-batches of one optimizer step: their losses, weights and counts.
 
-    __slots__ = ("_reference", "_weights", "bad", "entries", "is_idle", "samples", "tokens")
+    Where ranks share a step, `reference` is a number that is the same on all of them; else it is the weight of the
+    first micro-batch.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_reference", "_weights", "bad", "consumed", "entries", "is_idle", "samples", "tokens", "whole")
+
+    def __init__(self, reference: float | None = None) -> None:
         self.entries: list[Entry] = []
         self.samples = 0
         self.tokens = 0
         self.bad = 0
+        self.consumed = 0
+        self.whole: int | None = 0  # samples of all ranks; None: only they themselves know theirs
         self.is_idle = False  # there were micro-batches, and all of them went without a loss
-        self._reference: Any = None
+        self._reference: Any = reference
         self._weights: list[Any] = []
 
     def add(self, output: Any, batch: Placed) -> Tensor | None:
@@ -33,9 +39,14 @@ class Window:
         self.samples += batch.size
         self.tokens += batch.tokens
         self.bad += batch.bad
+        self.consumed += batch.size + batch.bad if batch.consumed is None else batch.consumed
+        by_samples = isinstance(output, Tensor) and batch.whole is not None
+        self.whole = self.whole + batch.whole if by_samples and self.whole is not None else None
+        if batch.size == 0:
+            output = _without_weight(output)
         if isinstance(output, Tensor):
             return self._add_mean(output, batch.size)
-        if isinstance(output, (Loss, Mean)):
+        if isinstance(output, (Loss, Mean, Done)):
             loss = self._add_weighted(output)
             for name, value in (output.metrics or {}).items():
                 if name in ("loss", "grad_norm"):
@@ -45,13 +56,17 @@ class Window:
             return loss
         raise BadArgument(expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__))
 
-    def _add_weighted(self, output: Loss | Mean) -> Tensor | None:
+    def _add_weighted(self, output: Loss | Mean | Done) -> Tensor | None:
         if isinstance(output, Mean) and output.value is None:
             self.is_idle = not self._weights
             return None
         self.is_idle = False
         if isinstance(output, Mean):
             return self._add_mean(output.value, output.weight)
+        if isinstance(output, Done):
+            self.entries.append(Entry("loss", output.sum, output.weight, False))
+            self._weights.append(output.weight)
+            return None
         return self._add_sum(output.sum, output.weight)
 
     def _add_mean(self, mean: Tensor, weight: Any) -> Tensor:
@@ -85,14 +100,55 @@ class Window:
         """What turns the sum of the scaled gradients into the gradient of the mean; None where that is 1."""
         if len(self._weights) == 1:
             return None
-        total = sum(self._weights[1:], start=self._weights[0])
-        if isinstance(total, Tensor):
-            return self._reference / torch.where(total > 0, total, 1)
-        return self._reference / total if total > 0 else 0.0
+        return _ratio(self._reference, self._weight())
+
+    def shared_factor(self, averaged_over: int, weight: Tensor) -> Tensor | float | None:
+        """The same for gradients that are means over ranks; `weight` is that of all of them."""
+        return _ratio(self._reference * averaged_over, weight if self.whole is None else self.whole)
+
+    def sums(self, device: torch.device) -> Tensor:
+        """Weight and sum of the losses so far, on the device: what ranks tell each other of a step."""
+        losses = [e for e in self.entries if e.name == "loss"]
+        total = sum(e.value * e.weight if e.is_mean else e.value for e in losses)
+        return torch.stack([_on(device, self._weight()), _on(device, total)])
+
+    def _weight(self) -> Any:
+        return sum(self._weights[1:], start=self._weights[0]) if self._weights else 0
+
+    def share(self, weight: Any, total: Any, only_main: bool) -> list[Entry]:
+        """The loss of all ranks instead of our own. `only_main`: another rank enters it into the running metrics."""
+        loss = [Entry("loss", total, weight, False)]
+        self.entries = [*([] if only_main else loss), *(e for e in self.entries if e.name != "loss")]
+        return loss
 
     def losses(self) -> list[Tensor]:
         """The losses of the window, to be looked at for NaN."""
         return [entry.value for entry in self.entries if entry.name == "loss"]
+
+
+def _on(device: torch.device, value: Any) -> Tensor:
+    # A number is filled in on the device: to copy it there would wait.
+    wide = torch.float64
+    return value.to(device, wide) if isinstance(value, Tensor) else torch.full((), value, dtype=wide, device=device)
+
+
+def _ratio(reference: Any, total: Any) -> Tensor | float | None:
+    if isinstance(total, Tensor):
+        return reference / torch.where(total > 0, total, 1)
+    if total == reference:
+        return None
+    return reference / total if total > 0 else 0.0
+
+
+def _without_weight(output: Any) -> Any:
+    """What a batch that is only there so that its rank can take part counts: nothing, yet with gradients (of zero)."""
+    if isinstance(output, Tensor):
+        return output * 0
+    if isinstance(output, (Loss, Done)):
+        return Loss(output.sum * 0, output.weight * 0)
+    if isinstance(output, Mean) and output.value is not None:
+        return Mean(output.value * 0, output.weight * 0)
+    return output
 
 
 def _as_divisor(weight: Tensor, loss: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class TrainerView:
     @property
     def is_interrupted(self) -> bool:
         """Whether a signal is ending this process; the run goes on in another one."""
-        return self.native.control.signal is not None
+        return self.native.control.ending_signal is not None
 
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Tell the hooks of metrics."""

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,24 +66,29 @@ class CheckpointStore:
 
     def write(self, manifest: Manifest, fill: Callable[[Path], dict[str, list[str]]]) -> Checkpoint:
         """Write a checkpoint. `fill` writes files into a folder and says which belong to which component."""
-        name = self.path_of(manifest.step).name
-        draft = self.root / f".writing-{name}-{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        draft = self.begin(manifest.step)
         try:
-            written = fill(draft)
-            for path in draft.iterdir():
-                sync(path)
-            records = {key: [FileRecord.of(draft / file) for file in files] for key, files in written.items()}
-            complete = Manifest(**{**vars(manifest), "components": records, "time": time.time()})
-            (draft / MANIFEST).write_bytes(complete.to_bytes())
-            sync(draft / MANIFEST)
-            sync(draft)
-            self._put_in_place(draft, self.root / name)
+            return self.complete(draft, manifest, records_of(draft, fill(draft)))
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        return Checkpoint(self.root / name, complete)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the files of a checkpoint, which is none yet."""
+        draft = self.root / f".writing-{self.path_of(step).name}-{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        return draft
+
+    def complete(self, draft: Path, manifest: Manifest, records: dict[str, list[FileRecord]]) -> Checkpoint:
+        """Make a checkpoint of a folder whose files are all there."""
+        complete = Manifest(**{**vars(manifest), "components": records, "time": time.time()})
+        (draft / MANIFEST).write_bytes(complete.to_bytes())
+        sync(draft / MANIFEST)
+        sync(draft)
+        target = self.path_of(manifest.step)
+        self._put_in_place(draft, target)
+        return Checkpoint(target, complete)
 
     def _put_in_place(self, draft: Path, target: Path) -> None:
         # A folder cannot be renamed onto another that has content. The old one steps aside; if we are killed before
@@ -198,6 +203,13 @@ def folder_of_checkpoints(path: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         save_dir = "checkpoints"
     return path / save_dir if (path / save_dir).is_dir() else path
+
+
+def records_of(folder: Path, files: Mapping[str, Sequence[str]]) -> dict[str, list[FileRecord]]:
+    """Put the files of each component safely on the disk, and take their sizes and digests."""
+    for name in {name for names in files.values() for name in names}:
+        sync(folder / name)
+    return {key: [FileRecord.of(folder / name) for name in names] for key, names in files.items()}
 
 
 def sync(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainformer.losses.numerics import Reduction, check_rows, full, full_precision, reduced, unit_rows
-from trainformer.utils.distributed import gather_rows, rank
+from trainformer.utils.distributed import Shares, gather_rows, row_shares
 
 
 def clip_loss(
@@ -42,10 +42,11 @@ def clip_loss(
     with full_precision(images):
         scale = full(log_scale).exp()
         images, texts = unit_rows(images), unit_rows(texts)
-        every_image, every_text = _gathered(images, texts, gather)
+        shares = row_shares(images) if gather else None
+        every_image, every_text = _gathered(images, texts, shares)
         to_text, to_image = (scale * images) @ every_text.T, (scale * texts) @ every_image.T
-        own = _own(len(images), images.device, gather)
-        left_out = _left_out(captions, own, gather)
+        own = _own(images, shares)
+        left_out = _left_out(captions, own, shares)
         if left_out is not None:
             to_text, to_image = (logits.masked_fill(left_out, -torch.inf) for logits in (to_text, to_image))
         both = [F.cross_entropy(logits, own, reduction="none") for logits in (to_text, to_image)]
@@ -71,31 +72,32 @@ def siglip_loss(
     check_rows(("images", images), ("texts", texts))
     with full_precision(images):
         images, texts = unit_rows(images), unit_rows(texts)
-        every_image, _ = _gathered(images, texts, gather)
+        shares = row_shares(images) if gather else None
+        every_image = images if shares is None else gather_rows(images, shares)
         logits = (full(log_scale).exp() * texts) @ every_image.T + full(bias)
-        own = _own(len(texts), texts.device, gather)
+        own = _own(texts, shares)
         right = own.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
         losses = -F.logsigmoid(torch.where(right, logits, -logits))
-        left_out = _left_out(captions, own, gather)
+        left_out = _left_out(captions, own, shares)
         return reduced((losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(1), reduction)
 
 
-def _gathered(images: Tensor, texts: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
-    """Images and texts of all ranks, with one message."""
-    if not gather:
+def _gathered(images: Tensor, texts: Tensor, shares: Shares | None) -> tuple[Tensor, Tensor]:
+    """Images and texts of all ranks, with one message. Without `shares` nothing is gathered, here and below."""
+    if shares is None:
         return images, texts
-    every_image, every_text = gather_rows(torch.cat([images, texts], dim=1)).chunk(2, dim=1)
+    every_image, every_text = gather_rows(torch.cat([images, texts], dim=1), shares).chunk(2, dim=1)
     return every_image, every_text
 
 
-def _own(count: int, device: torch.device, gather: bool) -> Tensor:
+def _own(rows: Tensor, shares: Shares | None) -> Tensor:
     """The places of one's own rows among all."""
-    return torch.arange(count, device=device) + (rank() * count if gather else 0)
+    return torch.arange(len(rows), device=rows.device) + (0 if shares is None else shares.first)
 
 
-def _left_out(captions: Tensor | None, own: Tensor, gather: bool) -> Tensor | None:
+def _left_out(captions: Tensor | None, own: Tensor, shares: Shares | None) -> Tensor | None:
     """Which of all rows (columns) have the caption of one's own rows, and are not those themselves."""
     if captions is None:
         return None
-    same = captions.unsqueeze(1) == (gather_rows(captions) if gather else captions)
+    same = captions.unsqueeze(1) == (captions if shares is None else gather_rows(captions, shares))
     return same.scatter(1, own.unsqueeze(1), False)

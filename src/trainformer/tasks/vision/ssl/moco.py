@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.contrastive import infonce_with_queue, moco_v3_loss
+from trainformer.losses.numerics import full
 from trainformer.models.heads import moco_projector, moco_v3_predictor, moco_v3_projector
 from trainformer.tasks.vision.features import spread
 from trainformer.tasks.vision.ssl.method import MomentumMethod, Step, Tower, Views, in_batches
-from trainformer.utils.distributed import gather_rows, shuffle_rows, unshuffle_rows
+from trainformer.utils.distributed import gather_rows, is_padding, shuffle_rows, unshuffle_rows, world_size
 
 
 class KeyQueue(nn.Module):
@@ -37,10 +38,12 @@ class KeyQueue(nn.Module):
         self._waiting: list[Tensor] = []
 
     def add(self, keys: Tensor) -> None:
-        """Keys of this rank, of length 1, to be written by `commit`."""
+        """Keys of this rank, of length 1, to be written by `commit`; keys of padding are none."""
+        if is_padding():
+            keys = keys[:0]  # kept all the same: `commit` gathers batch by batch
         size = len(self.keys)
         count = len(keys) + sum(map(len, self._waiting))
-        if count > size:
+        if count > size and world_size() == 1:  # else `commit` sees it, on all ranks at once
             self._waiting.clear()
             raise BadArgument(
                 expected(
@@ -56,7 +59,8 @@ class KeyQueue(nn.Module):
         """Write the keys of all ranks over the oldest ones."""
         if not self._waiting:
             return
-        keys = gather_rows(torch.cat(self._waiting)).to(self.keys.dtype)
+        # Batch by batch, so that keys come in the order in which one process would have them.
+        keys = torch.cat([gather_rows(part) for part in self._waiting]).to(self.keys.dtype)
         self._waiting.clear()
         if len(keys) > len(self.keys):
             raise BadArgument(expected(f"queue_size to be at least {len(keys)}, the keys of a step", len(self.keys)))
@@ -95,8 +99,8 @@ class MoCo(MomentumMethod):
         first, second = views.images
         features, queries = self.online(first)
         # Dealt out anew over ranks: BatchNorm must not let a query recognise its key by the batch they share.
-        shuffled, permutation = shuffle_rows(second)
-        keys = F.normalize(unshuffle_rows(self.slow(shuffled)[1], permutation).float(), dim=1)
+        shuffled, shuffle = shuffle_rows(second)
+        keys = F.normalize(full(unshuffle_rows(self.slow(shuffled)[1], shuffle)), dim=1)
         losses = infonce_with_queue(queries, keys, self.queue.keys, self.temperature, reduction="none")
         own = features.detach()
         return Step(losses, own, {"feature_std": spread(own)}, keys)

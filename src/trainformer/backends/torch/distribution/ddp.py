@@ -1,0 +1,152 @@
+"""Data parallelism: every rank has the whole model, computes a part of each batch, and gradients are averaged.
+
+The exchange of gradients is that of `DistributedDataParallel`, overlapped with the backward pass. What ranks have to
+know of each other's step beside gradients (the weight of the losses, their sum, whether somebody asks for something)
+travels with them, as the gradient of a parameter that nobody trains: no step has an exchange of its own for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainformer.backends.torch.distribution.ranks import Ranks
+from trainformer.backends.torch.distribution.shared_batchnorm import share_batchnorm
+from trainformer.backends.torch.distribution.step_module import StepModule
+from trainformer.backends.torch.distribution.strategy import Strategy
+from trainformer.backends.torch.optimizers import modules_of
+from trainformer.backends.torch.placement import resolve_device
+from trainformer.engine.checkpoint import SharingPattern
+
+logger = logging.getLogger("trainformer")
+
+#: How many numbers ranks tell each other per step: the weight of the losses, their sum, and how many ask for something.
+MESSAGE = 3
+
+
+class DataParallel(Strategy):
+    """What strategies share in which ranks compute different parts of a batch."""
+
+    def __init__(self, *, share_batchnorm: bool = True) -> None:
+        super().__init__()
+        self.shares_batchnorm = share_batchnorm
+        self._sums: Tensor | None = None
+
+    def join(self, device: Any, timeout: float) -> torch.device:
+        """Meet the other ranks. On CUDA each rank has the device of its number on the machine."""
+        self.ranks = Ranks.join(device, timeout)
+        return device_of(self.ranks, device)
+
+    @property
+    def averaged_over(self) -> int:
+        """All ranks that have data of their own."""
+        return self.ranks.count
+
+    def describe(self) -> str:
+        """Name and number of processes."""
+        return f"{self.name} over {self.ranks.world} processes"
+
+    def _place(self, task: Any, device: torch.device) -> None:
+        """Modules on the device, with statistics of whole batches."""
+        super().prepare(task, device)
+        if self.shares_batchnorm and self.ranks.count > 1:
+            shared = sum(share_batchnorm(module) for module in modules_of(task).values())
+            if shared:
+                logger.info("%d BatchNorm layers take their statistics over all ranks", shared)
+
+    def send(self, loss: Tensor, values: Tensor) -> Tensor:
+        """An exchange of their own; it runs while gradients are computed."""
+        self._sums = values.clone()
+        self._work = dist.all_reduce(self._sums, async_op=True)
+        return loss
+
+    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+        """The sums over ranks."""
+        if self._sums is not None:
+            self._work.wait()
+        sums, self._sums = self._sums, None
+        return sums
+
+
+class DDP(DataParallel):
+    """`torch.nn.parallel.DistributedDataParallel` around everything the task trains.
+
+    Args:
+        share_batchnorm: Take BatchNorm statistics over all ranks, so that their number does not change the result.
+        find_unused_parameters: Look in every step which parameters get a gradient (for models that skip parts of
+            themselves); costs a walk through the graph and an exchange.
+        options: Further arguments of `DistributedDataParallel`, such as ``bucket_cap_mb``.
+    """
+
+    name = "ddp"
+    sharing = SharingPattern.REPLICATED
+
+    def __init__(self, *, share_batchnorm: bool = True, find_unused_parameters: bool = False, **options: Any) -> None:
+        super().__init__(share_batchnorm=share_batchnorm)
+        self.find_unused_parameters = find_unused_parameters
+        self.options = options
+        self._wrapped: DistributedDataParallel | None = None
+        self._message: nn.Parameter | None = None
+
+    def prepare(self, task: Any, device: torch.device) -> None:
+        """Put the modules on the device and wrap what is trained."""
+        self._place(task, device)
+        if self.ranks.is_alone:
+            return
+        module = StepModule(task)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not self.find_unused_parameters:
+            wide = all(p.dtype == torch.float64 for p in trained)
+            module.message = nn.Parameter(torch.zeros(MESSAGE, device=device, dtype=torch.float64 if wide else None))
+            self._message = module.message
+        self._wrapped = DistributedDataParallel(
+            module,
+            broadcast_buffers=not self.shares_batchnorm,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,
+            **self.options,
+        )
+
+    def train_step(self) -> Callable[[Any], Any]:
+        """The task's step, inside the wrapper's forward pass."""
+        wrapped, task = self._wrapped, self.task
+        if wrapped is None:
+            return task.train_step
+        return lambda batch: wrapped(task.train_step, batch)
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """No exchange of gradients."""
+        return super().apart() if self._wrapped is None else self._wrapped.no_sync()
+
+    def send(self, loss: Tensor, values: Tensor) -> Tensor:
+        """Let the numbers travel as the gradient of the parameter that nobody trains."""
+        if self._message is None:
+            return super().send(loss, values)
+        return loss + (self._message * values.to(self._message.dtype)).sum().to(loss.dtype)
+
+    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+        """Their sums: gradients are means over ranks."""
+        if self._message is None:
+            return super().received(scaler)
+        means, self._message.grad = self._message.grad, None
+        if means is None:
+            return None
+        sums = means.double() * self.ranks.count
+        return sums if scaler is None else sums / scaler._get_scale_async()
+
+
+def device_of(ranks: Ranks, device: Any) -> torch.device:
+    """The device of this rank: on CUDA the one of its number on this machine, unless one is named in full."""
+    named = None if device is None or device == "auto" else torch.device(device)
+    if named is not None and (named.type != "cuda" or named.index is not None):
+        return resolve_device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+    return resolve_device(device)

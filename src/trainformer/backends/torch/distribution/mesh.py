@@ -1,0 +1,25 @@
+"""Ranks as a grid: which of them divide a model among themselves, and which hold the same part of it."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainformer.backends.torch.distribution.ranks import Ranks
+from trainformer.core.errors import BadArgument, expected
+
+REPLICA, SHARD = "replica", "shard"
+
+
+def sharding_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> DeviceMesh:
+    """A line of ranks that divide the model, or `replicas` such lines, in each of which the whole model is held once.
+
+    Ranks of neighbouring numbers (on one machine, usually) are in one line: they exchange more than lines do.
+    """
+    if ranks.world % replicas:
+        fit = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
+        do = f"{ranks.world} processes can hold {fit} replicas."
+        raise BadArgument(expected("replicas to divide the number of processes", replicas, do))
+    if replicas == 1:
+        return init_device_mesh(device.type, (ranks.world,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device.type, (replicas, ranks.world // replicas), mesh_dim_names=(REPLICA, SHARD))

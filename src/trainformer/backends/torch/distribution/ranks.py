@@ -1,0 +1,201 @@
+"""The processes of a run: who they are, how they meet, and what they tell each other on the host.
+
+Owns joining the process group, from whatever started the processes, and the few exchanges of plain values that a run
+needs beside its gradients. Nothing here knows how a model is divided over ranks; that is a strategy's business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainformer.core.errors import BadArgument, TrainformerError, expected
+
+logger = logging.getLogger("trainformer")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says of this process."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str] = os.environ) -> Launch:
+        """Read it from the environment: torchrun and Kubernetes' PyTorchJob say it alike, ``srun`` in its own words.
+
+        >>> Launch.find({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
+        Launch(rank=3, world=4, local_rank=1)
+        >>> Launch.find({})
+        Launch(rank=0, world=1, local_rank=0)
+        """
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            rank = int(environment["RANK"])
+            return cls(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
+        # Of the step, not of the allocation: a script that sbatch starts without srun is one process.
+        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+        if tasks > 1 and "SLURM_PROCID" in environment:
+            return cls(int(environment["SLURM_PROCID"]), tasks, int(environment.get("SLURM_LOCALID", "0")))
+        return cls(0, 1, 0)
+
+
+def slurm_meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Where the processes that ``srun`` started can meet: the first host of the step, at a port of the job's own.
+
+    >>> slurm_meeting_place({"SLURM_STEP_NODELIST": "gpu[07-09,12],cpu1", "SLURM_JOB_ID": "4711"})
+    ('gpu07', 19711)
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
+    if match is None:
+        raise BadArgument(expected("SLURM_STEP_NODELIST to name the hosts of the step", nodes, "Set MASTER_ADDR."))
+    return match[1] + (match[2] or ""), 15000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of ranks: which of them this is, and whether this rank is its first."""
+
+    number: int
+    is_first: bool
+
+
+class Ranks:
+    """The processes that train together. One process alone is a group of one, and nothing is exchanged.
+
+    `index` and `count` say which part of each batch this rank computes, of how many; ranks that hold parts of one
+    model compute the same part.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0) -> None:
+        self.rank = rank
+        self.world = world
+        self.local_rank = local_rank
+        self.index = rank
+        self.count = world
+        self.groups: dict[str, Group] = {}
+
+    @classmethod
+    def join(cls, device: str | None, timeout: float) -> Ranks:
+        """Meet the other processes, if there are any. A group that exists already is used as it is."""
+        if dist.is_available() and dist.is_initialized():
+            local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+            return cls(dist.get_rank(), dist.get_world_size(), local)
+        launch = Launch.find()
+        if launch.world == 1:
+            return cls()
+        _meet(launch, device, timeout)
+        return cls(launch.rank, launch.world, launch.local_rank)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints, records and prunes."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody else."""
+        return self.world == 1
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world} (process {os.getpid()} on {socket.gethostname()})"
+
+    def group(self, name: str | None) -> Group:
+        """The group of this rank, of those a strategy has named; one for all, where it has not."""
+        return self.groups.get(name or "", Group(0, self.is_main))
+
+    # -- exchanges; every rank must take part ----------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        if self.is_alone:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def from_main(self, value: Any) -> Any:
+        """The value that rank 0 has."""
+        if self.is_alone:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def total(self, values: list[float]) -> list[float]:
+        """Sums over all ranks."""
+        if self.is_alone:
+            return values
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def any(self, flags: list[bool]) -> list[bool]:
+        """Which of them at least one rank has set."""
+        return flags if self.is_alone else [value > 0 for value in self.total([float(flag) for flag in flags])]
+
+    def data_ranks(self) -> list[int]:
+        """One rank for each part of the data, in the order of the parts."""
+        return [i * self.world // self.count for i in range(self.count)]
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 goes first and fills the caches; the others find them. If it fails, all of them fail."""
+        if not self.is_main:
+            self._wait_for_main()
+        failure: str | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if self.is_main:
+                self.from_main(failure)
+
+    def _wait_for_main(self) -> None:
+        failure = self.from_main(None)
+        if failure is not None:
+            raise TrainformerError(f"Rank 0 failed while the others waited for it. {failure}")
+
+
+def _meet(launch: Launch, device: str | None, timeout: float) -> None:
+    if "RANK" not in os.environ:
+        host, port = slurm_meeting_place(os.environ)
+        os.environ.setdefault("MASTER_ADDR", host)
+        os.environ.setdefault("MASTER_PORT", str(port))
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise BadArgument(
+            f"WORLD_SIZE says that {launch.world} processes train together, but {' and '.join(missing)} are not set, "
+            "so they cannot meet. Start them with torchrun or `trainformer launch`."
+        )
+    on_cuda = torch.cuda.is_available() and (device is None or str(device).startswith("cuda"))
+    if on_cuda:
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        rank=launch.rank,
+        world_size=launch.world,
+        timeout=timedelta(seconds=timeout),
+    )
+    atexit.register(_part)
+
+
+def _part() -> None:
+    """Leave the group that we joined. Its threads must be gone before the interpreter is."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

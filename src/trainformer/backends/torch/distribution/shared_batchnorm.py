@@ -1,0 +1,230 @@
+"""BatchNorm over the samples of all ranks, so that several processes compute what one computes with the whole batch.
+
+Owns the change of a model's BatchNorm layers, and the layer for what `torch.nn.SyncBatchNorm` does not run on, the CPU
+above all. A layer keeps its identity: only its class becomes a subclass of what it was, with the same parameters,
+buffers, hooks and `isinstance`. In evaluation, and with one rank, it is the layer it was.
+
+Ranks may have different numbers of samples, and padding (see `utils.distributed.padding`) counts as none.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainformer.core.errors import DataError, expected
+from trainformer.utils.distributed import data_group, is_padding, world_size
+
+logger = logging.getLogger("trainformer")
+
+
+def share_batchnorm(module: nn.Module) -> int:
+    """Let every BatchNorm in a module, in place, take its statistics over all ranks; how many there are of them.
+
+    To be called when the module is on its device: on CUDA the work is done by `torch.nn.SyncBatchNorm`.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    >>> share_batchnorm(model), type(model[1]).__name__, isinstance(model[1], nn.BatchNorm1d)
+    (1, 'SharedBatchNorm1d', True)
+    """
+    shared = 0
+    for part in list(module.modules()):
+        if not isinstance(part, _BatchNorm):
+            continue
+        if not isinstance(part, nn.SyncBatchNorm | _Shared):
+            home = next(chain(part.parameters(), part.buffers(), module.parameters()), torch.empty(0)).device.type
+            made = _shared_class(type(part), _Synced if home in ("cuda", "xpu") else _Shared)
+            if made is None:
+                logger.warning(
+                    "%s does not call the BatchNorm it derives from: its statistics stay those of each rank.",
+                    type(part).__name__,
+                )
+                continue
+            part.__class__ = made
+        shared += 1
+    return shared
+
+
+class _Rebuilt:
+    """How a layer whose class was made here is copied and pickled: by the names of what the class was made from."""
+
+    _was: type
+    _kind: type
+    #: Read and set by `models.heads.single_sample_batchnorm`.
+    shares_statistics = True
+    single_sample = False
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return _blank, (self._was, self._kind), self.__dict__.copy()
+
+
+class _Shared(_Rebuilt, _BatchNorm):
+    """BatchNorm over all ranks, in plain tensor operations and with one message each way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input, normalised by mean and variance of the samples of all ranks."""
+        if not self.training or world_size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        # Two stand for many: the question is whether there is but one sample, on any rank.
+        samples = 0 if is_padding() else 1 if self.single_sample else 2
+        mean, square, count, samples = _statistics(input.detach(), samples)
+        if samples == 1 and self.running_mean is not None:
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        if count < 2:
+            raise DataError(expected("more than one value per channel on all ranks together, to normalise", count))
+        if self.track_running_stats:
+            self._track(mean, square / (count - 1))
+        inverse = (square / count + self.eps).rsqrt()
+        return _Normalise.apply(input, self.weight, self.bias, mean, inverse, count)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean), share)
+        self.running_var.lerp_(variance.to(self.running_var), share)
+
+
+def _statistics(rows: Tensor, samples: int) -> tuple[Tensor, Tensor, int, int]:
+    """Mean and sum of squared deviations per channel of all ranks' rows, and how many values and samples there are.
+
+    Ranks send means and deviations from them, not sums of squares, whose difference has few digits left.
+    """
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    channels = rows.shape[1]
+    count = rows.numel() // channels if samples else 0
+    message = rows.new_zeros(2 * channels + 2)
+    if count:
+        variance, mean = torch.var_mean(rows, _all_but_channels(rows), correction=0)
+        message[:-2] = torch.cat([mean, variance * count])
+    message[-2], message[-1] = count, samples
+    received = [torch.empty_like(message) for _ in range(world_size())]
+    dist.all_gather(received, message, group=data_group())
+    means, squares, sizes = torch.stack(received).split([channels, channels, 2], dim=1)
+    counts, total = sizes[:, :1], sizes.sum(0)
+    mean = (means * counts).sum(0) / total[0].clamp(min=1)
+    square = (squares + counts * (means - mean).square()).sum(0)
+    return mean, square, int(total[0]), int(total[1])
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / deviation * weight + bias, with gradients through mean and deviation, of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, count: int
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, mean, inverse)
+        ctx.count = 0 if is_padding() else count  # the statistics do not depend on padding
+        ctx.group = data_group()
+        scale = inverse if weight is None else inverse * weight
+        made = (rows.to(mean.dtype) - _shaped(mean, rows)) * _shaped(scale, rows)
+        return (made if bias is None else made + _shaped(bias, rows)).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, mean, inverse = ctx.saved_tensors
+        others = _all_but_channels(rows)
+        gradient = gradient.to(mean.dtype)
+        unit = (rows.to(mean.dtype) - _shaped(mean, rows)) * _shaped(inverse, rows)
+        by_bias, by_weight = gradient.sum(others), (gradient * unit).sum(others)
+        by_rows = None
+        if ctx.needs_input_grad[0]:
+            total = torch.cat([by_bias, by_weight])
+            dist.all_reduce(total, group=ctx.group)
+            if ctx.count:
+                through_mean, through_deviation = (_shaped(part, rows) for part in (total / ctx.count).chunk(2))
+                gradient = gradient - through_mean - unit * through_deviation
+            by_rows = (gradient * _shaped(inverse if weight is None else inverse * weight, rows)).to(rows.dtype)
+        # Those of weight and bias are of this rank's samples: whoever trains the model adds them up over ranks.
+        wanted = ctx.needs_input_grad
+        dtype = mean.dtype if weight is None else weight.dtype
+        return (
+            by_rows,
+            by_weight.to(dtype) if wanted[1] else None,
+            by_bias.to(dtype) if wanted[2] else None,
+            *[None] * 3,
+        )
+
+
+class _Synced(_Rebuilt, nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` with padding that counts as nothing. (It waits for the device in every forward pass.)"""
+
+    process_group = property(lambda self: data_group())  # type: ignore[assignment]  # an attribute could not be copied
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input, normalised by mean and variance of the samples of all ranks."""
+        if not self.training or world_size() == 1 or not (is_padding() or self.single_sample):
+            return super().forward(input)
+        # All ranks together may have a single value, whose unbiased variance does not exist.
+        kept = [None if buffer is None else buffer.clone() for buffer in (self.running_mean, self.running_var)]
+        if is_padding():
+            # No rows, in the type in which the others send their statistics, which torch takes from the input.
+            nothing = super().forward(input[:0].to(torch.promote_types(input.dtype, torch.float32)))
+            output = self._without_statistics(input, *kept) + nothing.sum().to(input.dtype)
+        else:
+            output = super().forward(input)
+        if self.running_mean is not None and self.running_var is not None:
+            exists = self.running_var.isfinite()
+            self.running_mean.copy_(torch.where(exists, self.running_mean, kept[0]))  # type: ignore[arg-type]
+            self.running_var.copy_(torch.where(exists, self.running_var, kept[1]))  # type: ignore[arg-type]
+        return output
+
+    def _without_statistics(self, input: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
+        """Something of a reasonable size: it does not count, but zero times infinity would."""
+        if mean is None:
+            return F.group_norm(input, 1, self.weight, self.bias, self.eps)
+        return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
+
+
+class _ThenActivated:
+    """timm's BatchNorm with an activation, which repeats torch's code instead of calling it."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Normalise, drop, activate."""
+        return self.act(self.drop(self._kind.forward(self, input)))
+
+
+@cache
+def _shared_class(was: Any, kind: Any) -> Any:
+    """A subclass of a BatchNorm class whose statistics are those of all ranks; None if it has its own way of working.
+
+    `kind` comes behind `was` in the order of resolution, and before torch's `forward`: what a class of a user's adds
+    to BatchNorm stays.
+    """
+    bases: tuple[type, ...] = (was, kind)
+    forward = was.forward
+    if forward is not _BatchNorm.forward:
+        if forward.__qualname__ == "BatchNormAct2d.forward":
+            bases = (_ThenActivated, was, kind)
+        elif "super" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            return None
+    return type(f"Shared{was.__name__}", bases, {"_was": was, "_kind": kind, "__module__": __name__})
+
+
+def _blank(was: type, kind: type) -> Any:
+    made = _shared_class(was, kind)
+    return made.__new__(made)
+
+
+def _all_but_channels(rows: Tensor) -> list[int]:
+    return [0, *range(2, rows.ndim)]
+
+
+def _shaped(values: Tensor, rows: Tensor) -> Tensor:
+    """Values per channel, to be combined with the rows."""
+    return values.view(1, -1, *[1] * (rows.ndim - 2))

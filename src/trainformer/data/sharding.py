@@ -1,0 +1,98 @@
+"""Which part of a batch is whose: one order for all ranks, divided batch by batch.
+
+Every batch is cut into contiguous parts whose sizes differ by at most one, so that the samples of a step, and their
+order, do not depend on the number of ranks. A rank that is left without a sample gets one all the same, to take part
+with; it counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainformer.core.errors import BadArgument, expected
+from trainformer.core.types import Origin, Sized
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count`.
+
+    >>> [Shard(i, 4).bounds(10) for i in range(4)]
+    [(0, 2), (2, 5), (5, 7), (7, 10)]
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_all(self) -> bool:
+        """Whether there is but one part."""
+        return self.count == 1
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Where the part begins and ends."""
+        return size * self.index // self.count, size * (self.index + 1) // self.count
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """The part of the samples; where it is empty, one that belongs to another rank."""
+        low, high = self.bounds(len(samples))
+        return samples[low:high] if high > low else samples[:1]
+
+    def cut(self, batch: Sized) -> Sized:
+        """This rank's part of a batch that is made already."""
+        if self.is_all:
+            return batch
+        low, high = self.bounds(batch.size)
+        data = slice_batch(batch.data, low, max(high, low + 1) if low < batch.size else batch.size, batch.size)
+        if low >= batch.size:
+            data = slice_batch(batch.data, 0, 1, batch.size)
+        return Sized(data, high - low, batch.bad, _part(batch.origin, low, high), batch.size, batch.size + batch.bad)
+
+
+def check_divisible(batch: Sized) -> None:
+    """Raise if ranks could not tell which samples of a batch are theirs."""
+    half = slice_batch(batch.data, 0, 1, batch.size)
+    if batch.size > 1 and not _holds_rows(half, 1):
+        raise BadArgument(
+            expected(
+                f"batches whose tensors have one row per sample ({batch.size} here), to divide them over ranks",
+                f"a {type(batch.data).__name__} without such tensors",
+                "Give the loader a DistributedSampler, which divides the data itself.",
+            )
+        )
+
+
+def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
+    """Samples `low` to `high` of a nested batch; what has no sample dimension is passed on as it is."""
+    if isinstance(data, Tensor):
+        return data[low:high] if data.ndim > 0 and len(data) == size else data
+    if isinstance(data, Mapping):
+        return {key: slice_batch(value, low, high, size) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(slice_batch(value, low, high, size) for value in data))
+    if isinstance(data, (list, tuple)):
+        holds_parts = any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in data)
+        if not holds_parts and len(data) == size:
+            return data[low:high]
+        return type(data)(slice_batch(value, low, high, size) for value in data)
+    return data
+
+
+def _holds_rows(data: Any, size: int) -> bool:
+    if isinstance(data, Tensor):
+        return data.ndim > 0 and len(data) == size
+    if isinstance(data, Mapping):
+        return any(_holds_rows(value, size) for value in data.values())
+    return isinstance(data, (list, tuple)) and (len(data) == size or any(_holds_rows(value, size) for value in data))
+
+
+def _part(origin: Origin | None, low: int, high: int) -> Origin | None:
+    if origin is None:
+        return None
+    samples = origin.samples[low:high] if high > low else origin.samples[:1]
+    return Origin(origin.seed, origin.epoch, samples)

@@ -1,0 +1,263 @@
+"""Runs with divided models on real ranks, and the same runs written by hand for one process."""
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from text_toys import llama
+from toys import tokens
+from trainformer import Loss
+from trainformer.backends.torch.backend import TorchBackend, TorchSettings
+from trainformer.backends.torch.distribution.fsdp import FSDP
+from trainformer.backends.torch.distribution.ranks import Ranks
+from trainformer.backends.torch.distribution.sharded_state import ShardedState, fitted, write_sharded
+from trainformer.backends.torch.gradients import is_divided
+from trainformer.core.types import Placed
+
+LR, DECAY, CLIP, STEPS, HALF = 0.05, 0.1, 0.3, 6, 3
+# Each rank divides its sums by 8 / ranks. Parts of Llama compute in fp32 always: by another number than that, times a
+# power of two, they would round otherwise.
+BATCH = 8
+# Micro-batches of two per step. One of a single sample leaves ranks without any.
+SIZES = [(7, 5), (6, 1), (4, 9), (8, 8), (5, 3), (1, 6)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Layered(nn.Module):
+    """Rows that no number of ranks divides, a frozen layer, a scalar, a buffer, and a norm whose weight is fixed."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 7)
+        self.body = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.linspace(-1, 1, 7))
+        self.body[1].requires_grad_(False)
+        self.norm.weight.requires_grad_(False)
+
+    def features(self, x):
+        x = self.stem(x) + self.shift
+        for layer in self.body:
+            x = layer(x)
+        return self.scale * self.norm(x)
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+class Teaching:
+    """Calls parts of the model, twice, beside a momentum network, a loss with weights and a bare parameter."""
+
+    def __init__(self, seed=1):
+        torch.manual_seed(seed)
+        self.model = Layered().double()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.centres = nn.Linear(7, 5).double()
+        self.temperature = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def parameters(self):
+        return [*self.model.parameters(), *self.centres.parameters(), self.temperature]
+
+    def train_step(self, batch):
+        x, y = batch
+        logits = self.model(x) * self.temperature.mean()
+        kept = y != -100
+        mirrored = self.centres(self.model.features(-x))
+        with torch.no_grad():
+            aim = self.centres.weight.mean() + self.teacher.features(x)[..., :5]
+        total = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
+        return Loss(total + (((mirrored - aim) ** 2).mean(-1) * kept).sum(), kept.sum())
+
+    def eval_step(self, batch):
+        total, weight, _ = self.train_step(batch)
+        return {"loss": (total, weight)}
+
+    def step_end(self):
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+
+    def beside(self):
+        return {
+            "teacher": self.teacher.state_dict(),
+            "centres": self.centres.state_dict(),
+            "temperature": self.temperature.detach(),
+            "note": ["plain", 1, 2.5, None],
+        }
+
+    def load_beside(self, state):
+        self.teacher.load_state_dict(state["teacher"])
+        self.centres.load_state_dict(state["centres"])
+        self.temperature.data.copy_(state["temperature"])
+
+
+class Telling:
+    """The next token of a small Llama with tied embeddings, of which some layers are frozen."""
+
+    def __init__(self, seed=1):
+        torch.manual_seed(seed)
+        config = llama(vocab_size=37, hidden_size=16, intermediate_size=20, tie_word_embeddings=True)
+        self.model = LlamaForCausalLM(config).double()
+        for name, p in self.model.named_parameters():
+            p.requires_grad_("k_proj" not in name and "layers.1.mlp" not in name)
+
+    def train_step(self, batch):
+        x, _ = batch
+        logits = self.model(input_ids=x[:, :-1], use_cache=False).logits
+        labels = x[:, 1:].masked_fill(x[:, 1:] % 5 == 0, -100)
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return Loss(total, (labels != -100).sum())
+
+    def step_end(self):
+        pass
+
+    def beside(self):
+        return {}
+
+    def load_beside(self, state):
+        pass
+
+
+TASKS = {"teaching": Teaching, "telling": Telling}
+
+
+def windows(task):
+    """The micro-batches of all steps, as one process gets them."""
+    x, y = tokens(n=sum(map(sum, SIZES)))
+    if isinstance(task, Telling):
+        x = torch.randint(37, (len(x), 7), generator=torch.Generator().manual_seed(3))
+    bounds = [0, *torch.tensor(SIZES).flatten().cumsum(0).tolist()]
+    batches = [(x[a:b], y[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return list(zip(batches[::2], batches[1::2], strict=True))
+
+
+# -- one process, by hand ----------------------------------------------------------------------------------
+
+
+def optimizer_by_hand(task):
+    given = task.parameters() if hasattr(task, "parameters") else task.model.parameters()
+    trained = [p for p in given if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR)
+
+
+def by_hand(task, optimizer, first=0, last=STEPS):
+    """Losses of the steps; the task is trained in place."""
+    losses = []
+    for window in windows(task)[first:last]:
+        total, weight = 0, 0
+        for batch in window:
+            output = task.train_step(batch)
+            (output.sum / BATCH).backward()
+            total, weight = total + output.sum.detach(), weight + output.weight
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in trained:
+            p.grad *= BATCH / weight.double()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        task.step_end()
+        losses.append(total / weight)
+    return torch.stack(losses)
+
+
+def all_weights(task):
+    """Everything the task has learned, whole; every rank must take part."""
+    named = {f"model.{k}": v for k, v in task.model.state_dict().items()}
+    for key, value in task.beside().items():
+        if isinstance(value, dict):
+            named |= {f"{key}.{k}": v for k, v in value.items()}
+        elif isinstance(value, torch.Tensor):
+            named[key] = value
+    return {k: (v.full_tensor() if is_divided(v) else v).detach().clone() for k, v in named.items()}
+
+
+# -- ranks -------------------------------------------------------------------------------------------------
+
+
+def backend_of(task, **options):
+    settings = TorchSettings(
+        lr=LR, weight_decay=DECAY, gradient_clip=CLIP, scheduler=None, precision="no", device="cpu", batch_size=BATCH
+    )
+    return TorchBackend(task, settings, strategy=FSDP(**options))
+
+
+def part_of(batch, ranks, more):
+    """The samples of this rank; one of others' that counts nothing, where there are too few."""
+    mine = [torch.tensor_split(t, ranks.count)[ranks.index] for t in batch]
+    size = len(mine[0])
+    return Placed(tuple(mine) if size else tuple(t[:1] for t in batch), size, more=more)
+
+
+def train(backend, first=0, last=STEPS):
+    """The same steps on ranks; their losses."""
+    losses = []
+    for step, window in enumerate(windows(backend.task)[first:last], first):
+        for i, batch in enumerate(window):
+            assert backend.accumulate(part_of(batch, backend.ranks, more=i < len(window) - 1))
+        assert backend.finish()
+        (loss,) = backend.update(step).loss
+        backend.end_step()
+        backend.task.step_end()
+        losses.append((loss.value / loss.weight).clone())
+    return torch.stack(losses)
+
+
+def parts_of_run(backend):
+    """What a checkpoint holds, by the stem of its files."""
+    strategy, task = backend.strategy, backend.task
+    return {
+        "model": strategy.model_state(task.model.state_dict),
+        "optimizer": strategy.optimizer_state(backend.optimizer),
+        "beside": task.beside(),
+    }
+
+
+def save(backend, folder):
+    if backend.ranks.is_main:
+        folder.mkdir()
+    dist.barrier()
+    for stem, state in parts_of_run(backend).items():
+        write_sharded(folder, stem, state, backend.ranks)
+    dist.barrier()
+
+
+def opened(folder, stem):
+    return ShardedState(folder, sorted(path.name for path in Path(folder).glob(f"{stem}.*")))
+
+
+def resume(backend, folder):
+    """Take back what `save` wrote, on however many ranks."""
+    strategy, task = backend.strategy, backend.task
+    strategy.check_model_state(opened(folder, "model"), task.model.state_dict)
+    strategy.load_model_state(opened(folder, "model"), task.model.load_state_dict)
+    strategy.load_optimizer_state(backend.optimizer, opened(folder, "optimizer"))
+    task.load_beside(fitted(opened(folder, "beside"), task.beside()))
+
+
+def fresh(name):
+    """A task whose weights are not those of the others'; rank 0's count where nothing is loaded."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return TASKS[name](seed=1 + rank)
+
+
+def ranks_alone():
+    return Ranks()
