@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -16,11 +17,22 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 Results = Callable[[int, int], dict[str, Tensor]]
+_HEAVY = (
+    "transformers.models.llama.modeling_llama",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "trainformer.tasks",
+    "torchvision",
+)
 
 
 def on_ranks(results: Results, world: int, folder: Path) -> list[dict[str, Tensor]]:
     """What ``results(rank, world)`` returns in each of `world` processes; the processes import it by its name."""
-    context = mp.start_processes(_worker, (results, world, str(folder)), nprocs=world, join=False, start_method="spawn")
+    # Ranks are forked from a process that has imported everything: to import it anew takes each some ten seconds.
+    multiprocessing.set_forkserver_preload(["torch.testing", "trainformer.trainer", *_HEAVY])
+    args = results, world, str(folder), dict(os.environ)
+    context = mp.start_processes(_worker, args, nprocs=world, join=False, start_method="forkserver")
     deadline = time.monotonic() + 120
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
@@ -47,8 +59,9 @@ def added_up(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
-def _worker(rank: int, results: Results, world: int, folder: str) -> None:
+def _worker(rank: int, results: Results, world: int, folder: str, environment: dict[str, str]) -> None:
     """Join the group, compute, and leave the results in the folder. An exception reaches the parent as it is."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meeting"

@@ -26,10 +26,12 @@ PUBLIC = {
     "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
     "trainformer.data.augment": "Augment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
-    "trainformer.hf": "BaseTrainer BaseTrainingArguments DivergenceDetector EvalPrediction GradLogger InfoCallback "
-    "IntervalStrategy JsonLogger MinimalTrainingArguments PeakMemory PredictionOutput ProgressCallback SharingPattern "
-    "StateComponent TBLogger TextgenCallback TrainOutput Trainer TrainerCallback TrainerControl TrainerState "
-    "TrainingArguments logits_from_outputs loss_and_logits_from_outputs loss_from_outputs",
+    "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments DDPTrainer DivergenceDetector EvalPrediction "
+    "FSDPTrainer GradLogger InfoCallback IntervalStrategy JsonLogger MinimalTrainingArguments "
+    "PeakMemory PipelineTrainer PredictionOutput ProgressCallback SharingPattern StateComponent "
+    "TBLogger TPTrainer TextgenCallback TrainOutput Trainer TrainerCallback TrainerControl "
+    "TrainerState TrainingArguments logits_from_outputs loss_and_logits_from_outputs "
+    "loss_from_outputs",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
     "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize "

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from trainformer.backends.torch.distribution import is_first_process
 from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
@@ -59,8 +60,8 @@ class Trainer(RunSettings, RunHandle):
 
     def __post_init__(self) -> None:
         callbacks = CallbackList(self.callbacks)
-        console = Console()
-        if _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
+        console = Console(quiet=not is_first_process())
+        if is_first_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
         self._session = Session(
             self,

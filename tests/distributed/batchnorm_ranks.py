@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sequence": (lambda: nn.BatchNorm1d(5, momentum=0.3, eps=0.1), (4,)),
     "2d": (lambda: nn.BatchNorm2d(5, momentum=None), (3, 2)),
     "3d": (lambda: nn.BatchNorm3d(5, affine=False), (2, 1, 3)),
+    "frozen": (lambda: nn.BatchNorm1d(5).requires_grad_(False), ()),
     "untracked": (lambda: nn.BatchNorm2d(5, track_running_stats=False), (2, 2)),
     "neck": (lambda: BNNeck(5), ()),
     "timm": (lambda: BatchNormAct2d(5), (2, 3)),

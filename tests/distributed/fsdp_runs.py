@@ -1,6 +1,7 @@
 """Runs with divided models on real ranks, and the same runs written by hand for one process."""
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -14,9 +15,8 @@ from toys import tokens
 from trainformer import Loss
 from trainformer.backends.torch.backend import TorchBackend, TorchSettings
 from trainformer.backends.torch.distribution.fsdp import FSDP
-from trainformer.backends.torch.distribution.ranks import Ranks
 from trainformer.backends.torch.distribution.sharded_state import ShardedState, fitted, write_sharded
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import are_uniform, is_divided
 from trainformer.core.types import Placed
 
 LR, DECAY, CLIP, STEPS, HALF = 0.05, 0.1, 0.3, 6, 3
@@ -60,7 +60,15 @@ class Layered(nn.Module):
         return self.head(self.features(x))
 
 
-class Teaching:
+class Evaluated:
+    """What a step would cost, without taking it."""
+
+    def eval_step(self, batch):
+        total, weight, _ = self.train_step(batch)
+        return {"loss": (total, weight)}
+
+
+class Teaching(Evaluated):
     """Calls parts of the model, twice, beside a momentum network, a loss with weights and a bare parameter."""
 
     def __init__(self, seed=1):
@@ -83,10 +91,6 @@ class Teaching:
         total = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
         return Loss(total + (((mirrored - aim) ** 2).mean(-1) * kept).sum(), kept.sum())
 
-    def eval_step(self, batch):
-        total, weight, _ = self.train_step(batch)
-        return {"loss": (total, weight)}
-
     def step_end(self):
         with torch.no_grad():
             for slow, fast in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
@@ -106,7 +110,7 @@ class Teaching:
         self.temperature.data.copy_(state["temperature"])
 
 
-class Telling:
+class Telling(Evaluated):
     """The next token of a small Llama with tied embeddings, of which some layers are frozen."""
 
     def __init__(self, seed=1):
@@ -142,7 +146,7 @@ def windows(task):
     if isinstance(task, Telling):
         x = torch.randint(37, (len(x), 7), generator=torch.Generator().manual_seed(3))
     bounds = [0, *torch.tensor(SIZES).flatten().cumsum(0).tolist()]
-    batches = [(x[a:b], y[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    batches = [(x[a:b], y[a:b]) for a, b in pairwise(bounds)]
     return list(zip(batches[::2], batches[1::2], strict=True))
 
 
@@ -197,7 +201,9 @@ def backend_of(task, **options):
     settings = TorchSettings(
         lr=LR, weight_decay=DECAY, gradient_clip=CLIP, scheduler=None, precision="no", device="cpu", batch_size=BATCH
     )
-    return TorchBackend(task, settings, strategy=FSDP(**options))
+    backend = TorchBackend(task, settings, strategy=FSDP(**options))
+    backend._uniform = are_uniform(backend.parameters)
+    return backend
 
 
 def part_of(batch, ranks, more):
@@ -259,5 +265,88 @@ def fresh(name):
     return TASKS[name](seed=1 + rank)
 
 
-def ranks_alone():
-    return Ranks()
+# -- what ranks do together, from beginning to end ---------------------------------------------------------
+
+
+def on_four(rank, world, folder):
+    """Two runs, the second on two replicas of the model, each saved in the middle."""
+    found = {}
+    for name, options in (("teaching", {}), ("telling", {"replicas": 2})):
+        backend = backend_of(fresh(name), **options)
+        losses = [train(backend, 0, HALF)]
+        save(backend, Path(folder) / f"{name}-four")
+        losses.append(train(backend, HALF, STEPS))
+        found |= named_results(name, torch.cat(losses), backend.task)
+    return found
+
+
+def on_two(rank, world, folder):
+    """Go on with the runs of four ranks, and with one that a single process began."""
+    found, folder = {}, Path(folder)
+    for name, options in (("teaching", {"reshard_after_forward": False}), ("telling", {"blocks": ()})):
+        backend = backend_of(fresh(name), **options)
+        train(backend, 0, 1)  # what is loaded takes the place of something
+        resume(backend, folder / f"{name}-four")
+        found |= named_results(f"{name}-resumed", train(backend, HALF, STEPS), backend.task)
+    save(backend, folder / "telling-two")
+    torch.save(backend.strategy.whole_model().state_dict(), folder / f"whole-{rank}.pt")
+    return found | from_one(folder) | beside_training()
+
+
+def from_one(folder):
+    """A checkpoint of a single process, on ranks; then a few steps that are taken back."""
+    ordinary = torch.load(folder / "teaching-one.pt", weights_only=True)
+    task = fresh("teaching")
+    backend = backend_of(task, blocks=["Block", nn.LayerNorm])
+    strategy = backend.strategy
+    strategy.check_model_state(ordinary["model"], task.model.state_dict)
+    strategy.load_model_state(ordinary["model"], task.model.load_state_dict)
+    strategy.check_optimizer_state(backend.optimizer, ordinary["optimizer"])
+    strategy.load_optimizer_state(backend.optimizer, ordinary["optimizer"])
+    task.load_beside(fitted(ordinary["beside"], task.beside()))
+    kept = copies_of(parts_of_run(backend))
+    train(backend, 0, 2)
+    strategy.load_model_state(kept["model"], task.model.load_state_dict)
+    strategy.load_optimizer_state(backend.optimizer, kept["optimizer"])
+    task.load_beside(fitted(kept["beside"], task.beside()))
+    return named_results("from-one", train(backend, HALF, STEPS), task)
+
+
+def copies_of(tree):
+    if isinstance(tree, dict):
+        return {key: copies_of(value) for key, value in tree.items()}
+    return tree.clone() if isinstance(tree, torch.Tensor) else tree
+
+
+def beside_training():
+    """Evaluation, an average of the weights that is evaluated as well, and what is exchanged beside gradients."""
+    found = {}
+    for name in TASKS:
+        task = fresh(name)
+        backend = backend_of(task)
+        strategy, batch = backend.strategy, windows(task)[0][0]
+        average = strategy.copy_model()
+        train(backend, 0, 2)
+        follow(average, task.model)
+        with torch.no_grad():
+            found[f"{name}/eval"] = torch.stack(strategy.infer(task.eval_step, batch)["loss"])
+            trained, task.model = task.model, average
+            found[f"{name}/eval-average"] = torch.stack(strategy.infer(task.eval_step, batch)["loss"])
+            task.model = trained
+        every = [*task.model.parameters(), *average.parameters()]
+        here = [p.to_local() for p in every if is_divided(p)]
+        found[f"{name}/divided"] = torch.tensor([is_divided(p) for p in every])
+        found[f"{name}/held"] = torch.tensor([sum(p.numel() for p in parts) for parts in (here, every)])
+    found["flag"] = torch.tensor(float(backend.ranks.rank == 1))
+    strategy.agree_on_overflow(found["flag"])
+    return found
+
+
+@torch.no_grad()
+def follow(average, model):
+    for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+        slow.lerp_(fast, 0.25)
+
+
+def named_results(name, losses, task):
+    return {f"{name}/losses": losses} | {f"{name}/{key}": value for key, value in all_weights(task).items()}

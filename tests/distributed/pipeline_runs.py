@@ -95,9 +95,12 @@ def tied_gpt2() -> nn.Module:
 
 
 def windows_of_tokens(packed: bool = False) -> Windows:
-    """Texts of unequal length, padded to the longest of their batch; or packed ones. The last batch is smaller."""
+    """Texts of unequal length, padded to the longest of their batch; or packed ones. The last batch is smaller.
+
+    The first step has two of them.
+    """
     generator = torch.Generator().manual_seed(7)
-    windows: Windows = []
+    batches = []
     for rows, length in ((6, 9), (6, 12), (6, 12), (3, 9)):
         ids = torch.randint(2, 64, (rows, length), generator=generator)
         lengths = torch.randint(3, length + 1, (rows, 1), generator=generator)
@@ -108,8 +111,8 @@ def windows_of_tokens(packed: bool = False) -> Windows:
             batch["position_ids"] = torch.cat([torch.arange(cut), torch.arange(length - cut)])[None].repeat(rows, 1)
         else:
             batch["attention_mask"] = inside.long()
-        windows.append([batch])
-    return windows
+        batches.append(batch)
+    return [batches[:2], batches[2:3], batches[3:]]
 
 
 # -- runs --------------------------------------------------------------------------------------------------
@@ -144,14 +147,15 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 class Run:
     """A pipeline as a backend drives it."""
 
-    def __init__(self, make: Callable[[], Any], reference: float = 7.0, **options: Any) -> None:
+    def __init__(self, make: Callable[[], Any], *, autocast: bool = False, **options: Any) -> None:
+        self.autocast = autocast
         self.strategy = Pipeline(**options)
         device = self.strategy.join("cpu", 60)
         self.task = make()
         self.strategy.prepare(self.task, device)
         named = {"name": "adamw", "eps": 1e-3}
         self.optimizer = self.strategy.connect(make_optimizer(named, self.task, lr=0.01, weight_decay=0.1))
-        self.strategy.reference = reference
+        self.strategy.reference = 7.0
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.metrics: list[Any] = []
@@ -163,7 +167,8 @@ class Run:
             total = weight = torch.zeros((), dtype=torch.float64)
             for i, batch in enumerate(window):
                 is_last = i == len(window) - 1
-                with nullcontext() if is_last else self.strategy.apart():
+                apart = nullcontext() if is_last else self.strategy.apart()
+                with apart, torch.autocast("cpu", enabled=self.autocast, dtype=torch.bfloat16):
                     done = step(batch)
                 total, weight = total + done.sum, weight + done.weight
                 self.metrics.append(done.metrics)
@@ -214,6 +219,26 @@ class Rounded(NextToken):
             return super().train_step(batch)
 
 
+class DrawingLast(Classify):
+    """Draws one random number after it has called the model."""
+
+    def train_step(self, batch: Any) -> Loss:
+        loss = super().train_step(batch)
+        return Loss(loss.sum + 0 * torch.rand(()), loss.weight)
+
+
+class Llama(NextToken):
+    def __init__(self) -> None:
+        super().__init__(small_llama())
+
+
+def normed() -> nn.Module:
+    """A BatchNorm for every rank."""
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*blocks[:3], blocks[3][:2], nn.Linear(4, 3)).double()
+
+
 def checkpointed_gpt2() -> nn.Module:
     model = tied_gpt2()
     model.gradient_checkpointing_enable()
@@ -227,18 +252,10 @@ def results(folder: str, rank: int, world: int) -> dict[str, Tensor]:
     """Everything that is to be compared, under names that begin with the run's."""
     found: dict[str, Tensor] = {}
     for schedule in ("gpipe", "1f1b", "interleaved"):
-        random = torch.get_rng_state()
-        run = Run(lambda: Classify(tower()), schedule=schedule)
-        if schedule == "gpipe":
-            torch.set_rng_state(random)
-            run.train(windows_of_samples()[:1])
-            found["draws nothing"] = torch.tensor(torch.equal(random, torch.get_rng_state()))
-            run = Run(lambda: Classify(tower()), schedule=schedule, microbatches=3)
+        run = Run(lambda: Classify(tower()), schedule=schedule, microbatches=3 if schedule == "gpipe" else None)
         found |= labelled(f"mlp {schedule}", run.train(windows_of_samples()))
         if world == 2 or schedule == "1f1b":
-            found |= labelled(
-                f"llama {schedule}", Run(lambda: NextToken(small_llama()), schedule=schedule).train(texts())
-            )
+            found |= labelled(f"llama {schedule}", Run(Llama, schedule=schedule).train(windows_of_tokens()))
     with torch.no_grad():
         judged = run.strategy.infer(run.task.eval_step, windows_of_samples()[0][0])
     found |= {"eval loss": judged["loss"], "eval rows": judged["prediction"], "eval total": judged["total"][0]}
@@ -253,7 +270,18 @@ def results(folder: str, rank: int, world: int) -> dict[str, Tensor]:
     if rank == 0:
         found["gpt2 exported"] = NextToken(model).train_step(windows_of_tokens()[0][0]).sum.detach()
         found["gpt2 tied"] = torch.tensor(model.lm_head.weight is model.transformer.wte.weight)
-    return found | resumed(folder, rank, world) | refusals()
+    run = Run(lambda: NextToken(small_llama().float()), autocast=True)
+    found |= labelled("bf16", run.train(windows_of_tokens()))
+    return found | traces_of_a_batch() | resumed(folder, rank, world) | refusals()
+
+
+def traces_of_a_batch() -> dict[str, Tensor]:
+    """What one batch, the first of its shape, leaves behind in BatchNorm and in the random numbers."""
+    run = Run(lambda: DrawingLast(normed()))
+    torch.manual_seed(9)
+    run.train(windows_of_samples()[:1][:1])
+    counts = [m.num_batches_tracked for m in run.task.model.modules() if isinstance(m, nn.BatchNorm1d)]
+    return {"random state": torch.get_rng_state(), "batches seen": torch.stack(counts)}
 
 
 def resumed(folder: str, rank: int, world: int) -> dict[str, Tensor]:
@@ -295,5 +323,6 @@ def labelled(label: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{label}: {name}": value for name, value in values.items()}
 
 
-def texts() -> Windows:
-    return windows_of_tokens()
+def of_run(found: dict[str, Tensor], label: str) -> dict[str, Tensor]:
+    """What a rank found in a run, by name."""
+    return {key.removeprefix(f"{label}: "): value for key, value in found.items() if key.startswith(f"{label}: ")}

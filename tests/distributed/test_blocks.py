@@ -59,7 +59,7 @@ def test_blocks_are_chosen_by_name_class_and_function_inner_ones_first():
 
 def test_a_wrong_choice_is_named():
     model = LlamaForCausalLM(llama())
-    with pytest.raises(BadArgument, match="'LlamaDecoderLayr'. Did you mean 'LlamaDecoderLayer'"):
+    with pytest.raises(BadArgument, match="'LlamaDecoderLayr'\\. Did you mean 'LlamaDecoderLayer'"):
         find_blocks(model, "LlamaDecoderLayr")
     with pytest.raises(BadArgument, match="names of classes, classes or a function"):
         find_blocks(model, [3])

@@ -7,9 +7,10 @@ from functools import partial
 import pipeline_runs as runs
 import pytest
 import torch
-from pipeline_runs import Classify, NextToken, by_hand, plain_optimizer, tied_gpt2, tower, windows_of_samples
+from pipeline_runs import Classify, NextToken, by_hand, of_run, plain_optimizer, tied_gpt2, tower, windows_of_samples
 
 from ranks import on_ranks
+from toys import largest_difference
 
 EXACT = 1e-10
 
@@ -44,15 +45,6 @@ def alone():
         "llama": by_hand(NextToken(runs.small_llama()), runs.windows_of_tokens()),
         "gpt2": by_hand(NextToken(tied_gpt2()), runs.windows_of_tokens(packed=True)),
     }
-
-
-def of_run(found, label):
-    """What a rank found in a run, by name."""
-    return {key.removeprefix(f"{label}: "): value for key, value in found.items() if key.startswith(f"{label}: ")}
-
-
-def largest_difference(found, wanted):
-    return max((found[name] - wanted[name]).abs().max().item() for name in found)
 
 
 def labels_of(found, kind):
@@ -133,8 +125,22 @@ def test_the_whole_model_is_put_together_for_export(ranks, alone):
     assert ranks[0]["gpt2 tied"]
 
 
-def test_looking_at_shapes_draws_no_random_numbers(ranks):
-    assert all(found["draws nothing"] for found in ranks)
+def test_looking_at_shapes_leaves_no_trace(ranks):
+    micro_batches = 2 * len(ranks)  # of the two batches of a step
+    for rank, found in enumerate(ranks):
+        torch.manual_seed(9)
+        if rank == len(ranks) - 1:
+            torch.stack([torch.rand(()) for _ in range(micro_batches)])
+        assert torch.equal(found["random state"], torch.get_rng_state())
+        assert found["batches seen"].eq(micro_batches).all()
+
+
+def test_autocast_reaches_every_stage(ranks):
+    wanted = by_hand(runs.Rounded(runs.small_llama().float()), runs.windows_of_tokens())
+    plain = by_hand(NextToken(runs.small_llama().float()), runs.windows_of_tokens())
+    losses = ranks[0]["bf16: losses"]
+    assert (losses - wanted["losses"]).abs().max() < 1e-2
+    assert (losses - plain["losses"]).abs().max() > 1e-6  # fp32 would be this near
 
 
 def test_a_task_that_mixes_in_its_step_is_refused_on_every_rank(ranks):

@@ -56,7 +56,7 @@ def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(
         for result in together:
             assert_same(result[name], alone[name], name)
     assert len(by_rows) == (layer != "untracked") + STEPS * (1 if layer == "follower" else 2)
-    assert len(others) == {"3d": 3, "untracked": 4, "follower": 5, "neck": 6}.get(layer, 7)
+    assert len(others) == {"3d": 3, "untracked": 4, "follower": 5, "frozen": 5, "neck": 6}.get(layer, 7)
 
 
 @pytest.mark.parametrize("case", ["ddp", "padded", "single"])

@@ -98,17 +98,19 @@ def center(rank: int, world: int) -> Tensor:
 
 
 def padded(rank: int, world: int) -> dict[str, Tensor]:
-    """Gradients of a batch for all ranks but the last, which takes part with padding."""
+    """Gradients of a batch for all ranks but the last, which takes part with padding; the memory afterwards."""
+    modules = pair_losses()
     if world == 1:
-        made = losses_of(pair_losses(), slice(0, BATCH), 0)
+        made = losses_of(modules, slice(0, BATCH), 0)
     elif rank < world - 1:
-        made = losses_of(pair_losses(), share_of(BATCH, rank, world - 1), 0)
+        made = losses_of(modules, share_of(BATCH, rank, world - 1), 0)
     else:
         with padding(takes_part=True):
-            made = losses_of(pair_losses(), slice(0, 1), 0)
+            made = losses_of(modules, slice(0, 1), 0)
         made = {name: [loss * 0, *learned] for name, (loss, *learned) in made.items()}
     found = {}
     for name, (loss, *learned) in made.items():
         gradients = torch.autograd.grad(loss, learned, retain_graph=True)
         found |= {f"padded.{name}.{i}": part / BATCH for i, part in enumerate(gradients)}
-    return added_up(found)
+    kept = {f"kept.padded.{name}": value for name, value in modules["memory"].state_dict().items()}
+    return added_up(found) | kept

@@ -25,6 +25,8 @@ class EMA:
     whose metrics are named ``val/without_ema/...``.
     """
 
+    makes_requests = False  # of the loop, at any step: ranks need not compare them
+
     decay: float = 0.9999
     update_every: int = 1
     start_step: int = 0

@@ -78,6 +78,8 @@ class GradientMonitor:
     device; in between it only keeps references. The mean norm is in every record anyway.
     """
 
+    makes_requests = False
+
     log_every: int = 100
     clip_percentile: float = 99.0
     explosion_threshold: float = 100.0

@@ -28,6 +28,8 @@ class ProgressBar:
     Draws nothing when the output is not a terminal: a log file gets lines from the console logger instead.
     """
 
+    makes_requests = False
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self._bar: Progress | None = None

@@ -13,9 +13,9 @@ import textwrap
 from collections.abc import Sequence
 
 from trainformer import __version__
-from trainformer.cli import config, ctl, finalize, run
+from trainformer.cli import config, ctl, finalize, launch, run
 
-_COMMANDS = (run, config, finalize, ctl)
+_COMMANDS = (run, launch, config, finalize, ctl)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

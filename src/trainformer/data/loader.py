@@ -23,7 +23,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Origin, Sized
 from trainformer.data.fetch import Collate, Fetched, Fetcher, is_in_memory
 from trainformer.data.order import distinct_draws, epoch_order, preserved_generators, sample_key, seed_generators
-from trainformer.data.sharding import Shard, check_divisible
+from trainformer.data.sharding import Shard, check_divisible, is_divided, undivided
 
 logger = logging.getLogger("trainformer")
 
@@ -386,20 +386,11 @@ def stream_source(
     shard: Shard = Shard(),
 ) -> LoaderSource:
     """Batches of a data set that can only be iterated. Streams in worker processes are read again to find the place."""
+    if not shard.is_all:
+        dataset = undivided(dataset)
     loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
     stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and num_workers == 0
     return StreamSource(loader, seed, shard) if stateful else LoaderSource(loader, seed, shard=shard)
-
-
-def is_divided(loader: Any) -> bool:
-    """Whether a loader gives each rank data of its own: a `DistributedSampler` does, and what has such a number.
-
-    >>> is_divided(DataLoader([1, 2]))
-    False
-    """
-    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
-    parts += [getattr(parts[-1], "sampler", None)]
-    return any(getattr(part, "num_replicas", 1) not in (None, 1) for part in parts)
 
 
 def suitable_workers(dataset: Any) -> int:

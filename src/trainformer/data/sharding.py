@@ -7,6 +7,7 @@ with; it counts nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,31 @@ def check_divisible(batch: Sized) -> None:
                 "Give the loader a DistributedSampler, which divides the data itself.",
             )
         )
+
+
+def is_divided(loader: Any) -> bool:
+    """Whether a loader gives each rank data of its own: its sampler or its data set says for how many ranks it is.
+
+    >>> from torch.utils.data import DataLoader, DistributedSampler
+    >>> data = [1, 2]
+    >>> is_divided(DataLoader(data)), is_divided(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
+    (False, True)
+    """
+    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "dataset", "batch_sampler"))]
+    parts.append(getattr(parts[-1], "sampler", None))
+    by_node = getattr(parts[2], "_distributed", None)  # as HF `datasets` note it
+    return by_node is not None or any(getattr(part, "num_replicas", 1) != 1 for part in parts)
+
+
+def undivided(stream: Any) -> Any:
+    """A stream that would divide itself over ranks as it is for one rank alone; any other as it is."""
+    if hasattr(stream, "num_replicas") and hasattr(stream, "rank"):
+        stream = copy.copy(stream)
+        stream.num_replicas, stream.rank = 1, 0
+    elif (source := getattr(stream, "source", None)) is not None and undivided(source) is not source:
+        stream = copy.copy(stream)
+        stream.source = undivided(source)
+    return stream
 
 
 def slice_batch(data: Any, low: int, high: int, size: int) -> Any:

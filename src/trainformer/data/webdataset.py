@@ -97,7 +97,7 @@ class WebDataset(IterableDataset):
         self.input_shape: tuple[int, ...] | None = None
         self.epoch = 0
         self._numbers = None if classes is None else {name: number for number, name in enumerate(classes)}
-        self._num_replicas, self._rank = num_replicas, rank
+        self.num_replicas, self.rank = num_replicas, rank
         self._cursor: _Cursor | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -117,7 +117,7 @@ class WebDataset(IterableDataset):
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes that are started afresh know nothing of the ranks.
         ranks, rank, _, _ = self._split()
-        return self.__dict__ | {"_num_replicas": ranks, "_rank": rank, "_cursor": None}
+        return self.__dict__ | {"num_replicas": ranks, "rank": rank, "_cursor": None}
 
     # -- reading -------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class WebDataset(IterableDataset):
         other = copy.copy(self)
         other.shuffle = _BUFFER if shuffle is True else int(shuffle)
         other.seed = self.seed if seed is None else seed
-        other._num_replicas, other._rank = self._num_replicas, self._rank  # ranks may still have to be asked for
+        other.num_replicas, other.rank = self.num_replicas, self.rank  # ranks may still have to be asked for
         return other
 
     # -- position ------------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ class WebDataset(IterableDataset):
     def _split(self) -> tuple[int, int, int, int]:
         worker = get_worker_info()
         return (
-            world_size() if self._num_replicas is None else self._num_replicas,
-            this_rank() if self._rank is None else self._rank,
+            world_size() if self.num_replicas is None else self.num_replicas,
+            this_rank() if self.rank is None else self.rank,
             1 if worker is None else worker.num_workers,
             0 if worker is None else worker.id,
         )

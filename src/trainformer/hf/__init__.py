@@ -11,6 +11,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.hf.arguments": ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"],
         "trainformer.hf.base_trainer": ["BaseTrainer", "TrainOutput"],
         "trainformer.hf.trainer": ["Trainer"],
+        "trainformer.hf.parallel_trainers": [
+            "AccelTrainer",
+            "DDPTrainer",
+            "FSDPTrainer",
+            "PipelineTrainer",
+            "TPTrainer",
+        ],
         "trainformer.hf.prediction": ["EvalPrediction", "PredictionOutput"],
         "trainformer.hf.outputs": ["logits_from_outputs", "loss_and_logits_from_outputs", "loss_from_outputs"],
         "trainformer.hf.callbacks": [

@@ -12,24 +12,27 @@ import logging
 import os
 import platform
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
+from trainformer.backends.torch.distribution import Ranks
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.dialects.huggingface_types import IntervalStrategy
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.foreign_fields import without_foreign_fields
+from trainformer.hf.processes import check_arguments, dispatches, one_first, this_process
 
 
 class ParallelMode(Enum):
     """How a run is spread over devices, for scripts that print it."""
 
     NOT_PARALLEL = "not_parallel"
+    DISTRIBUTED = "distributed"
 
 
 class _Arguments(type):
@@ -122,6 +125,14 @@ class MinimalTrainingArguments(metaclass=_Arguments):
     greater_is_better: bool | None = None
     resume_from_checkpoint: str | None = None  # a checkpoint; True: the newest; "auto": the newest if there is one
 
+    # Several processes; `strategy_options` has more
+    ddp_backend: str | None = None  # gloo on CPUs and NCCL on GPUs, whatever it says
+    ddp_timeout: int = 1800  # seconds that processes wait for each other
+    ddp_find_unused_parameters: bool | None = None
+    ddp_bucket_cap_mb: int | None = None
+    ddp_broadcast_buffers: bool | None = None  # True: BatchNorm statistics of rank 0 instead of those of whole batches
+    accelerator_config: dict | None = None  # of which dispatch_batches means something here
+
     # For scripts that ask their arguments what to do; nothing here reads them
     do_train: bool = False
     do_eval: bool = False
@@ -151,6 +162,7 @@ class MinimalTrainingArguments(metaclass=_Arguments):
         if self.logging_dir is None:
             self.logging_dir = os.path.join(self.output_dir, "runs", f"{time.time_ns()}_{platform.node()}")
         self._settle_best()
+        check_arguments(self)
 
     def _check_numbers(self) -> None:
         whole = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
@@ -189,22 +201,33 @@ class MinimalTrainingArguments(metaclass=_Arguments):
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples per batch of an evaluation."""
+        """Samples per batch of an evaluation and process."""
         return self.per_device_eval_batch_size
 
-    process_index = local_process_index = property(lambda self: 0)
-    world_size = n_gpu = property(lambda self: 1)
-    should_save = should_log = property(lambda self: True)
-    local_rank = property(lambda self: -1)
-    parallel_mode = property(lambda self: ParallelMode.NOT_PARALLEL)
+    process_index = property(lambda self: this_process().rank)
+    local_process_index = property(lambda self: this_process().local_rank)
+    world_size = property(lambda self: this_process().world)
+    n_gpu = property(lambda self: 1)  # of each process
+    should_save = should_log = property(lambda self: this_process().rank == 0)
+    local_rank = property(lambda self: this_process().local_rank if this_process().world > 1 else -1)
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether there are several processes."""
+        return ParallelMode.DISTRIBUTED if this_process().world > 1 else ParallelMode.NOT_PARALLEL
 
     def get_process_log_level(self) -> int:
         """From which level on messages are shown."""
         return logging.getLogger("trainformer").getEffectiveLevel()
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
-        """For work that other processes find done when it is their turn. There are no others."""
-        return nullcontext()
+        """For work that other processes find done when it is their turn: those of the same machine, or all."""
+        ranks = self.join()
+        return one_first(ranks, is_first=ranks.local_rank == 0 if local else ranks.is_main)
+
+    def join(self) -> Ranks:
+        """Meet the other processes, if there are any."""
+        return Ranks.join("cpu" if self.use_cpu else self.device, self.ddp_timeout)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of warm-up in a run of so many."""
@@ -248,10 +271,13 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     fp8_recipe: str | None = None
     fp8_dim_alignment: int = 16
     qat_recipe: str | None = None
+    dispatch_batches: bool = False  # the first process reads the data and hands each its part
+    strategy_options: dict | None = None  # of the strategy of DDPTrainer, FSDPTrainer, ...
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settle_precision()
+        dispatches(self)  # is it understood?
         check_recipes("no", self.fp8_recipe, self.qat_recipe)
         sdpa_backends(self.sdpa_backend)
         if self.default_dtype is not None and not isinstance(getattr(torch, self.default_dtype, None), torch.dtype):

@@ -16,21 +16,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from trainformer.adapters.base import unwrapped
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.components import write_component
+from trainformer.backends.torch.distribution import Ranks
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.dialects import original
-from trainformer.callbacks.dialects.huggingface import Bridge, HuggingFaceCallback, changed_flags
+from trainformer.callbacks.dialects.huggingface import HuggingFaceCallback, changed_flags
 from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine.checkpoint import CheckpointStore, Manifest, Retention, SharingPattern, StateComponent
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
-from trainformer.hf.handle import LogRelay
+from trainformer.hf.handle import LogRelay, RankedBridge
+from trainformer.hf.processes import this_process
 from trainformer.hf.scripting import Scripting
 from trainformer.hf.settings import CHECKPOINT_NAME, kept_best, monitored
 from trainformer.hf.task import save_beside_weights
@@ -89,10 +92,12 @@ class BaseTrainer(Scripting, ABC):
         self.eval_dataloader: Any = None
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
-        self.is_local_process_zero = self.is_world_process_zero = Answer(True)
-        self.num_processes = 1
+        process = this_process()
+        self.is_local_process_zero = Answer(process.local_rank == 0)
+        self.is_world_process_zero = Answer(process.rank == 0)
+        self.num_processes = process.world
         self._callbacks = CallbackList()
-        self._bridge = Bridge.of(self._callbacks.shared)
+        self._bridge = RankedBridge.of(self._callbacks.shared)
         self._stop_requested_by: tuple[str, str, str] | None = None
         self._has_weights = False  # while a checkpoint is written: its weights are in place already
         state = self._bridge.state
@@ -249,11 +254,14 @@ class BaseTrainer(Scripting, ABC):
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
         """Write the weights, the configuration and the tokenizer; what `from_pretrained` opens, and no more.
 
-        Override it, or `_save`, to write more: for every checkpoint it is called, too.
+        Override it, or `_save`, to write more: for every checkpoint it is called, too. Every process calls it: those
+        among which the model is divided have to give their parts. The first one writes.
         """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._save(str(folder))
+        weights = None if self._has_weights else self._weights()
+        if self.is_world_process_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._save(str(folder), weights)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -290,6 +298,10 @@ class BaseTrainer(Scripting, ABC):
     def _weights(self) -> dict[str, Any]:
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
 
+    def _join(self) -> Ranks:
+        """The processes that train together."""
+        return self.args.join()
+
     def save_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> str:
         """Write everything that is needed to go on exactly from here; where it is.
 
@@ -306,10 +318,17 @@ class BaseTrainer(Scripting, ABC):
             place, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
             keep = Retention(last=10**9)
         state = self.state
+        ranks = self._join()
         manifest = Manifest(
-            step=state.global_step, epoch=state.raw_epoch, components={}, metrics={}, versions=versions()
+            step=state.global_step,
+            epoch=state.raw_epoch,
+            components={},
+            metrics={},
+            versions=versions(),
+            world_size=ranks.world,
         )
-        checkpointer = Checkpointer(place, keep, asynchronous=False, naming=naming)
+        timeout = self.args.ddp_timeout
+        checkpointer = Checkpointer(place, keep, asynchronous=False, naming=naming, ranks=ranks, timeout=timeout)
         if not checkpointer.save(self.get_state_components(), manifest, on_device=False, assets=self._assets):
             checkpointer.conclude()  # raises, and says why
         return str(checkpointer.store.path_of(state.global_step))
@@ -321,7 +340,8 @@ class BaseTrainer(Scripting, ABC):
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         """Go on from a checkpoint, without a path from the newest in `output_dir`. One that does not fit is refused."""
-        give_back(self.get_state_components(), read_states(self._checkpoint_at(checkpoint_path)))
+        states = read_states(self._checkpoint_at(checkpoint_path), rank=self._join().rank)
+        give_back(self.get_state_components(), states)
 
     def _checkpoint_at(self, path: str | os.PathLike[str] | None) -> Path:
         if path is not None:
@@ -352,7 +372,7 @@ class BaseTrainer(Scripting, ABC):
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components that are shared within one. A single process has none."""
-        return {}
+        return {"world": dist.group.WORLD} if self.num_processes > 1 and dist.is_initialized() else {}
 
     def state_dict(self) -> dict[str, Any]:
         """How far the run is."""

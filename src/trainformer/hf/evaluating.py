@@ -35,6 +35,15 @@ class EvaluatingTrainer(BaseTrainer):
     def _overrides(self, name: str) -> bool:
         raise NotImplementedError
 
+    def _parts(self) -> int:
+        """Into how many parts each batch is divided over processes."""
+        raise NotImplementedError
+
+    def total_of_ranks(self, samples: int) -> float:
+        """The samples that all processes have evaluated; those that hold parts of one model see the same ones."""
+        ranks = self._session.ranks
+        return ranks.total([float(samples)])[0] * ranks.count / ranks.world
+
     def _task(self) -> ModelTask:
         assert self._session is not None
         return self._session.task
@@ -42,7 +51,11 @@ class EvaluatingTrainer(BaseTrainer):
     # -- loaders -------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """A loader of the training data. Override it to bring another, which is then used as it is."""
+        """A loader of the training data. Override it to bring another, which is then used as it is.
+
+        Its batches are those of all processes together, and each computes its part. A loader with a
+        `DistributedSampler` has those of one process.
+        """
         shuffle = self.args.train_sampling_strategy == "random" and not is_stream(self.train_dataset)
         options = {"shuffle": shuffle, "drop_last": self.args.dataloader_drop_last}
         return self._loader(self.train_dataset, "train_dataset", self.args.per_device_train_batch_size, **options)
@@ -67,7 +80,7 @@ class EvaluatingTrainer(BaseTrainer):
             options["persistent_workers"] = args.dataloader_persistent_workers
         return DataLoader(
             as_dataset(data),
-            batch_size=size,
+            batch_size=size * self._parts(),
             collate_fn=ModelTask(self, model, self._label_names(model)).collate_fn,
             num_workers=args.dataloader_num_workers,
             generator=torch.Generator().manual_seed(args.seed),

@@ -11,15 +11,15 @@ from typing import Any
 
 from trainformer.core.errors import BadArgument
 
-_LATER = "Training on several processes or machines has arguments of its own here."
+_FSDP = "Use trainformer.hf.FSDPTrainer, with strategy_options such as {'cpu_offload': True, 'replicas': 2}."
 _HUB = "Nothing here talks to the hub. After training: model.push_to_hub(...), or `huggingface-cli upload`."
 _CALLBACK = "Pass the callback of transformers for it in `callbacks`; it works here unchanged."
 
+_ANY = object()  # whatever it says: somebody else says it, too
 _NOT_REENTRANT: tuple[Any, ...] = (None, {}, {"use_reentrant": False})  # any of these asks for what is done anyway
 
 # name: (HuggingFace's default, what to do instead)
 _FOREIGN: dict[str, tuple[Any, str]] = {
-    "accelerator_config": (None, _LATER),
     "auto_find_batch_size": (False, "It is not needed: a micro-batch that does not fit is split, with the same loss."),
     "average_tokens_across_devices": (True, "Losses are always divided by the tokens of all processes."),
     "batch_eval_metrics": (False, "Use preprocess_logits_for_metrics to keep less of each batch."),
@@ -28,20 +28,15 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
     "data_seed": (None, "The order of the data follows from `seed`."),
     "dataloader_in_order": (True, "Batches always come in order; exact resuming needs it."),
     "dataloader_multiprocessing_context": (None, "Call torch.multiprocessing.set_start_method(...) instead."),
-    "ddp_backend": (None, _LATER),
-    "ddp_broadcast_buffers": (None, _LATER),
-    "ddp_bucket_cap_mb": (None, _LATER),
-    "ddp_find_unused_parameters": (None, _LATER),
-    "ddp_static_graph": (None, _LATER),
-    "ddp_timeout": (1800, _LATER),
+    "ddp_static_graph": ((None, False), "Pass strategy_options={'static_graph': True} to DDPTrainer."),
     "debug": ("", "Use detect_anomaly=True for NaN, and Trainer.check() before a run."),
-    "deepspeed": (None, _LATER),
+    "deepspeed": (None, "DeepSpeed does not run here. FSDPTrainer divides a model over processes as ZeRO does."),
     "enable_jit_checkpoint": (False, "A run saves when it gets SIGTERM, always."),
     "eval_accumulation_steps": (None, "Predictions are moved to the host after every batch, always."),
     "eval_do_concat_batches": (True, "compute_metrics gets the whole evaluation in one piece."),
-    "eval_use_gather_object": (False, _LATER),
-    "fsdp": (None, _LATER),
-    "fsdp_config": (None, _LATER),
+    "eval_use_gather_object": ((False, True), "What processes predict is always gathered."),
+    "fsdp": ((None, "", [], False), _FSDP),
+    "fsdp_config": ((None, {}), _FSDP),
     "gradient_checkpointing_kwargs": (_NOT_REENTRANT, "Checkpointing is always the variant that is not reentrant."),
     "hub_always_push": (False, _HUB),
     "hub_model_id": (None, _HUB),
@@ -55,16 +50,16 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
     "length_column_name": ("length", "Lengths are taken from input_ids."),
     "liger_kernel_config": (None, "Apply Liger's kernels to the model before you pass it."),
     "use_liger_kernel": (False, "Apply Liger's kernels to the model before you pass it."),
-    "local_rank": (-1, _LATER),
+    "local_rank": (_ANY, "The launcher says which process this is."),
     "log_level": ("passive", "Use logging.getLogger('trainformer').setLevel(...)."),
     "log_level_replica": ("warning", "Use logging.getLogger('trainformer').setLevel(...)."),
     "log_on_each_node": (True, "The first process logs."),
     "logging_nan_inf_filter": (True, "A loss that is not finite is an error here, and never hidden."),
     "neftune_noise_alpha": (None, "Add the noise in a forward hook of the model's embeddings."),
     "optim_target_modules": (None, "Pass an optimizer in `optimizers`."),
-    "parallelism_config": (None, _LATER),
+    "parallelism_config": (None, "Use FSDPTrainer, TPTrainer or PipelineTrainer, with strategy_options."),
     "restore_callback_states_from_checkpoint": (False, "The states of callbacks are always restored."),
-    "save_on_each_node": (False, _LATER),
+    "save_on_each_node": (False, "Each checkpoint is written once, to a disk that all machines have to share."),
     "save_only_model": (False, "A checkpoint that cannot be resumed is no checkpoint. Use save_model() for weights."),
     "skip_memory_metrics": (True, "Pass the callback trainformer.hf.PeakMemory()."),
     "torch_empty_cache_steps": (None, "Call torch.cuda.empty_cache() in a callback's on_step_end."),
@@ -87,5 +82,7 @@ def without_foreign_fields(given: Mapping[str, Any], known: Collection[str]) -> 
 
 
 def _asks_for_nothing(value: Any, default: Any) -> bool:
+    if default is _ANY:
+        return True
     choices = default if isinstance(default, tuple) else (default,)
     return str(getattr(value, "value", value)) in map(str, choices)

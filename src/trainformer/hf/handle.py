@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainformer.callbacks.dialects.huggingface import HuggingFaceCallback, translated, translated_name
+from trainformer.callbacks.dialects.huggingface import Bridge, HuggingFaceCallback, translated, translated_name
+from trainformer.hf.processes import this_process
 from trainformer.session import Session
 from trainformer.session.handle import RunHandle
 
@@ -38,8 +39,36 @@ class HfSession(Session):
             super()._attach(callback)
 
 
+class RankedBridge(Bridge):
+    """What HuggingFace's callbacks share, on one of several processes: they ask whether theirs is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._look()
+
+    def _look(self) -> None:
+        process = this_process()
+        self._is_first, self._is_first_here = process.rank == 0, process.local_rank == 0
+        self._say_who()
+
+    def _say_who(self) -> None:
+        self.state.is_world_process_zero, self.state.is_local_process_zero = self._is_first, self._is_first_here
+
+    def begin(self, trainer: Any) -> None:
+        """Before the first callback hears that training begins. By now the processes have met."""
+        super().begin(trainer)
+        self._look()
+
+    def refresh(self, trainer: Any) -> None:
+        """Bring the state up to where the run is."""
+        super().refresh(trainer)
+        self._say_who()
+
+
 class LogRelay:
     """First of the callbacks of a trainer that overrides `log`: every record of the run goes through it."""
+
+    makes_requests = False
 
     def __init__(self, front: Trainer) -> None:
         self._front = front

@@ -32,7 +32,7 @@ _NEVER_CALLED = {
     **dict.fromkeys(("get_decay_parameter_names", "get_optimizer_cls_and_kwargs"), "Override create_optimizer."),
     "_evaluate": "Override evaluate, which is called during training, too.",
     "_wrap_model": "Wrap the model before you pass it.",
-    "create_accelerator_and_postprocess": "Nothing here runs on Accelerate.",
+    "create_accelerator_and_postprocess": "Pass an Accelerator to trainformer.hf.AccelTrainer.",
 }  # fmt: skip
 
 # Attributes that scripts ask for.
@@ -41,7 +41,7 @@ _ABSENT = {
     "push_to_hub": "Nothing here talks to the hub. After training: model.push_to_hub(...).",
     "create_model_card": "Nothing here talks to the hub. Use huggingface_hub.ModelCard.",
     "init_hf_repo": "Nothing here talks to the hub. After training: model.push_to_hub(...).",
-    "accelerator": "Nothing here runs on Accelerate. The model is trainer.model, the device trainer.model.device.",
+    "accelerator": "Only AccelTrainer has one. The model is trainer.model, the device trainer.model.device.",
     "model_wrapped": "Use trainer.model.",
     "floating_point_ops": "They are not counted.",
     **_NEVER_CALLED,
@@ -78,6 +78,7 @@ class Scripting:
     model: Any
     processing_class: Any
     state: Any
+    is_world_process_zero: Any
 
     def __getattr__(self, name: str) -> Any:
         said = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -95,7 +96,9 @@ class Scripting:
         return {name: _shown(name, value) for name, value in metrics.items()}
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print the metrics of a split ("train", "eval", "test"), one per line."""
+        """Print the metrics of a split ("train", "eval", "test"), one per line; the first process does."""
+        if not self.is_world_process_zero:
+            return
         print(f"***** {split} metrics *****")
         shown = {name: str(value) for name, value in sorted(self.metrics_format(metrics).items())}
         wide, high = (max(map(len, part), default=0) for part in (shown, shown.values()))
@@ -104,6 +107,8 @@ class Scripting:
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write them to ``<split>_results.json``, and with those of other splits to ``all_results.json``."""
+        if not self.is_world_process_zero:
+            return
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         files = {f"{split}_results.json": dict(metrics)}
@@ -116,6 +121,8 @@ class Scripting:
 
     def save_state(self) -> None:
         """Write where the run is to ``trainer_state.json``."""
+        if not self.is_world_process_zero:
+            return
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         self.state.save_to_json(Path(self.args.output_dir) / "trainer_state.json")
 

@@ -12,6 +12,7 @@ import numpy as np
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
+from trainformer.hf.processes import dispatches
 from trainformer.session import RunSettings
 from trainformer.session.habits import Habits
 
@@ -20,14 +21,19 @@ _ALL = 10**9  # more checkpoints than anybody keeps
 _LOGGERS = ("tensorboard", "wandb", "mlflow")
 
 
-def settings_of(args: BaseTrainingArguments, batches: int | None, resume: str | None) -> RunSettings:
-    """The settings of a run over data with so many batches per epoch (None: nobody knows)."""
+def settings_of(
+    args: BaseTrainingArguments, batches: int | None, resume: str | None, strategy: Any = "auto", parts: int = 1
+) -> RunSettings:
+    """The settings of a run over data with so many batches per epoch (None: nobody knows).
+
+    `parts` is into how many parts each batch is divided over processes; the arguments name the size of one of them.
+    """
     steps = planned_steps(args, batches)
     return RunSettings(
         epochs=max(1, math.ceil(args.num_train_epochs)),
         max_steps=steps if _counts_steps(args) else None,
-        batch_size=int(args.per_device_train_batch_size),
-        eval_batch_size=int(args.per_device_eval_batch_size),
+        batch_size=int(args.per_device_train_batch_size) * parts,
+        eval_batch_size=int(args.per_device_eval_batch_size) * parts,
         accumulation_steps=int(args.gradient_accumulation_steps),
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
@@ -38,6 +44,9 @@ def settings_of(args: BaseTrainingArguments, batches: int | None, resume: str | 
         sampler=_sampler(args),
         drop_last=args.dataloader_drop_last,
         device="cpu" if args.use_cpu else args.device,
+        strategy=strategy,
+        dispatch_batches=dispatches(args),
+        rank_timeout=float(args.ddp_timeout),
         precision=args.mixed_precision or "no",
         fp8_recipe=args.fp8_recipe,
         fp8_dim_alignment=args.fp8_dim_alignment,

@@ -61,6 +61,10 @@ class Front(Protocol):
         """Write what belongs beside the weights of a checkpoint."""
         ...
 
+    def total_of_ranks(self, samples: int) -> float:
+        """The samples that all processes have evaluated."""
+        ...
+
 
 class ModelTask(TaskBase):
     """Trains the model of a front."""
@@ -167,7 +171,7 @@ class ModelTask(TaskBase):
         self._evaluated = 0, 0
         return {
             "runtime": seconds,
-            "samples_per_second": samples / seconds,
+            "samples_per_second": self.front.total_of_ranks(samples) / seconds,
             "steps_per_second": batches / seconds,
         }
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainformer.adapters.base import is_adapted
+from trainformer.adapters.state import adapter_state_dict
+from trainformer.backends.torch.distribution import Ranks, make_strategy
 from trainformer.backends.torch.optimizers import make_optimizer
 from trainformer.callbacks.dialects.huggingface import our_name, training_summary
 from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
@@ -21,6 +24,7 @@ from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.evaluating import EvaluatingTrainer, is_stream
 from trainformer.hf.handle import HfHandle, HfSession, LogRelay
+from trainformer.hf.processes import strategy_choice
 from trainformer.hf.scripting import refuse_dead_overrides, refuse_foreign_checkpoint
 from trainformer.hf.settings import InOrder, habits_of, optimizer_spec, schedule_factory, settings_of
 from trainformer.hf.task import ModelTask, can_be_smoothed, default_loss
@@ -29,6 +33,9 @@ from trainformer.session.parts import retention
 from trainformer.session.preflight import CheckReport, check_session
 
 logger = logging.getLogger("trainformer")
+
+#: Strategies that leave the model as it is, so that it can be trained again.
+_REPEATABLE = ("single", "ddp", "accelerate")
 
 
 class Trainer(EvaluatingTrainer):
@@ -48,6 +55,9 @@ class Trainer(EvaluatingTrainer):
     >>> Trainer(model=Line(), args=args, train_dataset=data).train().global_step
     3
     """
+
+    #: How several processes train together: a name, or ``{"name": ..., options}``. Subclasses choose.
+    strategy: Any = "auto"
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
@@ -78,6 +88,8 @@ class Trainer(EvaluatingTrainer):
         self._resume: str | None = None
         self._recording: dict[str, Any] | None = None
         self._said: set[str] = set()
+        self._ranks: Ranks | None = None  # once they have met
+        self._divided_by: str | None = None
         super().__init__(
             args,
             model,
@@ -144,11 +156,13 @@ class Trainer(EvaluatingTrainer):
             self._began_run = False
 
     def _make_session(self) -> HfSession:
+        self._refuse_divided()
         model = self.make_model()
         task = ModelTask(self, model, self._label_names(model))
         task.keeps_rows = self.compute_metrics is not None and not self.args.prediction_loss_only
+        choice, parts = self._meet(), self._parts()
         train, evaluation = self._training_data(), self._evaluation_data()
-        settings = settings_of(self.args, self._batches_of(train), self._resume)
+        settings = settings_of(self.args, self._batches_of(train), self._resume, choice, parts)
         if train is not None and (is_loader(train) or (settings.sampler is InOrder and is_stream(train))):
             settings.sampler = None  # they have an order of their own
         self._bring_optimizer(settings, model)
@@ -163,11 +177,45 @@ class Trainer(EvaluatingTrainer):
             passed=frozenset(settings.values()),
             habits=habits_of(self.args),
         )
+        self._note_division(session)
         self._handle._session = session
         session.connect()
         self.optimizer, self.lr_scheduler = session.backend.optimizer, session.backend.schedule
         self.train_dataloader, self.eval_dataloader = session.train_batches(), session.val_batches()
         return session
+
+    def _meet(self) -> Any:
+        """Meet the processes that train together; the strategy that is wanted, in words."""
+        choice = strategy_choice(self.strategy, self.args)
+        strategy = make_strategy(choice)
+        strategy.join("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+        self._ranks = strategy.ranks
+        self.args.logging_dir = self._ranks.from_main(self.args.logging_dir)  # it has the time in its name
+        return choice
+
+    def _parts(self) -> int:
+        if self._ranks is None:
+            self._meet()
+        assert self._ranks is not None
+        return self._ranks.count
+
+    def _note_division(self, session: HfSession) -> None:
+        name = session.backend.strategy.name
+        if not session.ranks.is_alone and name not in _REPEATABLE:
+            self._divided_by = name
+
+    def _refuse_divided(self) -> None:
+        """A model that a run has divided over processes is in pieces; it cannot be divided once more."""
+        if self._divided_by is not None:
+            raise BadArgument(
+                f"A run before has divided the model over processes ({self._divided_by}), and it cannot be divided "
+                "again. Make a new trainer with a new model, and give it the weights or a checkpoint."
+            )
+
+    def _join(self) -> Ranks:
+        self._prepare(None, self.eval_dataset)
+        assert self._session is not None
+        return self._session.ranks
 
     def _train_loop(self) -> TrainOutput:
         session = self._session
@@ -192,11 +240,12 @@ class Trainer(EvaluatingTrainer):
         session = self._session
         assert session is not None
         best = retention(session.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
-        if not best:
+        path = session.ranks.from_main(str(best[0].path) if best else None)
+        if path is None:
             logger.warning("load_best_model_at_end: there is no checkpoint with %s", session.settings.monitor_metric)
             return
-        session.load(best[0].path, only=["model"])
-        self.state.best_model_checkpoint = str(best[0].path)
+        session.load(Path(path), only=["model"])
+        self.state.best_model_checkpoint = path
 
     # -- what is trained, and on what ----------------------------------------------------------------------
 
@@ -216,7 +265,7 @@ class Trainer(EvaluatingTrainer):
             return None
         if is_loader(data):
             return len(data)
-        size = self.args.per_device_train_batch_size
+        size = self.args.per_device_train_batch_size * self._parts()
         return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
 
     def _bring_optimizer(self, settings: Any, model: nn.Module) -> None:
@@ -317,6 +366,14 @@ class Trainer(EvaluatingTrainer):
             super()._tell(callback, event, extra)
         else:
             self._bridge.call(self._handle, callback, event, extra)
+
+    def whole_model(self) -> nn.Module:
+        """The model with all of its weights on the first process. Every process has to ask where it is divided."""
+        return self.make_model() if self._session is None else self._session.backend.strategy.whole_model()
+
+    def _weights(self) -> dict[str, Any]:
+        model = self.whole_model()
+        return adapter_state_dict(model) if is_adapted(model) else model.state_dict()
 
     def get_state_components(self) -> list[StateComponent]:
         """Everything that belongs into a checkpoint."""

@@ -89,7 +89,11 @@ def state_components(session: Session) -> list[StateComponent]:
         components.append(StateComponent("task", held, required=False))
     if hasattr(session.train_source, "state_dict"):
         source: Any = session.train_source
-        components.append(StateComponent("data", Held(source.state_dict, source.load_state_dict), required=False))
+        # A loader that divides the data itself is somewhere else on each rank.
+        own = session.ranks.world > 1 and source.is_divided
+        pattern = SharingPattern.PER_RANK if own else SharingPattern.GLOBAL
+        held = Held(source.state_dict, source.load_state_dict)
+        components.append(StateComponent("data", held, pattern, required=False))
     for name, callback in session.callbacks.named().items():
         if callable(getattr(callback, "state_dict", None)):
             key = "callback." + name.replace("#", "-")

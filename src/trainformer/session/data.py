@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.align import align_classes, numbered_alike
+from trainformer.data.dispatch import DispatchedSource
 from trainformer.data.info import DatasetInfo, extract_info
 from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, stream_source
 from trainformer.data.sharding import Shard
 from trainformer.data.split import split_dataset
 from trainformer.tasks.base import provides
 
-Source = DatasetSource | LoaderSource
+Source = DatasetSource | LoaderSource | DispatchedSource
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,13 @@ def is_loader(data: Any) -> bool:
 
 def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Source:
     """Batches of loaded data, prepared by the task for training or evaluation."""
+    if options.dispatch is None:
+        return _own_source(task, data, options, train)
+    whole = _own_source(task, data, replace(options, shard=Shard()), train)
+    return DispatchedSource(whole, options.dispatch)
+
+
+def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> DatasetSource | LoaderSource:
     if is_loader(data):
         _refuse_sampling(options, train, "a loader has a sampler and batches of its own; set them there")
         count = task.count_samples if provides(task, "count_samples") else None

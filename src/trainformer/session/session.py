@@ -192,9 +192,12 @@ class Session:
                 self.control.stop(self.state.stopped[1], by=self.state.stopped[0])
             announce_start(self)
             stack.enter_context(self._failing_loudly())
+            stack.enter_context(self.ranks.watching(settings.rank_timeout))
             self._loop = self._make_loop()
             self.backend.asks = self._loop.agreement.has_requests
             self._loop.run()
+            if self._checkpointer is not None:
+                self._checkpointer.conclude()
         self._leave()
 
     def _choose_folder(self) -> RunFolder | NoFolder:
@@ -277,11 +280,9 @@ class Session:
 
     @contextmanager
     def _failing_loudly(self) -> Iterator[None]:
-        """Around the loop: wait for the last save, tell callbacks of an error, say who stopped the run."""
+        """Around the loop: tell callbacks of an error, say who stopped the run."""
         try:
             yield
-            if self._checkpointer is not None:
-                self._checkpointer.conclude()
         except BaseException as error:
             self.backend.drop_step()
             self.bus.emit(Event.ERROR, error)

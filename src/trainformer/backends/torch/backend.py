@@ -35,6 +35,7 @@ from trainformer.backends.torch.window import Window
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Entry, EvalResult, Placed, Sized, StepResult
 from trainformer.engine.metrics import weighted_means
+from trainformer.utils.distributed import padding
 
 logger = logging.getLogger("trainformer")
 
@@ -222,7 +223,7 @@ class TorchBackend:
         try:
             for piece in self.splitter.cut(batch):
                 with self._apart(piece):
-                    with self._forward():
+                    with self._forward(piece.size):
                         output = self._train_step(piece.data)
                     loss = self._window.add(output, piece)
                     if not self.ranks.is_alone:
@@ -253,13 +254,16 @@ class TorchBackend:
         """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
         return self._no_sync() if piece.more and self._no_sync is not None else nullcontext()
 
-    def _forward(self) -> AbstractContextManager[object]:
-        """The context of a forward pass."""
-        if not self.settings.activation_offload:
+    def _forward(self, size: int) -> AbstractContextManager[object]:
+        """The context of a forward pass; of no sample, if it is only there so that this rank takes part."""
+        if not self.settings.activation_offload and size:
             return self.precision.forward()
         stack = ExitStack()
         stack.enter_context(self.precision.forward())
-        stack.enter_context(memory.activation_offload(self.device))
+        if self.settings.activation_offload:
+            stack.enter_context(memory.activation_offload(self.device))
+        if not size:
+            stack.enter_context(padding(takes_part=True))
         return stack
 
     def finish(self) -> bool:
@@ -357,6 +361,7 @@ class TorchBackend:
         for parameter in self.parameters:
             parameter.grad = None
         self._window = Window(self._reference)
+        self._shared_loss = None
 
     def drop_step(self) -> None:
         """The same for a window that is given up; the task forgets what it saw of it."""
@@ -368,7 +373,7 @@ class TorchBackend:
 
     def window_loss(self) -> float:
         """The loss of the micro-batches added since the last step. Waits for the device."""
-        entries = [e for e in self._window.entries if e.name == "loss"]
+        entries = self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
         return weighted_means({"loss": entries}, self).get("loss", float("nan"))
 
     def window_weight(self) -> float:

@@ -49,11 +49,12 @@ class Feeder:
         move = self._move_aside if self._stream is not None else self._move
         takes_keys = getattr(transform, "takes_keys", False)
         for data, size, bad, origin, whole, consumed in batches:
+            tokens = count_tokens(data) if size else 0
             placed = move(data)
             if transform is not None:
                 change = partial(transform, keys=keys_of(origin)) if takes_keys else transform
                 placed = apply_to_inputs(change, placed)
-            yield Placed(placed, size, count_tokens(placed) if size else 0, bad, False, whole, consumed)
+            yield Placed(placed, size, tokens, bad, False, whole, consumed)
 
     def _move(self, data: Any) -> Any:
         if self.device.type != "cpu":
@@ -112,8 +113,15 @@ def apply_to_inputs(transform: Callable[[Any], Any], data: Any) -> Any:
 
 
 def count_tokens(data: Any) -> int:
-    """Tokens of a batch, from shapes alone (no device is asked): those of `input_ids`, else none."""
-    if isinstance(data, Mapping):
-        ids = data.get("input_ids")
-        return ids.numel() if isinstance(ids, Tensor) else 0
-    return 0
+    """Tokens of a batch on the host: those of `input_ids` that the attention mask does not leave out, else none.
+
+    >>> count_tokens({"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
+    4
+    """
+    ids = data.get("input_ids") if isinstance(data, Mapping) else None
+    if not isinstance(ids, Tensor):
+        return 0
+    mask = data.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device.type == "cpu":
+        return int(mask.sum())
+    return ids.numel()  # from the shape alone: no device is asked

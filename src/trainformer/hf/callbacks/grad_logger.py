@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainformer.backends.torch.gradients import is_divided
 from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.names import is_evaluation
@@ -39,6 +40,8 @@ class GradLogger(TrainerCallback):
     below `vanishing_threshold` or above `exploding_threshold` is named in a warning: at the first record that
     shows it, then at the second, fourth, eighth, ...
     """
+
+    makes_requests = False
 
     def __init__(
         self,
@@ -184,7 +187,8 @@ def layer_norms(
 
 
 def _norm(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    norm: Any = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return norm.full_tensor() if is_divided(norm) else norm
 
 
 def _to_host(scalars: list[Tensor]) -> list[float]:

@@ -23,6 +23,8 @@ class InfoCallback(TrainerCallback):
     arguments that are not the default.
     """
 
+    makes_requests = False
+
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:

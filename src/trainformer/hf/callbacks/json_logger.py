@@ -36,6 +36,8 @@ class JsonLogger(TrainerCallback):
     run that begins anew leaves an older file aside, under a numbered name.
     """
 
+    makes_requests = False
+
     def __init__(
         self,
         *,

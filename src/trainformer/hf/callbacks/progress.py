@@ -21,6 +21,8 @@ class ProgressCallback(TrainerCallback):
     shows anything, and only the first of several does: a trainer that has a bar by default gets no second one.
     """
 
+    makes_requests = False
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self._bar = ProgressBar(self.console)

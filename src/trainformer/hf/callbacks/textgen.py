@@ -38,6 +38,8 @@ class TextgenCallback(TrainerCallback):
     trainer's `processing_class`. When training begins it is tried once whether all this works.
     """
 
+    makes_requests = False
+
     def __init__(
         self,
         summary_writer: Any = None,
@@ -79,7 +81,7 @@ class TextgenCallback(TrainerCallback):
         self._check_options(model)
         try:  # once, for nothing: what cannot work is known now, and not after the first thousand steps
             with _apart(model, kwargs.get("trainer")) as judged:
-                self.generate(judged, processing_class)
+                self._generated(judged, processing_class, kwargs.get("trainer"))
         except Exception as error:
             do = "Are prompts and max_new_tokens together longer than what the model has positions for?"
             words = "prompts and a generation_config that the model can generate with"
@@ -103,16 +105,24 @@ class TextgenCallback(TrainerCallback):
     def _show(
         self, state: TrainerState, model: Any = None, processing_class: Any = None, trainer: Any = None, **_: Any
     ) -> None:
+        # On every process: each may hold a part of the model.
+        with _apart(model, trainer) as judged:
+            texts = self._generated(judged, processing_class, trainer)
         if not state.is_world_process_zero:
             return
-        with _apart(model, trainer) as judged:
-            texts = self.generate(judged, processing_class)
         log_text = getattr(getattr(run_of(trainer), "logger", None), "log_text", None)
         for number, (prompt, text) in enumerate(zip(self.prompts, texts, strict=True), start=1):
             key, shown = f"{self.name}/{number}", f"{prompt}⟶{text}"
             self._writer.add_text(key, shown, state.global_step)
             if log_text is not None:
                 log_text(key, shown, state.global_step)
+
+    def _generated(self, model: Any, tokenizer: Any, trainer: Any) -> list[str]:
+        """The texts, made where a model that is divided over processes can be called."""
+        session = getattr(run_of(trainer), "_session", None)
+        if session is None:
+            return self.generate(model, tokenizer)
+        return session.backend.strategy.infer(lambda _: self.generate(model, tokenizer), None)
 
     @torch.no_grad()
     def generate(self, model: Any, tokenizer: Any) -> list[str]:

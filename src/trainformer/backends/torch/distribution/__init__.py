@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from trainformer.backends.torch.distribution.ranks import Launch, Ranks
 from trainformer.backends.torch.distribution.strategy import Strategy
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
-__all__ = ["Launch", "Ranks", "Strategy", "check_strategy", "make_strategy", "strategy_names"]
+__all__ = ["Launch", "Ranks", "Strategy", "check_strategy", "is_first_process", "make_strategy", "strategy_names"]
 
 
-def _classes() -> dict[str, type[Strategy]]:
-    from trainformer.backends.torch.distribution.ddp import DDP
-
-    return {"single": Strategy, "ddp": DDP}
+_HOMES = {
+    "single": ("strategy", "Strategy"),
+    "ddp": ("ddp", "DDP"),
+    "fsdp": ("fsdp", "FSDP"),
+    "tp": ("tensor_parallel", "TensorParallel"),
+    "pipeline": ("pipeline", "Pipeline"),
+    "accelerate": ("accelerate", "Accelerate"),
+}
 
 
 def strategy_names() -> list[str]:
     """Names that `make_strategy` knows."""
-    return ["auto", *_classes()]
+    return ["auto", *_HOMES]
 
 
 def make_strategy(choice: Any) -> Strategy:
-    """A strategy from a name, a mapping of a name and options, or one that is made already.
+    """A strategy from a name, a mapping of a name and options, an `Accelerator`, or one that is made already.
 
     ``auto`` is ``ddp`` where several processes were started, else ``single``.
 
@@ -35,14 +40,17 @@ def make_strategy(choice: Any) -> Strategy:
     if isinstance(choice, Strategy):
         return choice
     options = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
+    if type(choice).__name__ == "Accelerator":
+        options = {"name": "accelerate", "accelerator": choice}
     name = options.pop("name", "auto")
-    classes = _classes()
     if name == "auto":
         name = "ddp" if are_several() else "single"
-    if not isinstance(name, str) or name not in classes:
+    if not isinstance(name, str) or name not in _HOMES:
         words = f"strategy to be one of {', '.join(map(repr, strategy_names()))}, or a mapping with that as its 'name'"
-        raise BadArgument(expected(words, choice, did_you_mean(str(name), classes)))
-    return classes[name](**_known(classes[name], name, options))
+        raise BadArgument(expected(words, choice, did_you_mean(str(name), _HOMES)))
+    module, class_name = _HOMES[name]
+    strategy = getattr(import_module(f"{__name__}.{module}"), class_name)
+    return strategy(**_known(strategy, name, options))
 
 
 def check_strategy(choice: Any) -> None:
@@ -57,6 +65,13 @@ def are_several() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     return Launch.find().world > 1
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that prints and records, of those that were started together."""
+    import torch.distributed as dist
+
+    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else Launch.find().rank) == 0
 
 
 def _known(strategy: type[Strategy], name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class FSDP(DataParallel):
         # A scalar has no rows, and a parameter that no module holds cannot be exchanged for a divided one.
         self._undivided = [p for p in root.parameters() if p.ndim == 0 or id(p) in bare]
         self._root = self._divide(root, self._blocks_of(root))
-        logger.info("%s: %d blocks are gathered one by one", self.name, self._divided_blocks)
+        logger.info("%s: %d blocks are gathered one by one, and the rest for each step", self.name, self._divided_blocks)
 
     def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Refuse optimizers that would compute something else from a part of a parameter than from the whole."""
@@ -345,14 +345,12 @@ class FSDP(DataParallel):
         if self._root is None:
             return model
         self._give_back()
-        made = copy.deepcopy(self._outline_of_model())
-        whole = {}
-        for name, p in model.named_parameters():
+        outline = self._outline_of_model()
+        weights: dict[int, Any] = {}
+        for (_, p), (_, blank) in zip(model.named_parameters(), outline.named_parameters(), strict=True):
             full = p.full_tensor() if gradients.is_divided(p) else p  # type: ignore[operator]
-            whole[name] = full.detach().to("cpu", copy=True)
-        _materialize(made, torch.device("cpu"))
-        for name, p in made.named_parameters():
-            p.copy_(whole.pop(name))
+            weights[id(blank)] = nn.Parameter(full.detach().to("cpu", copy=True), requires_grad=p.requires_grad)
+        made = copy.deepcopy(outline, weights)
         _copy_buffers(made, model)
         return made.cpu().train(model.training)
 
@@ -421,8 +419,16 @@ def _outline(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _materialize(module: nn.Module, device: torch.device) -> None:
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+def _materialize(root: nn.Module, device: torch.device) -> None:
+    """Give divided parameters memory; those that are tied stay so, unlike with `to_empty`."""
+    made: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+                module._parameters[name] = made[id(p)]
+    root._apply(lambda tensor: tensor)  # torch takes notice of the new ones
 
 
 def _copy_buffers(made: nn.Module, model: nn.Module) -> None:

@@ -126,12 +126,12 @@ class Part(nn.Module):
                 return self._filled(output, piece.rows)
             total, result = weighed(output, piece.rows)
         self.results.append(result)
-        return torch.stack([total / self._reference])
+        return _as_output(total / self._reference)
 
     def _empty(self, received: Tensor) -> Tensor:
         """A micro-batch without samples: zeros, of which gradients flow back (also zeros), as torch expects them."""
         if self.sent is None:
-            return torch.stack([received[:0].sum()])
+            return _as_output(received[:0].sum())
         zeros = self.sent.rows(self._most, received.device, requires_grad=self.stage == 0)
         return zeros if self.stage == 0 else zeros + received[:0].sum().to(zeros.dtype)
 
@@ -145,7 +145,14 @@ class Part(nn.Module):
                 )
             )
         missing = self._most - rows
-        return torch.cat([hidden, hidden.new_zeros(missing, *hidden.shape[1:])]) if missing else hidden
+        if missing:
+            return torch.cat([hidden, hidden.new_zeros(missing, *hidden.shape[1:])])
+        return hidden.contiguous()
+
+
+def _as_output(loss: Tensor) -> Tensor:
+    """A loss as torch was told the last stage's output would be. Its own gradient is 1 in every type."""
+    return torch.stack([loss.float()])
 
 
 def _nothing(batch: Any) -> None:

@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from trainformer.core.errors import BadArgument, TrainformerError, expected
+
+if TYPE_CHECKING:
+    from trainformer.backends.torch.distribution.watch import RankWatch
 
 logger = logging.getLogger("trainformer")
 
@@ -87,6 +90,7 @@ class Ranks:
         self.index = rank
         self.count = world
         self.groups: dict[str, Group] = {}
+        self.watch: RankWatch | None = None
 
     @classmethod
     def join(cls, device: str | None, timeout: float) -> Ranks:
@@ -147,9 +151,33 @@ class Ranks:
         """Which of them at least one rank has set."""
         return flags if self.is_alone else [value > 0 for value in self.total([float(flag) for flag in flags])]
 
-    def data_ranks(self) -> list[int]:
-        """One rank for each part of the data, in the order of the parts."""
-        return [i * self.world // self.count for i in range(self.count)]
+    def hand_out(self, parts: list[Any] | None) -> Any:
+        """On rank 0 a value for each part of the data; on every rank, the value for its part."""
+        if self.is_alone:
+            assert parts is not None
+            return parts[0]
+        # Ranks that hold parts of one model follow each other.
+        values = None if parts is None else [parts[rank * self.count // self.world] for rank in range(self.world)]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, values, src=0)
+        return box[0]
+
+    @contextmanager
+    def watching(self, timeout: float) -> Iterator[None]:
+        """Meanwhile, a rank that dies is named, and the others do not wait for it for ever."""
+        if self.is_alone:
+            yield
+            return
+        from trainformer.backends.torch.distribution.watch import RankWatch
+
+        patience = min(60.0, timeout)
+        store = dist.distributed_c10d._get_default_store()
+        self.watch = RankWatch(store, self.rank, self.world, every=min(2.0, patience / 8), patience=patience)
+        try:
+            with self.watch.guarding():
+                yield
+        finally:
+            self.watch = None
 
     @contextmanager
     def main_first(self) -> Iterator[None]:

@@ -235,7 +235,7 @@ class ShardedState(Mapping[str, Any]):
 
 
 def _described(content: Any, path: Path) -> dict[str, Any]:
-    kinds = {"format": int, "world": int, "aliases": dict, "tree": (dict, list)}
+    kinds: dict[str, Any] = {"format": int, "world": int, "aliases": dict, "tree": (dict, list)}
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in kinds.items()):
         raise _no_description(path)
     if content["format"] > _FORMAT:

@@ -42,11 +42,12 @@ def share_batchnorm(module: nn.Module) -> int:
             continue
         if not isinstance(part, nn.SyncBatchNorm | _Shared):
             home = next(chain(part.parameters(), part.buffers(), module.parameters()), torch.empty(0)).device.type
-            made = _shared_class(type(part), _Synced if home in ("cuda", "xpu") else _Shared)
+            was: Any = type(part)
+            made = _shared_class(was, _Synced if home in ("cuda", "xpu") else _Shared)
             if made is None:
                 logger.warning(
                     "%s does not call the BatchNorm it derives from: its statistics stay those of each rank.",
-                    type(part).__name__,
+                    was.__name__,
                 )
                 continue
             part.__class__ = made
@@ -151,14 +152,8 @@ class _Normalise(torch.autograd.Function):
                 gradient = gradient - through_mean - unit * through_deviation
             by_rows = (gradient * _shaped(inverse if weight is None else inverse * weight, rows)).to(rows.dtype)
         # Those of weight and bias are of this rank's samples: whoever trains the model adds them up over ranks.
-        wanted = ctx.needs_input_grad
-        dtype = mean.dtype if weight is None else weight.dtype
-        return (
-            by_rows,
-            by_weight.to(dtype) if wanted[1] else None,
-            by_bias.to(dtype) if wanted[2] else None,
-            *[None] * 3,
-        )
+        own = zip((by_weight, by_bias), ctx.needs_input_grad[1:3], strict=True)
+        return by_rows, *(part.to(weight.dtype) if wanted else None for part, wanted in own), None, None, None
 
 
 class _Synced(_Rebuilt, nn.SyncBatchNorm):

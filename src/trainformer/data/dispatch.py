@@ -1,0 +1,71 @@
+"""Rank 0 reads the data and hands each rank its part: for data that only one process can, or should, read.
+
+Owns the handing out. Which part is whose is said in `sharding`; how values travel is the business of a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from trainformer.core.errors import DataError
+from trainformer.core.types import Sized
+from trainformer.data.sharding import Shard, check_divisible
+
+
+class Receivers(Protocol):
+    """The ranks, as far as it takes to hand something to each of them."""
+
+    count: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    def hand_out(self, parts: list[Any] | None) -> Any:
+        """On rank 0 a value for each part of the data; on every rank, the value for its part."""
+        ...
+
+
+class DispatchedSource:
+    """The batches of a source that only rank 0 reads. Everything else is asked of that source."""
+
+    def __init__(self, source: Any, ranks: Receivers) -> None:
+        self.source = source
+        self.ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("source", "ranks"):  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Number of batches, where that is known."""
+        return self.source.batches_per_epoch
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+        """What is left of an epoch, this rank's part of each batch."""
+        if self.ranks.is_main:
+            yield from self._read(self.source.batches(epoch, batch, position))
+            return
+        while (part := self.ranks.hand_out(None)) is not None:
+            if isinstance(part, str):
+                raise DataError(f"Rank 0, which reads the data for all, failed. {part}")
+            yield part
+
+    def _read(self, batches: Iterator[Sized]) -> Iterator[Sized]:
+        count = self.ranks.count
+        while True:
+            try:
+                batch = next(batches, None)
+                if batch is not None:
+                    check_divisible(batch)
+            except Exception as error:
+                self.ranks.hand_out([f"{type(error).__name__}: {error}"] * count)
+                raise
+            if batch is None:
+                self.ranks.hand_out([None] * count)
+                return
+            yield self.ranks.hand_out([Shard(index, count).cut(batch) for index in range(count)])

@@ -1,0 +1,49 @@
+"""One, two and four processes train the same model: losses, metrics and weights do not depend on their number."""
+
+import pytest
+import torch
+from training_runs import training
+
+from ranks import on_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+RUNS = [  # run, strategy, settings
+    *("mlp,ddp", "mlp,ddp,accumulation_steps=3", "llama,ddp", "llama,ddp,accumulation_steps=2", "simclr,ddp"),
+    *("mlp,ddp,dispatch_batches=1",),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("numbers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("RUNS_FOLDER", str(folder))
+        patch.setenv("RUNS", ";".join(RUNS))
+        found = {}
+        for world in (1, 2, 4):
+            (folder / str(world)).mkdir()
+            found[world] = on_ranks(training, world, folder / str(world))
+    return found
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_number_of_ranks_changes_nothing(results, run, world):
+    alone = {key: value for key, value in results[1][0].items() if key.startswith(f"{run} ")}
+    assert len(alone) > 6
+    for rank in results[world]:
+        for key, value in alone.items():
+            assert rank[key].shape == value.shape, key
+            difference = (rank[key] - value).abs().max().item()
+            assert difference <= 1e-8, (key, difference)
+
+
+def test_losses_fall_and_every_sample_counts_once_per_epoch(results):
+    for run, samples in (("mlp,ddp", 3 * 37), ("llama,ddp", 2 * 14), ("simclr,ddp", 2 * 30)):
+        losses = results[4][0][f"{run} train/loss"]
+        assert losses[-3:].mean() < losses[:3].mean()
+        assert results[4][3][f"{run} counts"][1] == samples
+    assert results[4][2]["mlp,ddp val/rows"].unique().tolist() == [13]
+    assert torch.unique(results[2][0]["mlp,ddp val/ordered"]).numel() == 3  # one evaluation an epoch, each its own

@@ -1,0 +1,109 @@
+"""The same runs on any number of ranks: what each of them found, to be compared with one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from transformers import LlamaForCausalLM
+
+import ssl_toys
+
+from text_toys import chat_tokenizer, llama
+from toys import MeanTask, classes, mlp
+from trainformer import Trainer
+from trainformer.tasks import CausalLM
+
+QUIET = {"log": "none", "device": "cpu", "precision": "no", "resume": None, "save_every": None, "num_workers": 0}
+
+
+class RowsTask(MeanTask):
+    """Has metrics of every kind, and one of the whole set that depends on the order of its rows."""
+
+    def eval_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        logits = self.model(x)
+        losses = F.cross_entropy(logits, y, reduction="none")
+        return {"loss": losses.mean(), "pair": (losses[y > 0].sum(), (y > 0).sum()), "logits": logits, "label": y}
+
+    def on_eval_end(self, rows: dict[str, Tensor]) -> dict[str, float]:
+        places = torch.arange(1, len(rows["label"]) + 1, dtype=torch.float64)
+        return {"rows": len(places), "ordered": float((rows["logits"].sum(-1) * places).sum())}
+
+
+def run_mlp(strategy: Any, **options: Any) -> Trainer:
+    """37 samples in batches of 8: the last one has 5; 13 to evaluate on in batches of 4: the last one has 1."""
+    settings = {"epochs": 3, "batch_size": 8, "eval_batch_size": 4, "lr": 0.02, "log_every": 1, "gradient_clip": 0.5}
+    val = TensorDataset(*classes(13, seed=1))
+    return Trainer(
+        RowsTask(mlp()), TensorDataset(*classes(37)), val, strategy=strategy, **{**QUIET, **settings, **options}
+    )
+
+
+def wide_llama() -> LlamaForCausalLM:
+    """One that computes everything in float64: its own norms go through fp32, whatever they are given."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama(num_hidden_layers=4)).double()
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "LlamaRMSNorm":
+            parent, _, attribute = name.rpartition(".")
+            width, eps = len(module.weight), module.variance_epsilon
+            setattr(model.get_submodule(parent), attribute, nn.RMSNorm(width, eps=eps, dtype=torch.float64))
+    return model
+
+
+def run_llama(strategy: Any, **options: Any) -> Trainer:
+    """Token-weighted losses of texts of unequal length; the last batch has two of them."""
+    model = wide_llama()
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 12, (14,), generator=generator).tolist()
+    ids = [torch.randint(5, 200, (length,), generator=generator).tolist() for length in lengths]
+    data = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ids]
+    settings = {"epochs": 2, "batch_size": 4, "lr": 3e-3, "log_every": 1}
+    return Trainer(CausalLM(model, tokenizer=chat_tokenizer()), data, data[:5], strategy=strategy, **{**QUIET, **settings, **options})
+
+
+def wide_views(images: Tensor) -> list[Tensor]:
+    """Two views in float64."""
+    return ssl_toys.two_views(images.double())
+
+
+def run_simclr(strategy: Any, **options: Any) -> Trainer:
+    """Negatives of all ranks, BatchNorm over all of them; the last batch has 6 of 30 images."""
+    task = ssl_toys.make("simclr", augment=wide_views)
+    task.model.double()
+    images = ssl_toys.pixels(30)
+    settings = {"epochs": 2, "batch_size": 12, "lr": 1e-3, "log_every": 1, "drop_last": False}
+    return Trainer(task, TensorDataset(images), strategy=strategy, **{**QUIET, **settings, **options})
+
+
+RUNS = {"mlp": run_mlp, "llama": run_llama, "simclr": run_simclr}
+
+
+def found(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and every record of a run."""
+    history = trainer.state.log_history
+    names = ("train/loss", "train/grad_norm", "val/loss", "val/pair", "val/rows", "val/ordered")
+    values = {name: [record[name] for record in history if name in record] for name in names}
+    state = trainer._session.backend.strategy.whole_model().state_dict()
+    tensors = {name: torch.tensor(series, dtype=torch.float64) for name, series in values.items() if series}
+    tensors |= {f"weight {name}": value.detach().clone() for name, value in state.items()}
+    counts = [trainer.state.step, trainer.state.samples, trainer.state.tokens, trainer.state.epoch]
+    return {**tensors, "counts": torch.tensor(counts)}
+
+
+def training(rank: int, world: int) -> dict[str, Tensor]:
+    """All runs with the strategies named in the environment, and some settings more."""
+    os.chdir(os.environ["RUNS_FOLDER"])
+    results: dict[str, Tensor] = {}
+    for spec in os.environ["RUNS"].split(";"):
+        name, strategy, *options = spec.split(",")
+        settings = {key: int(value) for key, value in (option.split("=") for option in options)}
+        folder = f"{spec.replace(',', '-')}-{world}"
+        trainer = RUNS[name](strategy, **settings, run_dir=folder).fit()
+        results |= {f"{spec} {key}": value for key, value in found(trainer).items()}
+    return results

@@ -1,0 +1,171 @@
+"""Trainers of `trainformer.hf` on several ranks, and what each of them found; the same runs in one process."""
+
+import contextlib
+import io
+import os
+
+import torch
+import torch.distributed as dist
+from hf_toys import Classifier, examples, llama, losses, make, make_theirs, padded, parameters, sequences
+
+from text_toys import chat_tokenizer, gpt2, sentences
+from trainformer import hf
+
+WIDE = torch.float64
+SAMPLES, TESTED = 43, 13  # neither is divisible by anything
+
+
+def small(folder, share, trainer=hf.Trainer, callbacks=(), **arguments):
+    """Two epochs with accumulation, over data whose last batch leaves ranks unequal; `share` is the size per process."""
+    return make(
+        folder, Classifier(dtype=WIDE), train=examples(SAMPLES, dtype=WIDE), evaluation=examples(TESTED, 5, WIDE),
+        trainer=trainer, callbacks=callbacks,
+        **{
+            "per_device_train_batch_size": share, "per_device_eval_batch_size": share, "num_train_epochs": 2,
+            "gradient_accumulation_steps": 2, "learning_rate": 0.03, "logging_steps": 1, "eval_strategy": "epoch",
+            "max_grad_norm": 0.5, "warmup_steps": 2, **arguments,
+        },
+        more={"compute_metrics": lambda p: {"right": float((p.predictions.argmax(-1) == p.label_ids).sum())}},
+    )  # fmt: skip
+
+
+def written(folder, share, trainer=hf.Trainer, callbacks=()):
+    """A small Llama, whose loss is a mean over tokens of unequal texts."""
+    return make(
+        folder, llama().double(), train=sequences(22), trainer=trainer, callbacks=callbacks, learning_rate=0.01,
+        per_device_train_batch_size=share, num_train_epochs=1, logging_steps=1, lr_scheduler_type="constant",
+        more={"data_collator": padded},
+    )  # fmt: skip
+
+
+def curve(trainer):
+    """Losses, norms and rates of every step, the mean of all, weights, and what evaluations found."""
+    out = trainer.train()
+    history = trainer.state.log_history
+    weights = {k: v for k, v in trainer.whole_model().state_dict().items()}
+    return {
+        "losses": losses(trainer),
+        "norms": [r["grad_norm"] for r in history if "grad_norm" in r],
+        "rates": [r["learning_rate"] for r in history if "learning_rate" in r],
+        "mean": out.training_loss,
+        "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch],
+        "evaluated": [r[n] for r in history for n in ("eval_loss", "eval_right") if n in r],
+        "weights": weights,
+    }
+
+
+class Witness(hf.TrainerCallback):
+    """Notes what callbacks are told of processes."""
+
+    def __init__(self):
+        self.said = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.said = [state.is_world_process_zero, state.is_local_process_zero]
+
+
+def data_parallel(rank, world):
+    """Data parallelism against one process, and against transformers."""
+    _say_rank(rank, world)
+    witness, shown = Witness(), io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        watchers = [witness, hf.JsonLogger(path="ddp/log.jsonl"), hf.TBLogger("ddp/board"), hf.PeakMemory("ddp/peaks")]
+        watchers += [hf.GradLogger("ddp/grads", log_frequency=1)]
+        quick = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "disable_tqdm": False}
+        trainer = small("ddp", 4, hf.DDPTrainer, watchers, load_best_model_at_end=True, **quick)
+        found = curve(trainer)
+        metrics, predicted = trainer.evaluate(), trainer.predict(examples(TESTED, 6, WIDE))
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+        trainer.save_state()
+    trainer.save_model("ddp/final")
+    saved = trainer.save_checkpoint("ddp/by_hand")
+    again = small("again", 4, max_steps=8)  # by itself: there are two processes
+    again.load_checkpoint(saved)
+    resumed = small("ddp", 4, hf.DDPTrainer, resume_from_checkpoint=True, max_steps=8, num_train_epochs=3)
+    args = trainer.args
+    order = _in_turn(args, rank)
+    return found | {
+        "facts": [args.world_size, args.process_index, args.local_process_index, args.local_rank, args.should_save],
+        "words": [args.parallel_mode.value, type(trainer.unwrapped_model()).__name__, *trainer.get_process_groups()],
+        "said": [*witness.said, trainer.is_world_process_zero(), trainer.num_processes, args.logging_dir],
+        "shown": shown.getvalue(),
+        "metrics": {k: v for k, v in metrics.items() if "second" not in k and "runtime" not in k},
+        "predicted": torch.from_numpy(predicted.predictions),
+        "loaded": parameters(again.model),
+        "by_itself": curve(small("auto", 4, dispatch_batches=True)),
+        "resumed": curve(resumed),
+        "order": order,
+        "llama": curve(written("llama", 3, hf.DDPTrainer)),
+        "accelerated": curve(small("accelerated", 4, hf.AccelTrainer)),
+        "theirs": _theirs("theirs"),
+        "ours": curve(divisible(make, "ours", train_sampling_strategy="sequential")),
+    }
+
+
+def divisible(maker, folder, **arguments):
+    """A run that transformers computes right on several ranks: every rank has as much as the others."""
+    return maker(
+        folder, Classifier(dtype=WIDE), train=examples(48, dtype=WIDE), per_device_train_batch_size=4, max_grad_norm=0.5,
+        gradient_accumulation_steps=2, learning_rate=0.03, logging_steps=1, num_train_epochs=2, seed=3, **arguments,
+    )  # fmt: skip
+
+
+def _theirs(folder):
+    # In the order of the data, as ours.
+    trainer = divisible(make_theirs, folder, train_sampling_strategy="sequential")
+    out = trainer.train()
+    mean = {"mean": out.training_loss, "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch]}
+    return {"losses": losses(trainer), "weights": parameters(trainer.model), **mean}
+
+
+def _in_turn(args, rank):
+    """Who went first, where one is to."""
+    if os.path.exists(f"seen{rank}"):
+        os.remove(f"seen{rank}")
+    dist.barrier()
+    with args.main_process_first(desc="a map"):
+        found = os.path.exists("seen0")
+        open(f"seen{rank}", "w").close()
+    return found
+
+
+def divided(rank, world):
+    """Strategies that divide the model: its weights are nowhere whole, and callbacks run it all the same."""
+    _say_rank(rank, world)
+    grads = hf.GradLogger(log_frequency=1)
+    fsdp = small("fsdp", 4, hf.FSDPTrainer, [grads], save_strategy="steps", save_steps=4, save_total_limit=1)
+    found = curve(fsdp)
+    found["per_layer"] = [r["grad_norm_max"] for r in fsdp.state.log_history if "grad_norm_max" in r]
+    fsdp.save_model("fsdp/final")
+    predicted = fsdp.predict(examples(TESTED, 6, WIDE)).predictions
+    try:
+        fsdp.train()
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    resumed = small("fsdp", 4, hf.FSDPTrainer, resume_from_checkpoint=True)
+    resumed_steps = resumed.train().global_step
+    tokenizer = chat_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    texts = hf.TextgenCallback("fsdp/texts", ["one two", "three"], {"max_new_tokens": 3}, generation_steps=1)
+    ids = [tokenizer(text)["input_ids"][:4] for text in sentences()]
+    talking = make(
+        "talking", gpt2(len(tokenizer)), train=[{"input_ids": torch.tensor(i), "labels": torch.tensor(i)} for i in ids],
+        max_steps=2, trainer=hf.FSDPTrainer, callbacks=[texts], more={"processing_class": tokenizer},
+        per_device_train_batch_size=1,
+    )  # fmt: skip
+    talking.train()
+    return found | {
+        "predicted": torch.from_numpy(predicted),
+        "refused": refused,
+        "resumed": resumed_steps,
+        "talked": talking.state.global_step,
+        "pipeline": curve(written("pipeline", 6, hf.PipelineTrainer)),
+    }
+
+
+def _say_rank(rank, world):
+    """What a launcher tells processes; transformers looks nowhere else."""
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in told.items()})
