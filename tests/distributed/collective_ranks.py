@@ -90,7 +90,7 @@ def grouped(index: int) -> dict[str, Tensor]:
     """Two models of two ranks each: ranks 0 and 1 compute the same samples, and 2 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     use_group(groups[index % 2])
-    rows = rows_of(index, 1 + index // 2).requires_grad_()
+    rows = rows_of(index, 1 + index).requires_grad_()
     torch.manual_seed(index)
     dealt, shuffle = shuffle_rows(rows)
     every = gather_rows(rows)

@@ -1,22 +1,26 @@
 """Runs with divided models on real ranks, and the same runs written by hand for one process."""
 
 import copy
+import re
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 from transformers import LlamaForCausalLM
 
 from text_toys import llama
-from toys import tokens
-from trainformer import Loss
+from toys import MeanTask, classes, mlp, tokens
+from trainformer import Loss, Trainer
 from trainformer.backends.torch.backend import TorchBackend, TorchSettings
 from trainformer.backends.torch.distribution.fsdp import FSDP
 from trainformer.backends.torch.distribution.sharded_state import ShardedState, fitted, write_sharded
 from trainformer.backends.torch.gradients import are_uniform, is_divided
+from trainformer.core.errors import BadArgument
 from trainformer.core.types import Placed
 
 LR, DECAY, CLIP, STEPS, HALF = 0.05, 0.1, 0.3, 6, 3
@@ -153,14 +157,14 @@ def windows(task):
 # -- one process, by hand ----------------------------------------------------------------------------------
 
 
-def optimizer_by_hand(task):
+def optimizer_by_hand(task, make=torch.optim.AdamW):
     given = task.parameters() if hasattr(task, "parameters") else task.model.parameters()
     trained = [p for p in given if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAY},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=LR)
+    return make(groups, lr=LR)
 
 
 def by_hand(task, optimizer, first=0, last=STEPS):
@@ -197,9 +201,16 @@ def all_weights(task):
 # -- ranks -------------------------------------------------------------------------------------------------
 
 
-def backend_of(task, **options):
+def backend_of(task, precision="no", optimizer="adamw", **options):
     settings = TorchSettings(
-        lr=LR, weight_decay=DECAY, gradient_clip=CLIP, scheduler=None, precision="no", device="cpu", batch_size=BATCH
+        lr=LR,
+        weight_decay=DECAY,
+        gradient_clip=CLIP,
+        scheduler=None,
+        precision=precision,
+        device="cpu",
+        batch_size=BATCH,
+        optimizer=optimizer,
     )
     backend = TorchBackend(task, settings, strategy=FSDP(**options))
     backend._uniform = are_uniform(backend.parameters)
@@ -290,7 +301,16 @@ def on_two(rank, world, folder):
         found |= named_results(f"{name}-resumed", train(backend, HALF, STEPS), backend.task)
     save(backend, folder / "telling-two")
     torch.save(backend.strategy.whole_model().state_dict(), folder / f"whole-{rank}.pt")
-    return found | from_one(folder) | beside_training()
+    trainer_of(folder, "fsdp", steps=5).fit()
+    return found | from_one(folder) | beside_training() | with_fewer_bits() | other_optimizers() | refusals()
+
+
+def trainer_of(folder, strategy, steps):
+    """37 samples in batches of 8, saved in the middle of an epoch."""
+    quiet = {"log": "none", "device": "cpu", "precision": "no", "num_workers": 0, "resume": "auto"}
+    settings = {"batch_size": 8, "lr": 0.02, "scheduler": "constant", "warmup_ratio": 0.0, "save_every": 3}
+    options = {**quiet, **settings, "epochs": 9, "max_steps": steps, "run_dir": folder / "run"}
+    return Trainer(MeanTask(mlp()), TensorDataset(*classes(37)), strategy=strategy, **options)
 
 
 def from_one(folder):
@@ -340,6 +360,68 @@ def beside_training():
     found["flag"] = torch.tensor(float(backend.ranks.rank == 1))
     strategy.agree_on_overflow(found["flag"])
     return found
+
+
+class Watched(Telling):
+    """In float32; notes in which type a step sees a weight."""
+
+    def __init__(self, seed=1):
+        super().__init__(seed)
+        self.model.float()
+        self.seen = set()
+
+    def train_step(self, batch):
+        self.seen.add(self.model.lm_head.weight.dtype)
+        return super().train_step(batch)
+
+
+def with_fewer_bits():
+    """Losses in fp32, bf16 and fp16, the last with a scale that at first is too large for one rank's gradients."""
+    found = {}
+    for precision, dtype in (("no", None), ("bf16", torch.bfloat16), ("fp16", None)):
+        task = Watched()
+        backend = backend_of(task, precision, param_dtype=dtype)
+        scaler = backend.precision.scaler
+        if scaler is not None:
+            scaler._init_scale = 2.0**40
+        found[f"{precision}/losses"] = train(backend)
+        found[f"{precision}/scale"] = torch.tensor(1.0 if scaler is None else scaler.get_scale())
+        assert task.seen == {dtype or torch.float32}
+        assert {p.dtype for p in task.model.parameters()} == {torch.float32}
+    return found
+
+
+def other_optimizers():
+    """Each with its state given back in between."""
+    found = {}
+    for name in ("sgd", "adagrad", "nadam"):
+        backend = backend_of(fresh("teaching"), optimizer=name)
+        losses = [train(backend, 0, HALF)]
+        state = copies_of(backend.strategy.optimizer_state(backend.optimizer))
+        backend.strategy.load_optimizer_state(backend.optimizer, state)
+        found[f"{name}/losses"] = torch.cat([*losses, train(backend, HALF, STEPS)])
+    return found
+
+
+def refusals():
+    """How many things that cannot work were refused, all of them with the right words."""
+    mixed, quantized = fresh("teaching"), fresh("teaching")
+    mixed.model.head.float()
+    quantized.model.head.weight = nn.Parameter(torch.zeros(3, 7, dtype=torch.uint8), requires_grad=False)
+    made = fresh("teaching")
+    cases = [
+        (mixed, {}, "trained parameters of one type"),
+        (quantized, {}, "model.head.weight of torch.uint8"),
+        (made, {"optimizer": torch.optim.SGD(made.parameters())}, "made after the model is divided"),
+        (fresh("teaching"), {"optimizer": "adafactor"}, "received 'Adafactor'"),
+        (fresh("teaching"), {"param_dtype": "bf16"}, "Pass precision='bf16'"),
+        (fresh("teaching"), {"blocks": "Blok"}, "Did you mean 'Block'"),
+        (fresh("teaching"), {"replicas": 3}, "2 processes can hold 1, 2 replicas"),
+    ]
+    for task, options, words in cases:
+        with pytest.raises(BadArgument, match=re.escape(words)):
+            backend_of(task, **options)
+    return {"refused": torch.tensor(len(cases))}
 
 
 @torch.no_grad()

@@ -201,7 +201,7 @@ def refuses_a_wrong_plan():
 
 def trained_by_trainer(folder, strategy):
     """The task for language models, which computes its loss without all logits where the model is whole."""
-    trainer = run_llama(strategy, run_dir=folder / f"runs-{dist.get_world_size()}", save_every=3)
+    trainer = run_llama(strategy, run_dir=folder / f"runs-{dist.get_world_size()}")
     backend = trainer._session.backend
     backend._uniform = are_uniform(backend.parameters)
     return {f"trainer/{key}": value for key, value in found(trainer.fit()).items()}

@@ -16,12 +16,13 @@ from fsdp_runs import (
     on_two,
     opened,
     optimizer_by_hand,
+    trainer_of,
     windows,
 )
 from torch import nn
 
 from ranks import on_ranks
-from toys import MeanTask, largest_difference
+from toys import MeanTask, largest_difference, weights
 from trainformer.backends.torch.distribution.fsdp import FSDP
 from trainformer.backends.torch.distribution.mesh import sharding_mesh
 from trainformer.backends.torch.distribution.optimizer_state import NamedParameters, whole_optimizer_state
@@ -150,6 +151,47 @@ def test_evaluation_sees_the_trained_model_or_its_average_and_leaves_both_divide
 @pytest.mark.slow
 def test_the_overflow_of_one_rank_is_that_of_all(two):
     assert [found["flag"].item() for found in two] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_goes_on_in_one_process_and_ends_as_if_there_had_been_one(two, folder, tmp_path):
+    assert (folder / "run/checkpoints/step_00000005/model.tree.pt").exists()
+    resumed = trainer_of(folder, "single", steps=9).fit()
+    alone = trainer_of(tmp_path, "single", steps=9).fit()
+    assert resumed.state.step == alone.state.step == 9
+    assert largest_difference(weights(resumed.task), weights(alone.task)) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("sgd", partial(torch.optim.SGD, momentum=0.9)),
+        ("adagrad", torch.optim.Adagrad),
+        ("nadam", torch.optim.NAdam),
+    ],
+)
+def test_other_optimizers_are_those_of_one_process(name, make, two):
+    task = TASKS["teaching"]()
+    losses = by_hand(task, optimizer_by_hand(task, make))
+    assert all((found[f"{name}/losses"] - losses).abs().max() < TOLERANCE for found in two)
+
+
+@pytest.mark.slow
+def test_fewer_bits_train_alike_and_an_overflow_makes_no_step(two):
+    for found in two:
+        whole, short, half = (found[f"{precision}/losses"] for precision in ("no", "bf16", "fp16"))
+        assert (whole - short).abs().max() < 0.02 * whole.max()
+        assert not torch.equal(whole, short)
+        assert half.isfinite().all()
+        # A scale of 2 ** 40 overflows: it is halved with every step, on all ranks alike, and nothing is learned.
+        assert found["fp16/scale"] == 2.0 ** (40 - STEPS)
+    assert torch.equal(two[0]["fp16/losses"], two[1]["fp16/losses"])
+
+
+@pytest.mark.slow
+def test_what_cannot_be_divided_is_refused_in_words(two):
+    assert all(found["refused"] == 7 for found in two)
 
 
 # -- one process -------------------------------------------------------------------------------------------

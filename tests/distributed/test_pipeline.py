@@ -61,7 +61,7 @@ def test_every_schedule_trains_as_one_process_does(ranks, alone, kind):
         assert largest_difference(main, alone[kind]) < EXACT
         for other in ranks[1:]:
             seen = of_run(other, label)
-            assert set(seen) == {"losses", "norms"}
+            assert {"losses", "norms"} < set(seen) < set(main)
             assert largest_difference(seen, alone[kind]) < EXACT
 
 

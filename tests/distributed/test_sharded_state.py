@@ -173,9 +173,13 @@ def test_pieces_that_do_not_fit_are_refused(tmp_path, offsets):
         opened(tmp_path)
 
 
-def test_names_that_could_be_taken_for_others_are_refused(tmp_path):
-    with pytest.raises(BadArgument, match="names without '/'"):
-        write_sharded(tmp_path, "model", {"a/b": torch.zeros(1)}, Ranks())
+def test_any_key_keeps_its_tensor(tmp_path):
+    state = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1), 3: torch.full((1,), 3.0)}, "a~1b": torch.full((1,), 2.0)}
+    found = opened(saved(tmp_path, state)).whole()
+    values = [found["a/b"], found["a"]["b"], found["a~1b"], found["a"][3]]
+    assert torch.cat(values).tolist() == [1, 0, 2, 3]
+    with pytest.raises(BadArgument, match="keys of a state to differ as text, received 'a/3'"):
+        write_sharded(tmp_path, "model", {"a": {"3": torch.zeros(1), 3: torch.zeros(1)}}, Ranks())
 
 
 def test_views_of_one_memory_are_written_as_they_look(tmp_path):

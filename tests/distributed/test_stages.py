@@ -91,6 +91,8 @@ def test_what_other_ranks_hold_has_no_memory_here_and_every_name_stays():
     assert torch.equal(chain.run(1, lambda batch: model(**batch).loss, batch, received["hidden"]), wanted)
     with pytest.raises(BadArgument, match="on another rank"):
         model(**batch)
+    with pytest.raises(BadArgument, match="cut into stages already"):
+        Chain(model)
 
 
 def test_a_split_can_be_given_in_numbers_or_names():

@@ -124,6 +124,17 @@ def test_the_trainer_finds_the_same_on_any_number_of_ranks(two, four, tmp_path):
         assert ranks[0]["trainer/counts"][1] == 2 * 14
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_trainer_goes_on_alone_with_what_ranks_saved(four, folder, tmp_path, world):
+    uninterrupted = found(run_llama("single", run_dir=tmp_path / "all").fit())
+    saved = folder / f"runs-{world}" / "checkpoints" / "step_00000004"
+    resumed = found(run_llama("single", run_dir=tmp_path / "rest", resume=saved).fit())
+    weights = {key: value for key, value in resumed.items() if key.startswith("weight ")}
+    assert len(weights) > 30
+    assert largest_difference(weights, uninterrupted) < TOLERANCE
+
+
 # -- plans; one process ------------------------------------------------------------------------------------
 
 

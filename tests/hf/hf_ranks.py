@@ -7,6 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 from hf_toys import Classifier, examples, llama, losses, make, make_theirs, padded, parameters, sequences
+from transformers import GPT2LMHeadModel
 
 from text_toys import chat_tokenizer, gpt2, sentences
 from trainformer import hf
@@ -16,7 +17,7 @@ SAMPLES, TESTED = 43, 13  # neither is divisible by anything
 
 
 def small(folder, share, trainer=hf.Trainer, callbacks=(), **arguments):
-    """Two epochs with accumulation, over data whose last batch leaves ranks unequal; `share` is the size per process."""
+    """Two epochs with accumulation, and a last batch of unequal parts; `share` is the batch size per process."""
     return make(
         folder, Classifier(dtype=WIDE), train=examples(SAMPLES, dtype=WIDE), evaluation=examples(TESTED, 5, WIDE),
         trainer=trainer, callbacks=callbacks,
@@ -42,7 +43,6 @@ def curve(trainer):
     """Losses, norms and rates of every step, the mean of all, weights, and what evaluations found."""
     out = trainer.train()
     history = trainer.state.log_history
-    weights = {k: v for k, v in trainer.whole_model().state_dict().items()}
     return {
         "losses": losses(trainer),
         "norms": [r["grad_norm"] for r in history if "grad_norm" in r],
@@ -50,15 +50,18 @@ def curve(trainer):
         "mean": out.training_loss,
         "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch],
         "evaluated": [r[n] for r in history for n in ("eval_loss", "eval_right") if n in r],
-        "weights": weights,
+        "weights": dict(trainer.whole_model().state_dict()),
     }
 
 
 class Witness(hf.TrainerCallback):
-    """Notes what callbacks are told of processes."""
+    """Notes what callbacks are told of processes, and of gradients."""
 
     def __init__(self):
-        self.said = []
+        self.said, self.norms = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.norms += [logs["grad_norm_max"]] if "grad_norm_max" in logs else []
 
     def on_step_end(self, args, state, control, **kwargs):
         self.said = [state.is_world_process_zero, state.is_local_process_zero]
@@ -106,8 +109,9 @@ def data_parallel(rank, world):
 def divisible(maker, folder, **arguments):
     """A run that transformers computes right on several ranks: every rank has as much as the others."""
     return maker(
-        folder, Classifier(dtype=WIDE), train=examples(48, dtype=WIDE), per_device_train_batch_size=4, max_grad_norm=0.5,
-        gradient_accumulation_steps=2, learning_rate=0.03, logging_steps=1, num_train_epochs=2, seed=3, **arguments,
+        folder, Classifier(dtype=WIDE), train=examples(48, dtype=WIDE), per_device_train_batch_size=4,
+        max_grad_norm=0.5, gradient_accumulation_steps=2, learning_rate=0.03, logging_steps=1, num_train_epochs=2,
+        **arguments,
     )  # fmt: skip
 
 
@@ -133,10 +137,10 @@ def _in_turn(args, rank):
 def divided(rank, world):
     """Strategies that divide the model: its weights are nowhere whole, and callbacks run it all the same."""
     _say_rank(rank, world)
-    grads = hf.GradLogger(log_frequency=1)
-    fsdp = small("fsdp", 4, hf.FSDPTrainer, [grads], save_strategy="steps", save_steps=4, save_total_limit=1)
+    watchers = [hf.GradLogger(log_frequency=1), Witness()]
+    fsdp = small("fsdp", 4, hf.FSDPTrainer, watchers, save_strategy="steps", save_steps=4, save_total_limit=1)
     found = curve(fsdp)
-    found["per_layer"] = [r["grad_norm_max"] for r in fsdp.state.log_history if "grad_norm_max" in r]
+    found["per_layer"] = watchers[1].norms
     fsdp.save_model("fsdp/final")
     predicted = fsdp.predict(examples(TESTED, 6, WIDE)).predictions
     try:
@@ -151,7 +155,7 @@ def divided(rank, world):
     texts = hf.TextgenCallback("fsdp/texts", ["one two", "three"], {"max_new_tokens": 3}, generation_steps=1)
     ids = [tokenizer(text)["input_ids"][:4] for text in sentences()]
     talking = make(
-        "talking", gpt2(len(tokenizer)), train=[{"input_ids": torch.tensor(i), "labels": torch.tensor(i)} for i in ids],
+        "talking", GPT2LMHeadModel(gpt2()), train=[{"input_ids": row, "labels": row} for row in ids if len(row) == 4],
         max_steps=2, trainer=hf.FSDPTrainer, callbacks=[texts], more={"processing_class": tokenizer},
         per_device_train_batch_size=1,
     )  # fmt: skip

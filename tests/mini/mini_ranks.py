@@ -5,6 +5,8 @@ import torch.distributed as dist
 from mini_toys import Classifier, Keeper
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -33,15 +35,26 @@ class Distributed(Classifier):
         return model
 
 
+class Sharded(Distributed):
+    """The model divided over the ranks by torch's FSDP2."""
+
+    def build_model(self):
+        model = mlp()
+        for part in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
+            fully_shard(part)
+        return model
+
+
 class DryRuns(BaseHook):
     """Notes which logs are real."""
 
     def __init__(self):
-        self.dry, self.losses = [], []
+        self.dry, self.losses, self.all = [], [], []
 
     def on_log(self, trainer, records, dry_run):
         self.dry.append(dry_run)
         self.losses.append(records["loss"])
+        self.all.append(records)
 
 
 def gradients_exchanged(rank, world):
@@ -71,5 +84,21 @@ def gradients_exchanged(rank, world):
     }
 
 
+def divided_by_the_user(rank, world):
+    """Clipped runs of a model in FSDP2 and of one in DDP; the former also stopped and taken up, from whole weights."""
+    clipped = {"gradient_accumulation_steps": 4, "grad_clip": 0.05}
+    replicated, logs = Distributed(STEPS + 2, **clipped), DryRuns()
+    replicated.train()
+    options = {**clipped, "workspace": "divided"}
+    Sharded(STEPS, hooks=[CheckpointingHook(2)], **options).train()
+    options["state_dict_options"] = StateDictOptions(full_state_dict=True)  # what is done anyway
+    taken_up = Sharded(STEPS + 2, hooks=[CheckpointingHook(2), LoggingHook(1), logs], **options)
+    taken_up.train()
+    norms = [r["grad_norm"] for r in logs.all]
+    return {"weights": flat(replicated.model), "divided": flat(taken_up.model), "norms": torch.tensor(norms)}
+
+
 def flat(model: nn.Module):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    """All parameters, put together where they are divided."""
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole])

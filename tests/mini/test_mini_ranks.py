@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mini_ranks import STEPS, flat, gradients_exchanged
+from mini_ranks import STEPS, divided_by_the_user, flat, gradients_exchanged
 from mini_toys import by_hand
 
 from ranks import on_ranks
@@ -14,15 +14,18 @@ from toys import classes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
+def started(runs, folder):
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return folder, on_ranks(gradients_exchanged, 2, folder)
+        return folder, on_ranks(runs, 2, folder)
     finally:
         os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return started(gradients_exchanged, tmp_path_factory.mktemp("ranks"))
 
 
 def test_gradients_are_exchanged_once_per_step(found):
@@ -66,3 +69,12 @@ def test_one_rank_writes_and_all_go_on(found):
     assert first["drawn"].item() == second["drawn"].item() == STEPS + 2
     assert torch.equal(first["resumed"], first["whole"])
     assert torch.equal(first["resumed"], second["resumed"])
+
+
+def test_a_model_that_is_divided_trains_as_one_that_is_not(tmp_path):
+    """Its gradients are clipped by the norm of all of them, and it goes on from a checkpoint of whole weights."""
+    _, (first, second) = started(divided_by_the_user, tmp_path)
+    assert (first["divided"] - first["weights"]).abs().max() < 1e-10
+    assert torch.equal(first["divided"], second["divided"])
+    assert torch.equal(first["norms"], second["norms"])
+    assert first["norms"].min() > 0.05  # all of them were clipped

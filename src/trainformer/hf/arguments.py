@@ -25,7 +25,7 @@ from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.dialects.huggingface_types import IntervalStrategy
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.foreign_fields import without_foreign_fields
-from trainformer.hf.processes import check_arguments, dispatches, one_first, this_process
+from trainformer.hf.processes import check_arguments, one_first, this_process, with_dispatching
 
 
 class ParallelMode(Enum):
@@ -40,7 +40,7 @@ class _Arguments(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        kwargs = without_foreign_fields(kwargs, known)
+        kwargs = without_foreign_fields(with_dispatching(kwargs, known), known)
         for name in kwargs.keys() - known:
             raise BadArgument(expected(f"fields of {cls.__name__}", name, did_you_mean(name, known)))
         return super().__call__(*args, **kwargs)
@@ -131,7 +131,6 @@ class MinimalTrainingArguments(metaclass=_Arguments):
     ddp_find_unused_parameters: bool | None = None
     ddp_bucket_cap_mb: int | None = None
     ddp_broadcast_buffers: bool | None = None  # True: BatchNorm statistics of rank 0 instead of those of whole batches
-    accelerator_config: dict | None = None  # of which dispatch_batches means something here
 
     # For scripts that ask their arguments what to do; nothing here reads them
     do_train: bool = False
@@ -277,7 +276,6 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settle_precision()
-        dispatches(self)  # is it understood?
         check_recipes("no", self.fp8_recipe, self.qat_recipe)
         sdpa_backends(self.sdpa_backend)
         if self.default_dtype is not None and not isinstance(getattr(torch, self.default_dtype, None), torch.dtype):

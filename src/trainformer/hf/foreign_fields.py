@@ -15,11 +15,11 @@ _FSDP = "Use trainformer.hf.FSDPTrainer, with strategy_options such as {'cpu_off
 _HUB = "Nothing here talks to the hub. After training: model.push_to_hub(...), or `huggingface-cli upload`."
 _CALLBACK = "Pass the callback of transformers for it in `callbacks`; it works here unchanged."
 
-_ANY = object()  # whatever it says: somebody else says it, too
 _NOT_REENTRANT: tuple[Any, ...] = (None, {}, {"use_reentrant": False})  # any of these asks for what is done anyway
 
 # name: (HuggingFace's default, what to do instead)
 _FOREIGN: dict[str, tuple[Any, str]] = {
+    "accelerator_config": (None, "TrainingArguments understand its dispatch_batches."),
     "auto_find_batch_size": (False, "It is not needed: a micro-batch that does not fit is split, with the same loss."),
     "average_tokens_across_devices": (True, "Losses are always divided by the tokens of all processes."),
     "batch_eval_metrics": (False, "Use preprocess_logits_for_metrics to keep less of each batch."),
@@ -50,7 +50,7 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
     "length_column_name": ("length", "Lengths are taken from input_ids."),
     "liger_kernel_config": (None, "Apply Liger's kernels to the model before you pass it."),
     "use_liger_kernel": (False, "Apply Liger's kernels to the model before you pass it."),
-    "local_rank": (_ANY, "The launcher says which process this is."),
+    "local_rank": (-1, "Leave it out: the launcher says which process this is."),
     "log_level": ("passive", "Use logging.getLogger('trainformer').setLevel(...)."),
     "log_level_replica": ("warning", "Use logging.getLogger('trainformer').setLevel(...)."),
     "log_on_each_node": (True, "The first process logs."),
@@ -82,7 +82,5 @@ def without_foreign_fields(given: Mapping[str, Any], known: Collection[str]) -> 
 
 
 def _asks_for_nothing(value: Any, default: Any) -> bool:
-    if default is _ANY:
-        return True
     choices = default if isinstance(default, tuple) else (default,)
     return str(getattr(value, "value", value)) in map(str, choices)

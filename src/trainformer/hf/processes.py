@@ -6,7 +6,7 @@ Owns the arguments that speak of processes. How ranks meet, and what a strategy 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,7 +92,7 @@ def _ddp_options(args: Any) -> dict[str, Any]:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse arguments on processes that cannot be obeyed; take over what others of them mean."""
+    """Refuse arguments on processes that cannot be obeyed."""
     if args.ddp_backend not in (None, "gloo", "nccl"):
         words = "ddp_backend to be 'gloo' (which CPUs use here), 'nccl' (which GPUs use) or None"
         raise BadArgument(expected(words, args.ddp_backend))
@@ -103,18 +103,16 @@ def check_arguments(args: Any) -> None:
         raise BadArgument(expected("strategy_options to be a mapping, such as {'cpu_offload': True}", options))
 
 
-def dispatches(args: Any) -> bool:
-    """Whether rank 0 is to read the data for all, as `dispatch_batches` or HuggingFace's `accelerator_config` say."""
-    config = args.accelerator_config
-    if config is None:
-        return bool(args.dispatch_batches)
+def with_dispatching(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Arguments in which `dispatch_batches` says what HuggingFace's users write into `accelerator_config`."""
+    config = given.get("accelerator_config")
     values = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(values, Mapping):
-        raise BadArgument(expected("accelerator_config to be a mapping", config))
+    if not isinstance(values, Mapping) or "dispatch_batches" not in known:
+        return dict(given)
     for name, value in values.items():
         if name != "dispatch_batches" and value not in _AS_USUAL.get(name, ()):
             do = "Set per_device_train_batch_size instead." if name == "split_batches" else "Leave it out."
-            raise BadArgument(
-                expected("accelerator_config to say no more than dispatch_batches", f"{name}={value!r}", do)
-            )
-    return bool(args.dispatch_batches or values.get("dispatch_batches"))
+            words = "accelerator_config to ask for no more than dispatch_batches"
+            raise BadArgument(expected(words, f"{name}={value!r}", do))
+    rest = {name: value for name, value in given.items() if name != "accelerator_config"}
+    return {"dispatch_batches": bool(values.get("dispatch_batches")), **rest}

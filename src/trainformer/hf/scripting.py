@@ -41,7 +41,7 @@ _ABSENT = {
     "push_to_hub": "Nothing here talks to the hub. After training: model.push_to_hub(...).",
     "create_model_card": "Nothing here talks to the hub. Use huggingface_hub.ModelCard.",
     "init_hf_repo": "Nothing here talks to the hub. After training: model.push_to_hub(...).",
-    "accelerator": "Only AccelTrainer has one. The model is trainer.model, the device trainer.model.device.",
+    "accelerator": "Only AccelTrainer runs on Accelerate. The model is trainer.model, the device trainer.model.device.",
     "model_wrapped": "Use trainer.model.",
     "floating_point_ops": "They are not counted.",
     **_NEVER_CALLED,

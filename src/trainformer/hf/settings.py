@@ -12,7 +12,6 @@ import numpy as np
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
-from trainformer.hf.processes import dispatches
 from trainformer.session import RunSettings
 from trainformer.session.habits import Habits
 
@@ -45,7 +44,7 @@ def settings_of(
         drop_last=args.dataloader_drop_last,
         device="cpu" if args.use_cpu else args.device,
         strategy=strategy,
-        dispatch_batches=dispatches(args),
+        dispatch_batches=args.dispatch_batches,
         rank_timeout=float(args.ddp_timeout),
         precision=args.mixed_precision or "no",
         fp8_recipe=args.fp8_recipe,

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainformer.backends.torch.distribution import Strategy
+from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
@@ -96,14 +98,14 @@ class TrainerTask:
 
     def model_state(self) -> dict[str, Any]:
         """The weights under the model's own names, whatever it is wrapped in."""
-        options = self.owner.state_dict_options
+        options = state_options(self.owner)
         if options is not None:
             return get_model_state_dict(self.model, options=options)
         return self.owner.unwrapped_model.state_dict()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Take them back."""
-        options = self.owner.state_dict_options
+        options = state_options(self.owner)
         if options is not None:
             set_model_state_dict(self.model, state, options=options)
         else:
@@ -116,6 +118,25 @@ class TrainerTask:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on in the same order, however this process was seeded."""
         self.owner._take_seed(state["seed"])
+
+
+def state_options(owner: BaseTrainer) -> StateDictOptions | None:
+    """How models that are spread over ranks are saved; as whole ones, where the user does not say it."""
+    if owner.state_dict_options is None and any(is_divided(p) for p in owner.model.parameters()):
+        return StateDictOptions(full_state_dict=True)
+    return owner.state_dict_options
+
+
+class UsersStrategy(Strategy):
+    """Ranks, if there are any, are the user's: he wraps or divides the model, and divides the data."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
+        """That of all gradients, also of those that are divided over ranks."""
+        norm: Any = super().total_norm(grads, uniform)
+        return norm.full_tensor() if is_divided(norm) else norm
 
 
 def _mean_records(records: list[dict[str, Any]]) -> dict[str, Any]:

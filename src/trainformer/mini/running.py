@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from trainformer.backends.torch import capture_random, restore_random
+from trainformer.backends.torch.state_trees import cloned
 from trainformer.callbacks.base import CallbackList
 from trainformer.engine.checkpoint import StateComponent
-from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, as_loader
+from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, UsersStrategy, as_loader, state_options
 from trainformer.mini.hooks.metrics import LoggingHook, ProgressHook
 from trainformer.session import RunSettings, Session
 from trainformer.session.components import Held
 from trainformer.session.data import size_of
 from trainformer.session.habits import Habits, SignalRules
 from trainformer.session.handle import RunHandle
-from trainformer.backends.torch.state_trees import cloned
 from trainformer.utils.distributed import rank, world_size
 from trainformer.utils.helpers import seed_everything
 
@@ -56,12 +56,12 @@ class MiniSession(Session):
         return str(written[0]) if written else None
 
     def components(self) -> list[StateComponent]:
-        """The session's own. Where options were given, model and optimizer go through `torch.distributed.checkpoint`.
+        """The session's own. A model that ranks divide, and its optimizer, go through `torch.distributed.checkpoint`.
 
         It compares names and shapes itself; here the first rank alone may hold the whole state.
         """
         components = super().components()
-        options, task = self.mini.state_dict_options, self.task
+        options, task = state_options(self.mini), self.task
         if options is None:
             return components
         model, optimizer = self.mini.model, self.backend.optimizer
@@ -123,7 +123,7 @@ def _seeds_as_they_are() -> Iterator[None]:
 def _settings(trainer: BaseTrainer) -> RunSettings:
     retries = trainer.max_non_finite_grad_retries
     return RunSettings(
-        strategy="single",  # ranks, if there are any, are the user's: he wraps the model and divides the data
+        strategy=UsersStrategy(),
         max_steps=trainer.max_steps,
         gradient_clip=trainer.grad_clip,
         nonfinite=f"retry:{retries}" if retries else "raise",

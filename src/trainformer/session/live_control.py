@@ -23,7 +23,7 @@ from trainformer.live.runs import newest_checkpoint, plain
 from trainformer.live.server import ControlServer
 from trainformer.session.checkpoints import Checkpointer
 from trainformer.session.folder import NoFolder, RunFolder
-from trainformer.utils.distributed import rank
+from trainformer.utils.distributed import is_first
 
 if TYPE_CHECKING:
     from trainformer.session.session import Session
@@ -51,7 +51,7 @@ class LiveControl:
         self, folder: RunFolder | NoFolder, checkpointer: Checkpointer | None, outcome: Callable[[], str]
     ) -> Iterator[None]:
         """Listen meanwhile, if there is a folder to say where. A run that cannot listen runs all the same."""
-        if isinstance(folder, NoFolder) or rank() != 0:
+        if isinstance(folder, NoFolder) or not is_first():
             yield
             return
         self._checkpointer = checkpointer

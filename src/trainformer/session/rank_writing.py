@@ -111,6 +111,9 @@ class SharedWriting:
     def _wait(self, done: Callable[[], bool], notes: list[Path]) -> None:
         deadline = time.monotonic() + self._timeout
         while not done():
+            lost = None if self._ranks.watch is None else self._ranks.watch.lost()
+            if lost is not None:
+                raise lost
             if time.monotonic() > deadline:
                 late = [str(rank) for rank, note in enumerate(notes) if not note.exists()] or ["0"]
                 raise TimeoutError(

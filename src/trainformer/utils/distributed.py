@@ -57,6 +57,11 @@ def rank() -> int:
     return dist.get_rank(_Place.group) if world_size() > 1 else 0
 
 
+def is_first() -> bool:
+    """Whether this is the first of all processes, whatever their group: the one that prints and records."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 @contextmanager
 def padding(*, takes_part: bool = False) -> Iterator[None]:
     """Within this context what is computed is padding: this rank has no sample of a batch that others have some of.

@@ -116,7 +116,7 @@ class TorchBackend:
         # The same on all ranks, and for a full batch the weight of each: nothing is then left to multiply with.
         self._reference = None if self.ranks.is_alone else settings.batch_size / self.ranks.count
         self.strategy.reference = self._reference or 1.0
-        self._train_step = self.strategy.train_step()
+        self._shared_step = self.strategy.train_step()
         self._heard = Heard(self.device)
         self.asks: Callable[[], bool] = lambda: False  # whether somebody on this rank asks something of all of them
         self._reduces_rows = reduces_rows
@@ -224,7 +224,7 @@ class TorchBackend:
             for piece in self.splitter.cut(batch):
                 with self._apart(piece):
                     with self._forward(piece.size):
-                        output = self._train_step(piece.data)
+                        output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
                     if not self.ranks.is_alone:
                         loss = self._tell_others(loss, piece)
@@ -400,7 +400,7 @@ class TorchBackend:
 
     def infer(self, function: Callable[[Any], Any], batch: Placed) -> EvalResult:
         """Any function of a batch that returns a mapping, without gradients and in the run's precision."""
-        with torch.no_grad(), self.precision.forward():
+        with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(takes_part=True):
             outputs = self.strategy.infer(function, batch.data)
         entries: list[Entry] = []
         rows: dict[str, Tensor] = {}

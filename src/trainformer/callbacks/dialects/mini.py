@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainformer.adapters.base import unwrapped
 from trainformer.callbacks.dialects.foreign import ForeignCallback
 from trainformer.engine import Event
-from trainformer.utils.distributed import rank
+from trainformer.utils.distributed import is_first
 
 
 class BaseHook:
@@ -179,12 +179,12 @@ class TrainerView:
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Tell the hooks of metrics."""
         for hook in self.hooks:
-            hook.on_log(self, records, dry_run or rank() > 0)
+            hook.on_log(self, records, dry_run or not is_first())
 
     def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Tell the hooks of images."""
         for hook in self.hooks:
-            hook.on_log_images(self, records, dry_run or rank() > 0)
+            hook.on_log_images(self, records, dry_run or not is_first())
 
     def note_rates(self) -> None:
         """Before an update: the rates that are in force."""

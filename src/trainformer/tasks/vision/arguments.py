@@ -13,7 +13,6 @@ from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.pixels import channels_in
 from trainformer.tasks.vision.augment import check_augment
 from trainformer.tasks.vision.recipes import check_recipe
-from trainformer.utils.distributed import world_size
 
 if TYPE_CHECKING:
     from trainformer.data.info import DatasetInfo
@@ -121,7 +120,7 @@ def first_whole_epoch(run: Any, off_last: float, samples: int | None) -> int:
                     "Pass mixup_off_epoch to the task, or epochs to the trainer.",
                 )
             )
-        batches = samples / (run.batch_size * world_size())
+        batches = samples / run.batch_size
         whole = max(1, math.floor(batches)) if run.drop_last else math.ceil(batches)
         epochs = math.ceil(run.max_steps / math.ceil(whole / run.accumulation_steps))
     return epochs - math.ceil(off_last * epochs if off_last < 1 else off_last)

@@ -48,7 +48,6 @@ from trainformer.tasks.vision.batch import (
 from trainformer.tasks.vision.checks import label_problems
 from trainformer.tasks.vision.recipes import recipe_arguments, recipe_settings
 from trainformer.tasks.vision.report import calibration_error, confusion_table
-from trainformer.utils.distributed import world_size
 
 
 @dataclass(eq=False)
@@ -165,7 +164,7 @@ class ImageClassification(Adapted, VisionTask):
         self._run = settings
         if self.adapter is not None and settings.layer_decay is not None:
             raise BadArgument("Expected no layer_decay with an adapter, whose layers it does not know. Leave it out.")
-        batch = settings.batch_size * settings.accumulation_steps * world_size()
+        batch = settings.batch_size * settings.accumulation_steps
         pretrained = self.pretrained or self.checkpoint is not None
         wanted = recipe_settings(self.recipe, self.backbone, pretrained, batch)
         # A way into the library that keeps no average of the weights by itself has no such setting.

@@ -97,7 +97,7 @@ def _check_kind(kind: Any, found: list[nn.Module], model: nn.Module) -> None:
     if not any(_is_of(module, [kind]) for module in found):
         name = kind if isinstance(kind, str) else kind.__name__
         hint = did_you_mean(name, {type(module).__name__ for module in model.modules()})
-        raise BadArgument(expected(f"blocks to name modules of {type(model).__name__}", name, hint))
+        raise BadArgument(expected("blocks to name classes of modules in the model", name, hint))
 
 
 def _is_apart(block: nn.Module, everything: nn.Module) -> bool:

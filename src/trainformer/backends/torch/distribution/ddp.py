@@ -7,6 +7,7 @@ travels with them, as the gradient of a parameter that nobody trains: no step ha
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -106,20 +107,21 @@ class DDP(DataParallel):
             wide = all(p.dtype == torch.float64 for p in trained)
             module.message = nn.Parameter(torch.zeros(MESSAGE, device=device, dtype=torch.float64 if wide else None))
             self._message = module.message
+        # torch 2.13 has renamed the argument, and warns of the old name.
+        names = inspect.signature(DistributedDataParallel.__init__).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         self._wrapped = DistributedDataParallel(
             module,
-            broadcast_buffers=not self.shares_batchnorm,
+            **{buffers: not self.shares_batchnorm},
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
             **self.options,
         )
 
-    def train_step(self) -> Callable[[Any], Any]:
+    def train_step(self) -> Callable[[Any], Any] | None:
         """The task's step, inside the wrapper's forward pass."""
         wrapped, task = self._wrapped, self.task
-        if wrapped is None:
-            return task.train_step
-        return lambda batch: wrapped(task.train_step, batch)
+        return None if wrapped is None else lambda batch: wrapped(task.train_step, batch)
 
     def apart(self) -> AbstractContextManager[Any]:
         """No exchange of gradients."""

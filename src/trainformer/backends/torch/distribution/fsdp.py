@@ -59,7 +59,7 @@ class FSDP(DataParallel):
         cpu_offload: Keep parameters, gradients and optimizer state on the host; the optimizer computes there.
         replicas: Hold the whole model so many times, divided within each group of neighbouring ranks (HSDP).
         param_dtype: What parameters are gathered and used in: "bf16", "fp16" or a dtype. By default that of the run's
-            precision.
+            precision on CUDA, for models without BatchNorm; else they are gathered as they are.
         reduce_dtype: What gradients are added up in over ranks; by default fp32.
         share_batchnorm: Take BatchNorm statistics over all ranks.
     """
@@ -119,7 +119,9 @@ class FSDP(DataParallel):
         # A scalar has no rows, and a parameter that no module holds cannot be exchanged for a divided one.
         self._undivided = [p for p in root.parameters() if p.ndim == 0 or id(p) in bare]
         self._root = self._divide(root, self._blocks_of(root))
-        logger.info("%s: %d blocks are gathered one by one, and the rest for each step", self.name, self._divided_blocks)
+        logger.info(
+            "%s: %d blocks are gathered one by one, and the rest for each step", self.name, self._divided_blocks
+        )
 
     def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Refuse optimizers that would compute something else from a part of a parameter than from the whole."""
@@ -130,6 +132,10 @@ class FSDP(DataParallel):
         if isinstance(inner, torch.optim.Adafactor) or kind.__module__.startswith("bitsandbytes"):
             do = "Use 'adamw' or another of torch's, or strategy='ddp'."
             raise BadArgument(expected("an optimizer that works on parts of parameters", kind.__name__, do))
+        if not kind.__module__.startswith("torch."):
+            logger.warning(
+                "%s is not one of torch's: its first step shows if it can be divided over ranks", kind.__name__
+            )
         if isinstance(inner, (torch.optim.SGD, torch.optim.Adagrad)):
             # torch has no fused update of divided tensors for these two.
             for group in (*inner.param_groups, *optimizer.param_groups):
@@ -173,7 +179,7 @@ class FSDP(DataParallel):
         undivided = {id(p) for p in self._undivided}
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": self._policy(),
+            "mp_policy": self._policy(root),
             "offload_policy": CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
             if self.cpu_offload
             else OffloadPolicy(),
@@ -190,12 +196,15 @@ class FSDP(DataParallel):
         self._divided_blocks = len(blocks)
         return root
 
-    def _policy(self) -> MixedPrecisionPolicy:
+    def _policy(self, root: nn.Module) -> MixedPrecisionPolicy:
         if self.param_dtype is not None and self.precision not in _POLICIES:
             do = "Pass precision='bf16' to the trainer: layers and their inputs are then of one type."
             raise BadArgument(expected("param_dtype with a precision below fp32", self.precision, do))
         param, reduce = _POLICIES.get(self.precision, (None, None))
-        # Inputs are left to autocast, which knows what each operation needs.
+        # Autocast on CUDA gives every operation what it needs from parameters of 16 bits. On the CPU norms refuse them,
+        # and BatchNorm wants its weights in the type of its statistics everywhere.
+        if self._device.type == "cpu" or any(isinstance(m, _BatchNorm) for m in root.modules()):
+            param = None
         return MixedPrecisionPolicy(self.param_dtype or param, self.reduce_dtype or reduce, cast_forward_inputs=False)
 
     def _check_dtypes(self, parameters: list[nn.Parameter]) -> None:
@@ -270,7 +279,7 @@ class FSDP(DataParallel):
         if divided:
             dist.all_reduce(squares[0], group=self._mesh.get_group(SHARD))
         total = squares[0] if len(squares) == 1 else squares[0] + squares[1].to(squares[0].device)
-        return total.sqrt().to(torch.promote_types(grads[0].dtype, torch.float32))
+        return total.sqrt().to(self._device, torch.promote_types(grads[0].dtype, torch.float32))
 
     def agree_on_overflow(self, found: Tensor) -> None:
         """Any rank's overflow is that of all."""

@@ -110,7 +110,7 @@ class Pipeline(Strategy):
         tied = chain.tied()
         self.microbatches = self.microbatches or stages
         self._check_microbatches(stages)
-        if tied is not None and not self.ranks.is_alone:
+        if tied is not None and tied.requires_grad and not self.ranks.is_alone:
             self._tied_group = dist.new_group([0, self.ranks.world - 1])
             self._tied = tied if self.ranks.rank in (0, self.ranks.world - 1) else None
         chain.keep(set(range(self.ranks.rank, stages, self.ranks.world)))
@@ -313,7 +313,7 @@ class Pipeline(Strategy):
         return optimizer
 
     def model_state(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The weights of the whole model on rank 0, and nothing on the others. Every rank must take part."""
+        """The weights of the whole model on rank 0, on the others those they have. Every rank must take part."""
         if self.ranks.is_alone:
             return plain()
         found = gathered(self.ranks, plain())
@@ -332,7 +332,7 @@ class Pipeline(Strategy):
         check_fits(own, state, "model")
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of all stages on rank 0, as one process would have it. Every rank must take part."""
+        """The state of all stages on rank 0, as one process would have it; on the others their own."""
         return super().optimizer_state(optimizer) if self._optimizer is None else self._optimizer.state()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:

@@ -21,7 +21,7 @@ from trainformer.core.errors import DataError
 
 
 def gathered(ranks: Ranks, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks, on the host of rank 0; nothing on the others. Every rank must take part.
+    """The tensors of all ranks, on the host of rank 0; on the others their own. Every rank must take part.
 
     They travel one by one: nobody but rank 0 needs memory for more than its own.
     """
@@ -29,7 +29,7 @@ def gathered(ranks: Ranks, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not ranks.is_main:
         for tensor in own.values():
             dist.send(tensor.detach().cpu().contiguous(), dst=0)
-        return {}
+        return dict(own)
     whole = {name: tensor.detach().cpu() for name, tensor in own.items()}
     for source, entries in enumerate(listed[1:], 1):
         for name, shape, dtype in entries:
@@ -72,13 +72,13 @@ class WholeOptimizer:
         self._names = dict(enumerate(name for _, group in self._groups for name in group))
 
     def state(self) -> dict[str, Any]:
-        """The state of all ranks, as torch writes it, on rank 0; nothing on the others."""
+        """The state of all ranks, as torch writes it, on rank 0; on the others their own, by name."""
         own = self._own.state_of(self._optimizer)
         tensors = dict(_named_tensors(own))
         outlines = self._ranks.gather(_outline(own, tensors))
         whole = gathered(self._ranks, tensors)
         if not self._ranks.is_main:
-            return {}
+            return own
         parts = [_rebuilt(outline, whole) for outline in outlines]
         joined: dict[str, Any] = {}
         for part in parts:

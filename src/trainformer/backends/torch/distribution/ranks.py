@@ -214,11 +214,17 @@ def _meet(launch: Launch, device: str | None, timeout: float) -> None:
     on_cuda = torch.cuda.is_available() and (device is None or str(device).startswith("cuda"))
     if on_cuda:
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    wait = timedelta(seconds=timeout)
+    store, rank, world = next(dist.rendezvous("env://", launch.rank, launch.world, timeout=wait))
+    # torchrun keeps its store over restarts. Without a name of their own, processes that are started again would find
+    # the addresses of those that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        rank=launch.rank,
-        world_size=launch.world,
-        timeout=timedelta(seconds=timeout),
+        store=dist.PrefixStore(f"trainformer/attempt {attempt}", store),
+        rank=rank,
+        world_size=world,
+        timeout=wait,
     )
     atexit.register(_part)
 

@@ -41,7 +41,11 @@ _FORMAT = 1
 
 def write_sharded(folder: Path, stem: str, state: Any, ranks: Ranks) -> list[str]:
     """Write what this rank holds of a state; the names of its files. Every rank calls it, none waits for another."""
-    tensors = dict(_named_tensors(state))
+    found = list(_named_tensors(state))
+    tensors = dict(found)
+    if len(tensors) < len(found):
+        twice = next(name for name, _ in found if sum(name == other for other, _ in found) > 1)
+        raise BadArgument(expected("keys of a state to differ as text", twice))
     held = {name: piece for name, tensor in tensors.items() if (piece := _held(tensor, ranks)) is not None}
     pieces, aliases = untied({name: piece for name, (piece, _) in held.items()})
     offsets = {name: held[name][1] for name in pieces}
@@ -278,15 +282,13 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def _named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors with their paths. Paths are unique: a key that could be taken for two of them is refused."""
+    """All tensors with their paths."""
     if isinstance(tree, Tensor):
         yield path, tree
         return
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     for key, value in items:
-        if "/" in str(key):
-            raise BadArgument(expected("names without '/' in a state that is divided over ranks", key))
-        yield from _named_tensors(value, f"{path}/{key}" if path else str(key))
+        yield from _named_tensors(value, _joined(path, key))
 
 
 def _rebuilt(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
@@ -294,11 +296,17 @@ def _rebuilt(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
     if isinstance(tree, Tensor):
         return tensors[path]
     if isinstance(tree, Mapping):
-        return {k: _rebuilt(v, tensors, f"{path}/{k}" if path else str(k)) for k, v in tree.items()}
+        return {key: _rebuilt(value, tensors, _joined(path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        values = [_rebuilt(v, tensors, f"{path}/{i}" if path else str(i)) for i, v in enumerate(tree)]
+        values = [_rebuilt(value, tensors, _joined(path, i)) for i, value in enumerate(tree)]
         return values if isinstance(tree, list) else tuple(values)
     return tree
+
+
+def _joined(path: str, key: Any) -> str:
+    """A path and one more key; a slash inside of a key is written as in JSON pointers, and no two paths are alike."""
+    step = str(key).replace("~", "~0").replace("/", "~1")
+    return f"{path}/{step}" if path else step
 
 
 def _outline(state: Any, tensors: Mapping[str, Tensor]) -> Any:

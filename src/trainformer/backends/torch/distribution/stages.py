@@ -48,6 +48,11 @@ class Chain:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if any(isinstance(module, Slot) for module in model.modules()):
+            raise BadArgument(
+                "Expected a whole model, received one that is cut into stages already, by another trainer. Build or "
+                "load it anew; the weights are in that trainer's checkpoints."
+            )
         self.model = model
         self.places, self.before, self.after = _find(model)
         self.layers = [place.module for place in self.places]

@@ -71,9 +71,9 @@ class Strategy:
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def train_step(self) -> Callable[[Any], Any]:
-        """The task's `train_step`, called in a way that lets ranks exchange gradients."""
-        return self.task.train_step
+    def train_step(self) -> Callable[[Any], Any] | None:
+        """The task's `train_step`, called in a way that lets ranks exchange gradients. None: as it is."""
+        return None
 
     def apart(self) -> AbstractContextManager[Any]:
         """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""

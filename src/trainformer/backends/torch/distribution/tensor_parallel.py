@@ -105,10 +105,11 @@ class TensorParallel(FSDP):
         use_group(self._mesh.get_group(REPLICA))
         self._outline = _outline(task.model)
         self._share_statistics(task)
-        self._divide_layers(task.model, self._layers)
         self._root = StepModule(task)
+        planned = {id(p) for layer in self._layers if layer.style is not None for p in layer.module.parameters()}
+        self._place_alike([p for p in self._root.parameters() if id(p) not in planned], self._root)
+        self._divide_layers(task.model, self._layers)
         self._parameters_here = list(self._root.parameters())
-        self._place_alike([p for p in self._parameters_here if not gradients.is_divided(p)], self._root)
         self._summed = {id(p) for layer in self._layers if layer.style is None for p in layer.module.parameters()}
         if self.ranks.is_main:
             logger.info("%s", self.describe())
@@ -128,9 +129,14 @@ class TensorParallel(FSDP):
         for layer in layers:
             if layer.style is None:
                 continue
-            self._place_alike(layer.module.parameters(), layer.module)
-            has_values = not any(p.is_meta for p in layer.module.parameters())
-            parallelize_module(layer.module, self._mesh[SHARD], layer.style, src_data_rank=0 if has_values else None)
+            whole = [p for p in layer.module.parameters() if not (p.is_meta or gradients.is_divided(p))]
+            for p in whole:
+                p.data = p.data.to(self._device)
+                dist.broadcast(p.data, src=0)
+            parallelize_module(layer.module, self._mesh[SHARD], layer.style, src_data_rank=0 if whole else None)
+            for name, buffer in layer.module._buffers.items():
+                if gradients.is_divided(buffer):  # torch makes one of each, which nobody else can compute with
+                    layer.module._buffers[name] = buffer.to_local()  # type: ignore[operator,union-attr]
             if type(layer.module) is nn.Linear:
                 layer.module.__class__ = DividedLinear
         for places in ties:
@@ -140,9 +146,9 @@ class TensorParallel(FSDP):
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def train_step(self) -> Callable[[Any], Any]:
-        """The task's own: the exchange is inside of the layers."""
-        return self.task.train_step
+    def train_step(self) -> Callable[[Any], Any] | None:
+        """As it is: the exchange is inside of the layers."""
+        return None
 
     def apart(self) -> AbstractContextManager[Any]:
         """Nothing is exchanged between models before the last micro-batch of a step."""

@@ -136,6 +136,11 @@ class RankWatch:
                 if peer.process is not None:
                     peer.process.close()
 
+    def lost(self) -> RankLost | None:
+        """Who is certainly gone, as far as it is known by now: asked by those who wait for ranks without a collective."""
+        causes = [cause for cause in self._causes(self.patience) if cause.weight is Weight.CERTAIN]
+        return _lost(causes, self.rank) if causes else None
+
     def explain(self, error: BaseException) -> RankLost | None:
         """Who is gone, now that a collective raised an error here; None: nobody, the error itself is the story.
 
