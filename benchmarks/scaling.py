@@ -41,12 +41,13 @@ BATCH = 32  # of each rank
 
 
 class Clock:
-    """Called once per step: the time from the end of the lead to the last step of a turn."""
+    """Called when a step begins: the time from the end of the lead to the beginning of the last step of a turn."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, steps: int) -> None:
         self._device = device
+        self._last = steps - 1
         self._steps = 0
-        self._began = self._last = 0.0
+        self._began = self._ended = 0.0
 
     def begin(self) -> None:
         """A turn begins."""
@@ -54,13 +55,15 @@ class Clock:
 
     def tick(self) -> None:
         """A step begins."""
-        self._steps += 1
         if self._steps == LEAD:
             self._began = self._now()
+        elif self._steps == self._last:
+            self._ended = self._now()
+        self._steps += 1
 
-    def end(self, steps: int) -> float:
-        """Microseconds per step, of those after the lead."""
-        return (self._now() - self._began) / (steps - LEAD + 1) * 1e6
+    def microseconds(self) -> float:
+        """Per step of the turn."""
+        return (self._ended - self._began) / (self._last - LEAD) * 1e6
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -154,15 +157,13 @@ def with_trainer(strategy: Any, width: int, clock: Clock, device: torch.device) 
     return turn
 
 
-def contestants(width: int, clock: Clock, device: torch.device) -> dict[str, Any]:
-    """Everybody, by name."""
-    return {
-        BASELINE: by_hand(DistributedDataParallel, width, clock, device),
-        "trainformer ddp": with_trainer("ddp", width, clock, device),
-        "trainformer accelerate": with_trainer("accelerate", width, clock, device),
-        "hand-written FSDP2": by_hand(_sharded, width, clock, device),
-        "trainformer fsdp": with_trainer("fsdp", width, clock, device),
-    }
+CONTESTANTS: dict[str, tuple[Callable[..., Any], Any]] = {
+    BASELINE: (by_hand, DistributedDataParallel),
+    "ddp": (with_trainer, "ddp"),
+    "accelerate": (with_trainer, "accelerate"),
+    "hand-written FSDP2": (by_hand, lambda model: _sharded(model)),
+    "fsdp": (with_trainer, "fsdp"),
+}
 
 
 def _sharded(model: nn.Module) -> nn.Module:
@@ -185,8 +186,12 @@ def measure(rank: int, options: argparse.Namespace, port: int, results: Any) -> 
         torch.cuda.set_device(rank)
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
-    clock = Clock(device)
-    everybody = contestants(options.width, clock, device)
+    clock = Clock(device, options.steps)
+    chosen = [name for name in CONTESTANTS if name == BASELINE or not options.only or name in options.only]
+    everybody = {}
+    for name in chosen:
+        make, what = CONTESTANTS[name]
+        everybody[name] = make(what, options.width, clock, device)
     times: dict[str, list[float]] = {name: [] for name in everybody}
     losses: dict[str, float] = {}
     for _ in range(options.rounds + 1):  # the first round warms everything up
@@ -194,7 +199,7 @@ def measure(rank: int, options: argparse.Namespace, port: int, results: Any) -> 
             dist.barrier()
             clock.begin()
             losses[name] = turn(options.steps)
-            times[name].append(clock.end(options.steps))
+            times[name].append(clock.microseconds())
     if rank == 0:
         results.put(({name: series[1:] for name, series in times.items()}, losses))
     dist.barrier()
@@ -209,6 +214,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of a turn")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="beside hand-written DDP")
     parser.add_argument("--output", type=Path, help="write every number here, as JSON")
     options = parser.parse_args()
     options.ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)

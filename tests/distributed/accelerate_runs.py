@@ -32,7 +32,7 @@ def accelerated(rank: int, world: int) -> dict[str, Tensor]:
     plain = run_mlp("ddp", run_dir="ddp", save_every=6, save_last=9, **twice).fit()
     resumed = run_mlp("accelerate", run_dir="resumed", resume="ddp/checkpoints/step_00000006", **twice).fit()
     results = {"made": made, "given": given, "ddp": plain, "resumed": resumed}
-    results |= {"short": trained[0], "short ddp": trained[1], "rounded": run_mlp(options, run_dir="r", **twice).fit()}
+    results |= {"short": trained[0], "likewise": trained[1], "rounded": run_mlp(options, run_dir="r", **twice).fit()}
     assert dist.get_world_size() == world
     named = {f"{way} {key}": value for way, trainer in results.items() for key, value in found(trainer).items()}
     wrappers = [type(_strategy(trainer)._wrapped).__name__ for trainer in (made, given)]

@@ -41,7 +41,7 @@ def test_it_trains_as_without_it_and_as_one_process(tmp_path, monkeypatch):
         weights = {key: value for key, value in alone.items() if key.startswith("weight")}
         resumed = {key: value for key, value in of(rank, "resumed").items() if key.startswith("weight")}
         assert max((resumed[key] - weights[key]).abs().max().item() for key in weights) < 1e-8
-        assert apart(of(rank, "short"), of(rank, "short ddp")) == 0
+        assert apart(of(rank, "short"), of(rank, "likewise")) == 0
         # Gradients that are rounded on their way change the weights a little, and what is said of a step not at all.
         rounded = of(rank, "rounded")
         assert rounded["train/loss"][0] == pytest.approx(alone["train/loss"][0].item(), abs=1e-12)

@@ -119,8 +119,9 @@ class TensorParallel(FSDP):
         text = f"{self.name} over {self.ranks.world} processes"
         if not self._layers:
             return text
-        models = f"{self.ranks.count} models" if self.ranks.count > 1 else "one model"
-        return f"{text}: {models}, of which {len(self._layers)} layers are divided by {self.size}"
+        divided = sum(layer.style is not None for layer in self._layers)
+        models = f"{self.ranks.count} models, each" if self.ranks.count > 1 else "one model,"
+        return f"{text}: {models} divided by {self.size} in {divided} layers"
 
     def _divide_layers(self, model: nn.Module, layers: list[PlannedLayer]) -> None:
         """Divide layer by layer: one at a time is on the device in full."""
@@ -145,10 +146,6 @@ class TensorParallel(FSDP):
                 module.register_parameter(name, getattr(first, its_name))
 
     # -- a step --------------------------------------------------------------------------------------------
-
-    def train_step(self) -> Callable[[Any], Any] | None:
-        """As it is: the exchange is inside of the layers."""
-        return None
 
     def apart(self) -> AbstractContextManager[Any]:
         """Nothing is exchanged between models before the last micro-batch of a step."""
@@ -213,10 +210,6 @@ class TensorParallel(FSDP):
         """The norm of all gradients; what is whole on every rank counts once."""
         counted = [g if _is_in_parts(g) or not gradients.is_divided(g) else g.to_local() for g in grads]  # type: ignore[attr-defined]
         return super().total_norm(counted, uniform)
-
-    def infer(self, function: Callable[[Any], Any], batch: Any) -> Any:
-        """Call a function of the task."""
-        return function(batch)
 
     # -- state ---------------------------------------------------------------------------------------------
 

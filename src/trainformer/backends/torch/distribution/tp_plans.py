@@ -58,7 +58,7 @@ class PlannedLayer:
 def plan_layers(model: nn.Module, plan: Plan, size: int) -> list[PlannedLayer]:
     """The layers of a model that `size` ranks divide among themselves. The model is not changed."""
     if any(is_divided(p) for p in model.parameters()):
-        do = "Load it without tp_plan and distributed_config: the strategy divides it."
+        do = "Build or load it anew, without tp_plan or distributed_config: the strategy divides it."
         raise BadArgument(expected("a model that is whole, to divide it over ranks", "one that is divided already", do))
     found = {layer.name: layer for layer in _matching(model, plan)}
     for name, module, dim in _sharing(model, found):
@@ -184,7 +184,7 @@ def _check_sizes(model: nn.Module, layer: PlannedLayer, size: int) -> None:
         return
     _kind(name, module)
     if isinstance(style, ColwiseParallel) and style.output_layouts != (Replicate(),):
-        width = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
+        width: Any = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
         heads = _heads(model, name, width)
         if heads is not None and heads % size:
             what = f"{name} to have a number of heads that {size} ranks can divide among themselves"
