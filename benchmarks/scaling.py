@@ -233,7 +233,12 @@ def main() -> None:
     times, losses = results.get()
     show(times, losses, options)
     if options.output is not None:
-        content = {"machine": machine(options.device), "time": datetime.now(UTC).isoformat(), "options": vars(options), "us": times}
+        content = {
+            "machine": machine(options.device),
+            "time": datetime.now(UTC).isoformat(),
+            "options": vars(options),
+            "us": times,
+        }
         options.output.write_text(json.dumps(content, indent=2, default=str))
 
 

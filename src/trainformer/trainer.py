@@ -113,10 +113,11 @@ class Trainer(RunSettings, RunHandle):
         `input_shape` is that of one sample, without the batch; it is taken from the data where they have one.
         """
         shape = input_shape or getattr(self.task, "input_shape", None) or self._session.info.input_shape
-        model = self._session.inference_model()
+        model = self._session.whole_model()
         if provides(self.task, "export_module"):
             model = self.task.export_module(model)
-        return str(export_model(model, Path(path), format, shape))
+        ranks = self._session.ranks
+        return ranks.from_main(str(export_model(model, Path(path), format, shape)) if ranks.is_main else None)
 
     def was_set(self, name: str) -> bool:
         """Whether the user set a setting, to whatever value."""

@@ -8,8 +8,8 @@ import torch
 from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 from trainformer import Trainer
 from trainformer.backends.torch.splitting import MemorySplitter
-from trainformer.data.sharding import slice_batch
 from trainformer.core.types import Placed
+from trainformer.data.sharding import slice_batch
 
 
 def small_memory(task_class, limit):

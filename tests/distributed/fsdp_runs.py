@@ -19,7 +19,7 @@ from trainformer import Loss, Trainer
 from trainformer.backends.torch.backend import TorchBackend, TorchSettings
 from trainformer.backends.torch.distribution.fsdp import FSDP
 from trainformer.backends.torch.distribution.sharded_state import ShardedState, fitted, write_sharded
-from trainformer.backends.torch.gradients import are_uniform, is_divided
+from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import Placed
 
@@ -213,7 +213,6 @@ def backend_of(task, precision="no", optimizer="adamw", **options):
         optimizer=optimizer,
     )
     backend = TorchBackend(task, settings, strategy=FSDP(**options))
-    backend._uniform = are_uniform(backend.parameters)
     return backend
 
 

@@ -71,7 +71,7 @@ def tower(width: int = 8) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width + 6, 3)).double()
 
 
-def windows_of_samples(batch: int = 8, accumulate: int = 2, n: int = 43) -> Windows:
+def windows_of_samples(batch: int = 7, accumulate: int = 2, n: int = 43) -> Windows:
     """Batches of a step together; the last one is smaller than the number of micro-batches."""
     x, y = classes(n)
     batches = [(x[i : i + batch], y[i : i + batch]) for i in range(0, n, batch)]
@@ -279,7 +279,7 @@ def traces_of_a_batch() -> dict[str, Tensor]:
     """What one batch, the first of its shape, leaves behind in BatchNorm and in the random numbers."""
     run = Run(lambda: DrawingLast(normed()))
     torch.manual_seed(9)
-    run.train(windows_of_samples()[:1][:1])
+    run.train(windows_of_samples(batch=16)[:1])
     counts = [m.num_batches_tracked for m in run.task.model.modules() if isinstance(m, nn.BatchNorm1d)]
     return {"random state": torch.get_rng_state(), "batches seen": torch.stack(counts)}
 

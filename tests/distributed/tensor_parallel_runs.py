@@ -4,9 +4,24 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fsdp_runs import BATCH, CLIP, DECAY, HALF, LR, STEPS, Telling, named_results, resume, save, train
+from fsdp_runs import (
+    BATCH,
+    CLIP,
+    DECAY,
+    HALF,
+    LR,
+    STEPS,
+    Telling,
+    copies_of,
+    named_results,
+    parts_of_run,
+    resume,
+    save,
+    train,
+)
 from torch import nn
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInputOutput, RowwiseParallel, SequenceParallel
 from training_runs import found, run_llama
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -49,27 +64,38 @@ def qwen(config, kind):
 
 
 class Divisible(nn.Module):
-    """Two layers to be divided, with a norm between them, one that shares the weight of another, and whole ones."""
+    """Layers to be divided, with a norm between two of them and one along the sequence, and whole ones.
+
+    One shares the weight of another.
+    """
 
     def __init__(self):
         super().__init__()
         self.stem = nn.Linear(4, 6)
-        self.up = nn.ModuleList(nn.Linear(6, 8) for _ in range(2))
-        self.between = nn.LayerNorm(2)
-        self.down = nn.ModuleList(nn.Linear(8, 6) for _ in range(2))
-        self.again = nn.Linear(6, 8)
+        self.along = nn.Sequential(nn.LayerNorm(6))
+        self.up = nn.ModuleList(nn.Linear(6, 16) for _ in range(2))
+        self.between = nn.LayerNorm(4)
+        self.down = nn.ModuleList(nn.Linear(16, 6) for _ in range(2))
+        self.again = nn.Linear(6, 16)
         self.again.weight = self.up[1].weight
         self.head = nn.Linear(6, 3)
 
     def forward(self, x):
-        x = self.stem(x)
+        x = self.along(self.stem(x))
         for up, down in zip(self.up, self.down, strict=True):
-            heads = up(x).tanh().unflatten(-1, (-1, 2))
+            heads = up(x).tanh().unflatten(-1, (-1, 4))
             x = x + down(self.between(heads).flatten(-2))
         return self.head(x + self.again(x)[..., 1:7])
 
 
 PLAN = {
+    "along": PrepareModuleInputOutput(
+        input_layouts=Replicate(),
+        desired_input_layouts=Shard(1),
+        output_layouts=Shard(1),
+        desired_output_layouts=Replicate(),
+    ),
+    "along.0": SequenceParallel(),
     "up.*": "colwise",
     "between": "replicated_with_grad_allreduce",
     "down.0": RowwiseParallel(),
@@ -144,12 +170,22 @@ def resumed_run(name, size, folder):
     return named_results(f"{name}-resumed/{size}", train(backend, HALF, STEPS), backend.task)
 
 
+def taken_back(backend, folder):
+    """Steps after those that were saved, which are undone with what was kept of the state."""
+    resume(backend, folder)
+    kept = copies_of(parts_of_run(backend))
+    train(backend, 0, 2)
+    backend.strategy.load_model_state(kept["model"], backend.task.model.load_state_dict)
+    backend.strategy.load_optimizer_state(backend.optimizer, kept["optimizer"])
+    return named_results("untied-again/2", train(backend, HALF, STEPS), backend.task)
+
+
 def on_two(rank, world, folder):
     """Two ranks that hold one model, and once a model each."""
     folder = Path(folder)
     results, backend = whole_run("untied", 2, folder / "untied-two")
     torch.save(backend.strategy.whole_model().state_dict(), folder / f"whole-{rank}.pt")
-    results |= copied(backend)
+    results |= taken_back(backend, folder / "untied-two") | copied(backend)
     for name in ("qwen2", "qwen3"):
         results |= whole_run(name, None)[0]
     results |= whole_run("by-hand", 1)[0]
@@ -204,4 +240,10 @@ def trained_by_trainer(folder, strategy):
     trainer = run_llama(strategy, run_dir=folder / f"runs-{dist.get_world_size()}")
     backend = trainer._session.backend
     backend._uniform = are_uniform(backend.parameters)
-    return {f"trainer/{key}": value for key, value in found(trainer.fit()).items()}
+    return {f"trainer/{key}": value for key, value in outcome(trainer).items()}
+
+
+def outcome(trainer):
+    """Weights and records of a run, the steps, samples and epochs it counted."""
+    results = found(trainer.fit())
+    return {**results, "counts": results["counts"][[0, 1, 3]]}

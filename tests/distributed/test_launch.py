@@ -58,8 +58,8 @@ def seen(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_script_runs_in_several_processes_with_its_own_arguments(program):
-    assert ended(launch(program, "--nproc", "2", "program.py", "--nproc", "9", "-m", "x"))[0] == 0
-    assert seen(program) == {f"seen-{rank}-of-2": "--nproc 9 -m x|1" for rank in (0, 1)}
+    assert ended(launch(program, "--nproc", "2", "program.py", "--nproc", "9", "--n", "-m", "x"))[0] == 0
+    assert seen(program) == {f"seen-{rank}-of-2": "--nproc 9 --n -m x|1" for rank in (0, 1)}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RUNS = [  # run, strategy, settings
     *("mlp,ddp", "mlp,ddp,accumulation_steps=3", "llama,ddp", "llama,ddp,accumulation_steps=2", "simclr,ddp"),
-    *("mlp,ddp,dispatch_batches=1",),
+    *("mlp,ddp,dispatch_batches=1", "mlp,fsdp", "llama,fsdp,accumulation_steps=2", "simclr,fsdp"),
 ]
 
 

@@ -173,6 +173,16 @@ def test_pieces_that_do_not_fit_are_refused(tmp_path, offsets):
         opened(tmp_path)
 
 
+def test_values_that_no_shard_holds_are_missed(tmp_path):
+    saved(tmp_path)
+    shard = tmp_path / "model.shard-00000-of-00001.safetensors"
+    pieces = load_file(shard)
+    places = {"trainformer_offsets": json.dumps({"weight": [0, 0], "step": []})}
+    save_file({**pieces, "weight": pieces["weight"][:2].clone()}, shard, places)
+    with pytest.raises(DataError, match="hold 4 of the 6 values of weight"):
+        opened(tmp_path)
+
+
 def test_any_key_keeps_its_tensor(tmp_path):
     state = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1), 3: torch.full((1,), 3.0)}, "a~1b": torch.full((1,), 2.0)}
     found = opened(saved(tmp_path, state)).whole()

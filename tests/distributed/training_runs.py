@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import ssl_toys
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from transformers import LlamaForCausalLM
-
-import ssl_toys
 
 from text_toys import chat_tokenizer, llama
 from toys import MeanTask, classes, mlp
@@ -64,7 +63,13 @@ def run_llama(strategy: Any, **options: Any) -> Trainer:
     ids = [torch.randint(5, 200, (length,), generator=generator).tolist() for length in lengths]
     data = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ids]
     settings = {"epochs": 2, "batch_size": 4, "lr": 3e-3, "log_every": 1}
-    return Trainer(CausalLM(model, tokenizer=chat_tokenizer()), data, data[:5], strategy=strategy, **{**QUIET, **settings, **options})
+    return Trainer(
+        CausalLM(model, tokenizer=chat_tokenizer()),
+        data,
+        data[:5],
+        strategy=strategy,
+        **{**QUIET, **settings, **options},
+    )
 
 
 def wide_views(images: Tensor) -> list[Tensor]:

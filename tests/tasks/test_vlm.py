@@ -14,8 +14,8 @@ from vlm_toys import ask, examples_of
 import text_toys
 from ranks import on_ranks
 from trainformer.adapters import LoRA
-from trainformer.data.sharding import slice_batch
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.data.sharding import slice_batch
 from trainformer.tasks.multimodal.vlm import VLM
 from trainformer.tasks.multimodal.vlm_data import flat_pixels
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
+from trainformer.utils.distributed import local_parts
 
 
 @dataclass
@@ -51,11 +51,7 @@ class EMA:
     def attach(self, trainer: TrainerLike) -> None:
         """Make the second model, with the weights as they are."""
         source = trainer.task.model
-        average = copy.deepcopy(source).requires_grad_(False).eval()
-        for tensor in average.parameters():
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                tensor.data = tensor.data.float()
-        self.model = average
+        self.model = average = trainer.copy_model().requires_grad_(False).eval()
         pairs = zip([*average.parameters(), *average.buffers()], [*source.parameters(), *source.buffers()], strict=True)
         self._pairs = list(pairs)
 
@@ -72,7 +68,7 @@ class EMA:
     @torch.no_grad()
     def _follow(self, share: float) -> None:
         moving = [(a, w.detach().to(a.dtype)) for a, w in self._pairs if a.is_floating_point()]
-        torch._foreach_lerp_([a for a, _ in moving], [w for _, w in moving], share)
+        torch._foreach_lerp_(local_parts([a for a, _ in moving]), local_parts([w for _, w in moving]), share)
         for average, source in self._pairs:
             if not average.is_floating_point():
                 average.copy_(source)

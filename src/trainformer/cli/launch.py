@@ -21,8 +21,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """The command and what it takes."""
     purpose = "run a script, a module or a command of trainformer in several processes that train together"
     example = f"example: {_EXAMPLE}; or: trainformer launch --nproc 4 run config.yaml"
+    # Without abbreviations: those would be looked for among the program's own arguments, too.
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "launch", help=purpose, description=f"{purpose}.", epilog=example
+        "launch", help=purpose, description=f"{purpose}.", epilog=example, allow_abbrev=False
     )
     of_machine = "processes on this machine (default: one per GPU, else 1)"
     parser.add_argument("--nproc", type=_positive, metavar="N", help=of_machine)
@@ -78,21 +79,21 @@ def _meeting_place(args: argparse.Namespace) -> list[str]:
 
 
 def _program(args: argparse.Namespace) -> list[str]:
-    """What torchrun is to run."""
+    """What torchrun is to run; after the dashes it looks for no options of its own."""
     if not args.program:
         raise BadArgument(
             f"Expected a script, a module (-m) or a command to launch, received none. Example: {_EXAMPLE}"
         )
     name, rest = args.program[0], args.program[1:]
     if args.is_module:
-        return ["-m", name, *rest]
+        return ["-m", "--", name, *rest]
     commands = _commands()
     if name in commands:
-        return ["-m", "trainformer.cli", name, *rest]
+        return ["-m", "--", "trainformer.cli", name, *rest]
     if not Path(name).is_file():
         do = did_you_mean(name, commands) or f"Commands of trainformer are {', '.join(commands)}."
         raise BadArgument(expected("a script that exists, or a command of trainformer", name, do))
-    return [name, *rest]
+    return ["--", name, *rest]
 
 
 def _commands() -> list[str]:

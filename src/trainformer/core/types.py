@@ -98,7 +98,7 @@ class StepResult(NamedTuple):
     """What one optimizer step produced. Reading a scalar of `entries` or `loss` waits for the device.
 
     `entries` are to be added up over ranks; `loss` is that of all ranks. `samples` are those of all ranks, `tokens` and
-    `bad` those of this one. `consumed` is how far the step led in the order of the epoch; None: all samples and bad ones.
+    `bad` those of this one. `consumed` is how far the step led in the order of the epoch; None: by all these samples.
     """
 
     entries: list[Entry]

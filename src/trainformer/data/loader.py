@@ -23,7 +23,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Origin, Sized
 from trainformer.data.fetch import Collate, Fetched, Fetcher, is_in_memory
 from trainformer.data.order import distinct_draws, epoch_order, preserved_generators, sample_key, seed_generators
-from trainformer.data.sharding import Shard, check_divisible, is_divided, undivided
+from trainformer.data.sharding import ALL, Shard, check_divisible, is_divided, undivided
 
 logger = logging.getLogger("trainformer")
 
@@ -65,7 +65,7 @@ class DatasetSource:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         skip_bad: bool = False,
-        shard: Shard = Shard(),
+        shard: Shard = ALL,
     ) -> None:
         if len(dataset) == 0:
             raise DataError(expected("a data set with at least one sample", "an empty one"))
@@ -261,9 +261,7 @@ class LoaderSource:
     (`is_divided`): then the batches are taken as they are.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], seed: int = 0, count: Count | None = None, shard: Shard = Shard()
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], seed: int = 0, count: Count | None = None, shard: Shard = ALL) -> None:
         self.loader = loader
         self.seed = seed
         self.shard = shard
@@ -319,9 +317,7 @@ class LoaderSource:
 class StatefulLoaderSource(LoaderSource):
     """A loader that can say where it is and go back there (`state_dict`, `load_state_dict`): nothing is read twice."""
 
-    def __init__(
-        self, loader: Iterable[Any], seed: int = 0, count: Count | None = None, shard: Shard = Shard()
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], seed: int = 0, count: Count | None = None, shard: Shard = ALL) -> None:
         super().__init__(loader, seed, count, shard)
         self._restored = False
 
@@ -354,7 +350,7 @@ class StatefulLoaderSource(LoaderSource):
 class StreamSource(StatefulLoaderSource):
     """A stream that can say where it is, read in this process: resuming reads nothing twice."""
 
-    def __init__(self, loader: DataLoader, seed: int = 0, shard: Shard = Shard()) -> None:
+    def __init__(self, loader: DataLoader, seed: int = 0, shard: Shard = ALL) -> None:
         super().__init__(loader, seed, shard=shard)
         self.stream: Any = loader.dataset
 
@@ -368,9 +364,7 @@ class StreamSource(StatefulLoaderSource):
         self._restored = True
 
 
-def loader_source(
-    loader: Iterable[Any], seed: int, count: Count | None = None, shard: Shard = Shard()
-) -> LoaderSource:
+def loader_source(loader: Iterable[Any], seed: int, count: Count | None = None, shard: Shard = ALL) -> LoaderSource:
     """A source for a loader that the user brings; `count` tells the samples of a batch of unusual form."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (StatefulLoaderSource if stateful else LoaderSource)(loader, seed, count, shard)
@@ -383,7 +377,7 @@ def stream_source(
     seed: int,
     collate: Collate | None,
     num_workers: int,
-    shard: Shard = Shard(),
+    shard: Shard = ALL,
 ) -> LoaderSource:
     """Batches of a data set that can only be iterated. Streams in worker processes are read again to find the place."""
     if not shard.is_all:

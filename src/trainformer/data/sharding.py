@@ -55,6 +55,10 @@ class Shard:
         return Sized(data, high - low, batch.bad, _part(batch.origin, low, high), batch.size, batch.size + batch.bad)
 
 
+#: The part of one rank alone.
+ALL = Shard()
+
+
 def check_divisible(batch: Sized) -> None:
     """Raise if ranks could not tell which samples of a batch are theirs."""
     half = slice_batch(batch.data, 0, 1, batch.size)

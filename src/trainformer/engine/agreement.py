@@ -1,8 +1,8 @@
 """Requests to a run, made the same on all ranks.
 
 Three kinds reach a loop. What the plan makes due by steps and epochs is the same on every rank and needs no agreement.
-What comes from outside (a signal, `trainformer ctl`, the clock) reaches one rank: that it asks travels with the gradients
-of a step (`Backend.others_ask`), and only then do ranks tell each other what it was. What callbacks ask for may differ
+What comes from outside (a signal, `trainformer ctl`, the clock) reaches one rank: that it asks travels with a step's
+gradients (`Backend.others_ask`), and only then do ranks tell each other what it was. What callbacks ask for may differ
 from rank to rank: after events that some callback hears, ranks compare their requests.
 """
 

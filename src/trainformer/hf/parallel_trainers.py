@@ -54,4 +54,4 @@ class AccelTrainer(Trainer):
         """The `Accelerator`; None before the first run has made one."""
         if not isinstance(self.strategy, str):
             return self.strategy
-        return None if self._session is None else self._session.backend.strategy.accelerator
+        return None if self._session is None else getattr(self._session.backend.strategy, "accelerator", None)

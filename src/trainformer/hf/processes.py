@@ -105,7 +105,7 @@ def check_arguments(args: Any) -> None:
 
 def with_dispatching(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Arguments in which `dispatch_batches` says what HuggingFace's users write into `accelerator_config`."""
-    config = given.get("accelerator_config")
+    config: Any = given.get("accelerator_config")
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping) or "dispatch_batches" not in known:
         return dict(given)

@@ -232,7 +232,8 @@ class BaseTrainer:
 
     def _take_seed(self, seed: int) -> None:
         self._data_seed = seed
-        self._built_session().train_source.seed = seed
+        source: Any = self._built_session().train_source
+        source.seed = seed
 
     # -- looking -------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 
 from trainformer.backends.torch.components import read_component, write_component, write_part
 from trainformer.backends.torch.distribution import Ranks
+from trainformer.backends.torch.state_trees import cloned
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.engine.checkpoint import (
     BackgroundWriter,
@@ -25,7 +26,6 @@ from trainformer.engine.checkpoint.manifest import MANIFEST
 from trainformer.engine.checkpoint.store import folder_of_checkpoints
 from trainformer.session.rank_writing import SharedWriting
 from trainformer.session.replicas import check_replicas, files_for, is_ours, stem_of
-from trainformer.backends.torch.state_trees import cloned
 from trainformer.session.snapshot import read_snapshot
 
 logger = logging.getLogger("trainformer")
@@ -168,7 +168,9 @@ def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None,
         for key, files in manifest.components.items()
         if key in manifest.formats and (only is None or key in only)
     }
-    return {key: read_component(checkpoint.path, names, manifest.formats[key]) for key, names in chosen.items() if names}
+    return {
+        key: read_component(checkpoint.path, names, manifest.formats[key]) for key, names in chosen.items() if names
+    }
 
 
 def read_states(path: Path, rank: int = 0) -> dict[str, Any]:

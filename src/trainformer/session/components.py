@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainformer.backends.torch import capture_random, restore_random
+from trainformer.backends.torch.distribution.sharded_state import fitted
+from trainformer.backends.torch.distribution.strategy import whole
 from trainformer.engine.checkpoint import SharingPattern, StateComponent
 from trainformer.tasks.base import provides
 
@@ -86,7 +88,7 @@ def state_components(session: Session) -> list[StateComponent]:
     ]
     if provides(task, "state_dict"):
         held = Held(task.state_dict, task.load_state_dict, getattr(task, "check_state", None))
-        components.append(StateComponent("task", held, required=False))
+        components.append(_perhaps_divided("task", held, session))
     if hasattr(session.train_source, "state_dict"):
         source: Any = session.train_source
         # A loader that divides the data itself is somewhere else on each rank.
@@ -97,5 +99,15 @@ def state_components(session: Session) -> list[StateComponent]:
     for name, callback in session.callbacks.named().items():
         if callable(getattr(callback, "state_dict", None)):
             key = "callback." + name.replace("#", "-")
-            components.append(StateComponent(key, Held(callback.state_dict, callback.load_state_dict), required=False))
+            held = Held(callback.state_dict, callback.load_state_dict)
+            components.append(_perhaps_divided(key, held, session))
     return components
+
+
+def _perhaps_divided(key: str, held: Held, session: Session) -> StateComponent:
+    """A component that may hold a copy of the model: divided where the model is."""
+    if not session.backend.strategy.divides_state:
+        whole_one = Held(held.get, lambda s: held.put(whole(s)), held.check and (lambda s: held.check(whole(s))))  # type: ignore[misc]
+        return StateComponent(key, whole_one, required=False)
+    divided = Held(held.get, lambda s: held.put(fitted(s, held.get())), held.check)
+    return StateComponent(key, divided, required=False, format="sharded")

@@ -16,7 +16,7 @@ from trainformer.data.align import align_classes, numbered_alike
 from trainformer.data.dispatch import DispatchedSource
 from trainformer.data.info import DatasetInfo, extract_info
 from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, stream_source
-from trainformer.data.sharding import Shard
+from trainformer.data.sharding import ALL, Shard
 from trainformer.data.split import split_dataset
 from trainformer.tasks.base import provides
 
@@ -36,7 +36,7 @@ class LoadOptions:
     sampler: Any = None  # for training only, as are the next
     drop_last: bool = False
     accumulation: int = 1
-    shard: Shard = Shard()
+    shard: Shard = ALL
     dispatch: Any = None  # the ranks to which rank 0 hands out what it reads; None: each reads its own
 
 
@@ -122,7 +122,7 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
     """Batches of loaded data, prepared by the task for training or evaluation."""
     if options.dispatch is None:
         return _own_source(task, data, options, train)
-    whole = _own_source(task, data, replace(options, shard=Shard()), train)
+    whole = _own_source(task, data, replace(options, shard=ALL), train)
     return DispatchedSource(whole, options.dispatch)
 
 

@@ -124,17 +124,20 @@ class RunFolder:
 class GuestFolder(RunFolder):
     """The folder of a run as ranks other than 0 see it: they write their parts of checkpoints, and nothing else."""
 
-    def recording(self, config: PipelineConfig) -> AbstractContextManager[None]:
+    @contextmanager
+    def recording(self, config: PipelineConfig) -> Iterator[None]:
         """Rank 0 does."""
-        return nullcontext()
+        yield
 
-    def status(self, outcome: Callable[[], str]) -> AbstractContextManager[None]:
+    @contextmanager
+    def status(self, outcome: Callable[[], str]) -> Iterator[None]:
         """Rank 0 does."""
-        return nullcontext()
+        yield
 
-    def log_file(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def log_file(self) -> Iterator[None]:
         """Rank 0 does."""
-        return nullcontext()
+        yield
 
 
 class NoFolder:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, RunState
@@ -50,6 +50,10 @@ class RunHandle:
         What is drawn inside does not change how training goes on.
         """
         return self._session.judging()
+
+    def copy_model(self) -> nn.Module:
+        """A second model with the weights as they are, divided over ranks like the first."""
+        return self._session.backend.strategy.copy_model()
 
     def sandbox(self) -> AbstractContextManager[Probe]:
         """A place for trial steps that leave no trace."""

@@ -19,12 +19,12 @@ from rich.table import Table
 from torch import Tensor
 
 from trainformer.backends.torch import capture_random, restore_random
+from trainformer.backends.torch.state_trees import cloned
 from trainformer.core.errors import CheckFailed, TrainformerError, did_you_mean
 from trainformer.core.types import Placed
 from trainformer.engine import Cadence
 from trainformer.session.probe import Probe
 from trainformer.session.session import Session
-from trainformer.backends.torch.state_trees import cloned
 from trainformer.tasks.base import provides
 
 Status = Literal["ok", "warning", "failed"]

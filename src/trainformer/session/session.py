@@ -19,6 +19,7 @@ from torch import nn
 
 from trainformer.backends.torch import TorchBackend
 from trainformer.backends.torch.distribution import make_strategy
+from trainformer.backends.torch.state_trees import cloned, gathered
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.ema import EMA
 from trainformer.context import PipelineContext
@@ -43,7 +44,6 @@ from trainformer.session.probe import Probe
 from trainformer.session.provenance import declared_arguments, fingerprint, record_changes, record_config
 from trainformer.session.settings import RunSettings
 from trainformer.session.signals import leave, obeying_signals
-from trainformer.backends.torch.state_trees import cloned
 from trainformer.session.snapshot import write_snapshot
 from trainformer.session.suiting import can_be_indexed, check_task, suit_to_loader, suit_to_task, without_vain_sampler
 from trainformer.tasks.base import provides
@@ -451,9 +451,20 @@ class Session:
         return {**self.state.state_dict(), "pending": pending, "stopped": stopped}
 
     def save_file(self, path: Path) -> Path:
-        """Write everything to one file of the user's choice."""
-        write_snapshot(path, {c.key: c.stateful.state_dict() for c in self.components()})
+        """Write everything to one file of the user's choice. Every rank takes part, rank 0 writes."""
+        states = {c.key: gathered(c.stateful.state_dict()) for c in self.components()}
+        if self.ranks.is_main:
+            write_snapshot(path, states)
         return path
+
+    def whole_model(self) -> nn.Module:
+        """The model to evaluate, predict and export with, all of it on this rank. Every rank takes part."""
+        judged, model = self.inference_model(), self.backend.strategy.whole_model()
+        if model is self.task.model:  # nothing is divided
+            return judged
+        if judged is not self.task.model:
+            model.load_state_dict(gathered(judged.state_dict()))
+        return model
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Go on from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""

@@ -8,7 +8,7 @@ Everything here is a collective: every rank must make the same calls in the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -229,3 +229,18 @@ def unshuffle_rows(rows: Tensor, shuffle: Shuffle) -> Tensor:
 
 def _own(shares: Shares) -> slice:
     return slice(shares.first, shares.first + shares.counts[shares.rank])
+
+
+def is_divided(value: Any) -> bool:
+    """Whether it is a `DTensor`. To import the class for that would take most of a second in every process.
+
+    >>> is_divided(torch.zeros(2))
+    False
+    """
+    return isinstance(value, Tensor) and hasattr(value, "to_local")
+
+
+def local_parts(tensors: Sequence[Any]) -> list[Tensor]:
+    """What this rank holds of each tensor, in the same memory; of a tensor that is not divided, all of it."""
+    with torch.no_grad():
+        return [t.to_local() if is_divided(t) else t for t in tensors]

@@ -123,7 +123,7 @@ class TorchBackend:
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
         obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._skips_on_device = obeys_flag and not self.guard.on_host
-        self._uniform = len({(p.device, p.dtype) for p in self.parameters}) == 1
+        self._uniform = gradients.are_uniform(self.parameters)
         # Under "raise" the run ends anyway; to watch over a hundred small tensors in every step would cost time.
         watched = self.guard.policy != "raise"
         self._statistics = RunningStatistics(modules_of(task).values()) if watched else None

@@ -24,16 +24,16 @@ def write_weights(folder: Path, stem: str, state: Mapping[str, Tensor], most: in
 
     Tied weights are written once; the other names are kept in the file's metadata.
     """
-    tensors, aliases = _untied(state)
+    tensors, aliases = untied(state)
     shards = _shards(tensors, most)
     metadata = {"format": "pt", _ALIASES: json.dumps(aliases)}
     if len(shards) == 1:
-        return [_save(shards[0], folder, f"{stem}.safetensors", metadata)]
+        return [save(shards[0], folder, f"{stem}.safetensors", metadata)]
     names: list[str] = []
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        names.append(_save(shard, folder, name, metadata))
+        names.append(save(shard, folder, name, metadata))
         index |= dict.fromkeys(shard, name)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     name = f"{stem}.safetensors.index.json"
@@ -76,13 +76,14 @@ def read_tensors(path: Path) -> Any:
         raise DataError(f"{path} cannot be read as a checkpoint: it is damaged or not one. ({error})") from error
 
 
-def _save(tensors: dict[str, Tensor], folder: Path, name: str, metadata: dict[str, str]) -> str:
+def save(tensors: dict[str, Tensor], folder: Path, name: str, metadata: dict[str, str]) -> str:
+    """Write tensors that share no memory to one file of safetensors; its name."""
     save_file(tensors, folder / name, metadata)
     (folder / name).chmod(0o644)  # safetensors makes it readable by its owner alone, unlike every other file here
     return name
 
 
-def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors that share no memory, and which names are the same tensor as another."""
     first: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument
+from trainformer.utils.distributed import is_divided as is_divided
+from trainformer.utils.distributed import local_parts as local_parts
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -22,21 +23,6 @@ def are_uniform(tensors: Iterable[Tensor]) -> bool:
     """
     tensors = list(tensors)
     return len({(t.device, t.dtype) for t in tensors}) == 1 and not any(is_divided(t) for t in tensors)
-
-
-def is_divided(value: Any) -> bool:
-    """Whether it is a `DTensor`. To import the class for that would take most of a second in every process.
-
-    >>> is_divided(torch.zeros(2))
-    False
-    """
-    return isinstance(value, Tensor) and hasattr(value, "to_local")
-
-
-def local_parts(tensors: Sequence[Any]) -> list[Tensor]:
-    """What this rank holds of each tensor, in the same memory; of a tensor that is not divided, all of it."""
-    with torch.no_grad():
-        return [t.to_local() if is_divided(t) else t for t in tensors]
 
 
 def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:

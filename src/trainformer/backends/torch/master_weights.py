@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainformer.utils.distributed import local_parts
+
 Groups = list[dict[str, Any]]
 
 _SHORT = (torch.bfloat16, torch.float16)
@@ -98,7 +100,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._hand_up()
         rounded = [(p, copy) for p, copy, _ in moving if copy is not p]
         if rounded:
-            torch._foreach_copy_([p for p, _ in rounded], [copy for _, copy in rounded])
+            torch._foreach_copy_(local_parts([p for p, _ in rounded]), local_parts([copy for _, copy in rounded]))
         self._versions |= {id(p): p._version for p, _ in rounded}
         return loss
 

@@ -40,8 +40,10 @@ class Window:
         self.tokens += batch.tokens
         self.bad += batch.bad
         self.consumed += batch.size + batch.bad if batch.consumed is None else batch.consumed
-        by_samples = isinstance(output, Tensor) and batch.whole is not None
-        self.whole = self.whole + batch.whole if by_samples and self.whole is not None else None
+        if not isinstance(output, Tensor) or batch.whole is None or self.whole is None:
+            self.whole = None
+        else:
+            self.whole += batch.whole
         if batch.size == 0:
             output = _without_weight(output)
         if isinstance(output, Tensor):

@@ -41,7 +41,8 @@ class StateComponent:
     """One part of a run's state.
 
     `format` says how it is written: ``weights`` as safetensors under the model's own names, ``tensors`` as a tree of
-    tensors and plain values, ``json`` as text, ``sharded`` by every rank its part. A missing component that is not `required` is a warning.
+    tensors and plain values, ``json`` as text, ``sharded`` by every rank its part. A missing component that is not
+    `required` is a warning.
     """
 
     key: str

@@ -37,7 +37,7 @@ class InfoCallback(TrainerCallback):
             "data": _about_data(kwargs.get("train_dataloader"), kwargs.get("eval_dataloader")),
             "device": _about_device(model, args),
             "steps": _about_steps(args, state, kwargs.get("train_dataloader")),
-            "batch": _about_batch(args),
+            "batch": _about_batch(args, kwargs.get("trainer")),
             "arguments": ", ".join(f"{name}={_short(value)}" for name, value in sorted(changed.items())),
         }
         width = max(map(len, lines))
@@ -102,8 +102,10 @@ def _about_steps(args: Any, state: TrainerState, train: Any) -> str:
     return ", ".join(parts)
 
 
-def _about_batch(args: Any) -> str:
+def _about_batch(args: Any, trainer: Any) -> str:
     size, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    processes = getattr(args, "world_size", 1)
+    # Processes that hold parts of one model compute the same samples.
+    ranks = getattr(trainer, "_ranks", None)
+    processes = getattr(args, "world_size", 1) if ranks is None else ranks.count
     total = size * accumulated * processes
     return f"{total:,} samples per step: {size} per device x {accumulated} accumulated x {processes} processes"

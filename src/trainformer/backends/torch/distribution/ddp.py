@@ -62,7 +62,7 @@ class DataParallel(Strategy):
             if shared:
                 logger.info("%d BatchNorm layers take their statistics over all ranks", shared)
 
-    def send(self, loss: Tensor, values: Tensor) -> Tensor:
+    def send(self, loss: Any, values: Tensor) -> Any:
         """An exchange of their own; it runs while gradients are computed."""
         self._sums = values.clone()
         self._work = dist.all_reduce(self._sums, async_op=True)
@@ -110,12 +110,12 @@ class DDP(DataParallel):
         # torch 2.13 has renamed the argument, and warns of the old name.
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        chosen: dict[str, Any] = {buffers: not self.shares_batchnorm, **self.options}
         self._wrapped = DistributedDataParallel(
             module,
-            **{buffers: not self.shares_batchnorm},
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
-            **self.options,
+            **chosen,
         )
 
     def train_step(self) -> Callable[[Any], Any] | None:
@@ -127,7 +127,7 @@ class DDP(DataParallel):
         """No exchange of gradients."""
         return super().apart() if self._wrapped is None else self._wrapped.no_sync()
 
-    def send(self, loss: Tensor, values: Tensor) -> Tensor:
+    def send(self, loss: Any, values: Tensor) -> Any:
         """Let the numbers travel as the gradient of the parameter that nobody trains."""
         if self._message is None:
             return super().send(loss, values)
@@ -141,7 +141,8 @@ class DDP(DataParallel):
         if means is None:
             return None
         sums = means.double() * self.ranks.count
-        return sums if scaler is None else sums / scaler._get_scale_async()
+        scale = None if scaler is None else scaler._get_scale_async()
+        return sums if scale is None else sums / scale
 
 
 def device_of(ranks: Ranks, device: Any) -> torch.device:

@@ -23,9 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainformer.backends.torch.codec import _save as save
-from trainformer.backends.torch.codec import _untied as untied
-from trainformer.backends.torch.codec import read_tensors
+from trainformer.backends.torch.codec import read_tensors, save, untied
 from trainformer.backends.torch.distribution.ranks import Ranks
 from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument, DataError, expected

@@ -8,6 +8,7 @@ so that nobody else has to unwrap anything.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -79,8 +80,11 @@ class Strategy:
         """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
         return nullcontext()
 
-    def send(self, loss: Tensor, values: Tensor) -> Tensor:
-        """Tell the other ranks a few numbers of this step along with the gradients; the loss to differentiate."""
+    def send(self, loss: Any, values: Tensor) -> Any:
+        """Tell the other ranks a few numbers of this step along with the gradients; the loss to differentiate.
+
+        The loss is None where gradients were computed already.
+        """
         return loss
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
@@ -129,6 +133,14 @@ class Strategy:
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Raise if it does not fit."""
         check_groups(optimizer, whole_optimizer_state(whole(state)))
+
+    def copy_model(self) -> nn.Module:
+        """A second model with the same weights, at least in fp32; for averages of weights."""
+        made = copy.deepcopy(self.task.model)
+        for tensor in made.parameters():
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                tensor.data = tensor.data.float()
+        return made
 
     def whole_model(self) -> nn.Module:
         """The model with all of its weights on this rank, to be exported. Every rank must take part."""

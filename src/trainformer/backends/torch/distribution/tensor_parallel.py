@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from trainformer.backends.torch import gradients
@@ -221,16 +221,26 @@ class TensorParallel(FSDP):
         """The same of the optimizer's state."""
         return self._of_all_models(super().optimizer_state(optimizer))
 
+    def load_model_state(self, state: Any, plain: Callable[[Any], Any]) -> None:
+        """Take weights back, from files or as `model_state` gave them."""
+        super().load_model_state(self._of_this_model(state), plain)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        """The same of the optimizer's state."""
+        super().load_optimizer_state(optimizer, self._of_this_model(state))
+
     def _of_all_models(self, state: Any) -> Any:
         """Tensors that say of themselves that every model has them. The memory is the same."""
         if isinstance(state, dict):
             return {key: self._of_all_models(value) for key, value in state.items()}
-        if not gradients.is_divided(state):
-            return state
-        shape, stride = state.shape, state.stride()
-        local = state.detach().to_local()
-        placements = (Replicate(), *state.placements)
-        return DTensor.from_local(local, self._mesh, placements, run_check=False, shape=shape, stride=stride)
+        return _placed(state, self._mesh, (Replicate(), *state.placements)) if gradients.is_divided(state) else state
+
+    def _of_this_model(self, state: Any) -> Any:
+        """The way back; states in files are left alone."""
+        if isinstance(state, dict):
+            return {key: self._of_this_model(value) for key, value in state.items()}
+        has_all = gradients.is_divided(state) and state.device_mesh.ndim == 2
+        return _placed(state, self._mesh[SHARD], state.placements[1:]) if has_all else state
 
     @torch.no_grad()
     def copy_model(self) -> nn.Module:
@@ -260,6 +270,12 @@ class DividedLinear(nn.Linear):
     Whoever computes with the weight of a plain `nn.Linear` instead of calling it, as losses over chunks of tokens do,
     can tell by the class that here this is not possible.
     """
+
+
+def _placed(tensor: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The same part of a tensor, seen from other ranks."""
+    local, shape, stride = tensor.detach().to_local(), tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_in_parts(tensor: Any) -> bool:

@@ -137,7 +137,7 @@ class RankWatch:
                     peer.process.close()
 
     def lost(self) -> RankLost | None:
-        """Who is certainly gone, as far as it is known by now: asked by those who wait for ranks without a collective."""
+        """Who is certainly gone, as far as it is known by now; for those who wait for ranks without a collective."""
         causes = [cause for cause in self._causes(self.patience) if cause.weight is Weight.CERTAIN]
         return _lost(causes, self.rank) if causes else None
 
