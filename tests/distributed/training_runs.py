@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaForCausalLM
 
 from text_toys import chat_tokenizer, llama
-from toys import MeanTask, classes, mlp
+from toys import MeanTask, classes
 from trainformer import Trainer
 from trainformer.tasks import CausalLM
 
@@ -34,12 +34,19 @@ class RowsTask(MeanTask):
         return {"rows": len(places), "ordered": float((rows["logits"].sum(-1) * places).sum())}
 
 
+def deep_mlp() -> nn.Sequential:
+    """Enough layers for four stages."""
+    torch.manual_seed(1)
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *hidden, nn.Linear(8, 3)).double()
+
+
 def run_mlp(strategy: Any, **options: Any) -> Trainer:
     """37 samples in batches of 8: the last one has 5; 13 to evaluate on in batches of 4: the last one has 1."""
     settings = {"epochs": 3, "batch_size": 8, "eval_batch_size": 4, "lr": 0.02, "log_every": 1, "gradient_clip": 0.5}
     val = TensorDataset(*classes(13, seed=1))
     return Trainer(
-        RowsTask(mlp()), TensorDataset(*classes(37)), val, strategy=strategy, **{**QUIET, **settings, **options}
+        RowsTask(deep_mlp()), TensorDataset(*classes(37)), val, strategy=strategy, **{**QUIET, **settings, **options}
     )
 
 
@@ -96,7 +103,8 @@ def found(trainer: Trainer) -> dict[str, Tensor]:
     values = {name: [record[name] for record in history if name in record] for name in names}
     state = trainer._session.backend.strategy.whole_model().state_dict()
     tensors = {name: torch.tensor(series, dtype=torch.float64) for name, series in values.items() if series}
-    tensors |= {f"weight {name}": value.detach().clone() for name, value in state.items()}
+    # A model whose layers are on different ranks is put together on the first.
+    tensors |= {f"weight {name}": value.detach().clone() for name, value in state.items() if not value.is_meta}
     counts = [trainer.state.step, trainer.state.samples, trainer.state.tokens, trainer.state.epoch]
     return {**tensors, "counts": torch.tensor(counts)}
 

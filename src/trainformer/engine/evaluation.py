@@ -40,7 +40,7 @@ def evaluate(
         if on_batch is not None:
             on_batch(batch.size)
     if keep_rows and not peers.is_alone:
-        pieces = _in_turn(peers.gather(dict(pieces)))
+        pieces = _in_turn(peers.gather_parts(dict(pieces)))
     return metrics.drain(), {name: backend.join_rows(parts) for name, parts in pieces.items()}
 
 

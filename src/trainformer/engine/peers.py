@@ -27,8 +27,12 @@ class Peers(Protocol):
         """The values of all ranks."""
         ...
 
+    def gather_parts(self, value: Any) -> list[Any]:
+        """The values of those that compute different samples: one for each part of a batch, in their order."""
+        ...
+
     def total(self, values: list[float]) -> list[float]:
-        """Sums over all ranks."""
+        """Sums over the parts of a batch."""
         ...
 
     def any(self, flags: list[bool]) -> list[bool]:
@@ -44,6 +48,10 @@ class Alone:
     rank = 0
 
     def gather(self, value: Any) -> list[Any]:
+        """Its own value."""
+        return [value]
+
+    def gather_parts(self, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
 

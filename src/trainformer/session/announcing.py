@@ -30,10 +30,11 @@ def announce_start(session: Session) -> None:
         )  # fmt: skip
         return
     backend, samples = session.backend, session.train_size
-    parameters = sum(p.numel() for p in backend.parameters)
+    parameters = backend.strategy.count_parameters(backend.parameters)
+    together = "" if session.ranks.is_alone else f" ({backend.strategy.describe()})"
     logger.info(
-        "training %s on %s in %s: %s trainable parameters%s, %s samples, %s steps",
-        getattr(session.task, "title", type(session.task).__name__), backend.device, backend.precision.name,
+        "training %s on %s%s in %s: %s trainable parameters%s, %s samples, %s steps",
+        getattr(session.task, "title", type(session.task).__name__), backend.device, together, backend.precision.name,
         f"{parameters:,}", _in_short(backend.parameters),
         samples if samples is not None else "?", total if total is not None else "?",
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 A thread takes them in (`trainformer.live.server`) and never touches the training. The loop asks at every boundary
 whether there are any; there they are taken, told to all ranks, applied to the `Control` of each, and so take effect at
-that very boundary. Their answers are given when the loop has done what was asked: on hearing of it, or at the next boundary, or at the end.
+that very boundary. Their answers are given when the loop has done what was asked: on hearing of it, or at the next
+boundary, or at the end.
 """
 
 from __future__ import annotations

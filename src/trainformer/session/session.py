@@ -116,7 +116,7 @@ class Session:
             inference = Inference(owner, task, self.backend, callbacks, settings.seed)
             self._evaluation = Evaluation(inference, settings, loaded)
         if not self.ranks.is_alone:  # until here all ranks have drawn the same numbers: they have the same weights
-            seed_everything(settings.seed + 1 + self.ranks.index, deterministic=False)
+            seed_everything(settings.seed + 1 + strategy.random_stream, deterministic=False)
         self.val_source = self._evaluation.val_source
         self.labels_comparable = loaded.comparable
         self.train_size = size_of(getattr(self.train_source, "dataset", loaded.train))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainformer.backends.torch.distribution import Strategy
 from trainformer.callbacks.dialects.mini import BaseHook
 from trainformer.callbacks.ema import EMA
 
@@ -50,7 +51,9 @@ class EmaHook(BaseHook):
 
     def _begin(self, trainer: Any) -> None:
         if self._average.model is None:
-            self._average.attach(SimpleNamespace(task=SimpleNamespace(model=trainer.unwrapped_model)))  # type: ignore[arg-type]
+            single = Strategy()  # whatever the model is wrapped in, what is inside is copied as it is
+            single.task = SimpleNamespace(model=trainer.unwrapped_model)
+            self._average.attach(single)  # type: ignore[arg-type]
             if self.device is not None:
                 self._average.move(self.device)
 

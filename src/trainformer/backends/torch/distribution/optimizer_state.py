@@ -46,7 +46,7 @@ class NamedParameters:
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state, with names instead of numbers."""
-        state = _renamed(optimizer.state_dict(), self._names)
+        state = renamed(optimizer.state_dict(), self._names)
         return {**state, "param_groups": _regrouped(state["param_groups"], self._made_with)}
 
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class NamedParameters:
         self.check(state)
         state = fitted(self._named(state), self._parameters_for(self._named(state)))
         groups = _regrouped(state["param_groups"], self._groups)
-        optimizer.load_state_dict(_renamed({**state, "param_groups": groups}, self._numbers))
+        optimizer.load_state_dict(renamed({**state, "param_groups": groups}, self._numbers))
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise if it is not the state of an optimizer of these parameters."""
@@ -82,7 +82,7 @@ class NamedParameters:
     def _named(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if _has_names(state):
             return state
-        return _renamed(state, dict(enumerate(name for group in self._made_with for name in group)))
+        return renamed(state, dict(enumerate(name for group in self._made_with for name in group)))
 
     def _parameters_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A tree like that of the state, with the parameter in place of each tensor of its size."""
@@ -106,7 +106,7 @@ def whole_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     if not _has_names(whole):
         return dict(whole)
     names = [name for group in whole["param_groups"] for name in group["params"]]
-    return _renamed(whole, {name: number for number, name in enumerate(names)})
+    return renamed(whole, {name: number for number, name in enumerate(names)})
 
 
 def _separate(optimizer: torch.optim.Optimizer) -> None:
@@ -136,7 +136,7 @@ def _has_names(state: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
-def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """The state with other keys for parameters: in its groups, in ``state``, and in what an optimizer adds to that."""
     renamed: dict[str, Any] = {}
     for key, entries in state.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -130,6 +130,15 @@ class Pipeline(Strategy):
         if self.schedule == "interleaved" and count % max(1, count // self.ranks.world):
             do = f"Pass a multiple of {self.ranks.world}."
             raise BadArgument(expected("microbatches that rounds over all ranks divide", count, do))
+
+    @property
+    def random_stream(self) -> int:
+        """Every stage has layers of its own, and draws numbers of its own for them."""
+        return self.ranks.rank
+
+    def count_parameters(self, parameters: Iterable[Tensor]) -> int:
+        """Those of all stages."""
+        return sum(self.ranks.gather(super().count_parameters(parameters)))
 
     def describe(self) -> str:
         """Name, number of processes, and where stages begin."""

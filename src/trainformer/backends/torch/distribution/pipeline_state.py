@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainformer.backends.torch.distribution.optimizer_state import NamedParameters, _renamed, whole_optimizer_state
+from trainformer.backends.torch.distribution.optimizer_state import NamedParameters, renamed, whole_optimizer_state
 from trainformer.backends.torch.distribution.ranks import Ranks
-from trainformer.backends.torch.distribution.sharded_state import _named_tensors, _outline, _rebuilt
+from trainformer.backends.torch.distribution.sharded_state import named_tensors, outline_of, rebuilt
 from trainformer.backends.torch.state_trees import cloned
 from trainformer.core.errors import DataError
 
@@ -74,12 +74,12 @@ class WholeOptimizer:
     def state(self) -> dict[str, Any]:
         """The state of all ranks, as torch writes it, on rank 0; on the others their own, by name."""
         own = self._own.state_of(self._optimizer)
-        tensors = dict(_named_tensors(own))
-        outlines = self._ranks.gather(_outline(own, tensors))
+        tensors = dict(named_tensors(own))
+        outlines = self._ranks.gather(outline_of(own, tensors))
         whole = gathered(self._ranks, tensors)
         if not self._ranks.is_main:
             return own
-        parts = [_rebuilt(outline, whole) for outline in outlines]
+        parts = [rebuilt(outline, whole) for outline in outlines]
         joined: dict[str, Any] = {}
         for part in parts:
             for key, entries in part.items():
@@ -107,7 +107,7 @@ class WholeOptimizer:
                     f"{len(self._names)}. Nothing was loaded. To change the optimizer on purpose, name the "
                     "components to load without it."
                 )
-            named = _renamed(state, self._names)
+            named = renamed(state, self._names)
         part: dict[str, Any] = {}
         for key, entries in named.items():
             if key == "param_groups":

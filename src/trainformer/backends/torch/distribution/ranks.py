@@ -139,17 +139,28 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather_parts(self, value: Any) -> list[Any]:
+        """The values of those that compute different samples, one for each part of a batch, in the order of the parts.
+
+        Ranks that hold parts of one model compute the same samples, and follow each other.
+        """
+        found = self.gather(value)
+        return [found[index * self.world // self.count] for index in range(self.count)]
+
     def total(self, values: list[float]) -> list[float]:
-        """Sums over all ranks."""
+        """Sums over the parts of a batch."""
         if self.is_alone:
             return values
-        sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums)
-        return sums.tolist()
+        return (self._sums(values) * self.count / self.world).tolist()
 
     def any(self, flags: list[bool]) -> list[bool]:
         """Which of them at least one rank has set."""
-        return flags if self.is_alone else [value > 0 for value in self.total([float(flag) for flag in flags])]
+        return flags if self.is_alone else (self._sums([float(flag) for flag in flags]) > 0).tolist()
+
+    def _sums(self, values: list[float]) -> torch.Tensor:
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return sums
 
     def hand_out(self, parts: list[Any] | None) -> Any:
         """On rank 0 a value for each part of the data; on every rank, the value for its part."""

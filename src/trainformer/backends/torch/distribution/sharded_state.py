@@ -39,7 +39,7 @@ _FORMAT = 1
 
 def write_sharded(folder: Path, stem: str, state: Any, ranks: Ranks) -> list[str]:
     """Write what this rank holds of a state; the names of its files. Every rank calls it, none waits for another."""
-    found = list(_named_tensors(state))
+    found = list(named_tensors(state))
     tensors = dict(found)
     if len(tensors) < len(found):
         twice = next(name for name, _ in found if sum(name == other for other, _ in found) > 1)
@@ -50,7 +50,7 @@ def write_sharded(folder: Path, stem: str, state: Any, ranks: Ranks) -> list[str
     shard = f"{stem}.shard-{ranks.rank:05d}-of-{ranks.world:05d}{_SHARD}"
     written = [save(pieces, folder, shard, {_OFFSETS: json.dumps(offsets)})]
     if ranks.is_main:
-        content = {"format": _FORMAT, "world": ranks.world, "aliases": aliases, "tree": _outline(state, tensors)}
+        content = {"format": _FORMAT, "world": ranks.world, "aliases": aliases, "tree": outline_of(state, tensors)}
         torch.save(content, folder / f"{stem}{_TREE}")
         written.append(f"{stem}{_TREE}")
     return written
@@ -61,11 +61,11 @@ def fitted(saved: Any, like: Any) -> Any:
 
     `saved` is a `ShardedState`, of which only what this rank needs is read, or a tree of tensors, whole or divided.
     """
-    targets = dict(_named_tensors(like))
+    targets = dict(named_tensors(like))
     if isinstance(saved, ShardedState):
         return saved.fitted(targets)
-    tensors = {name: divided_like(tensor, targets.get(name)) for name, tensor in _named_tensors(saved)}
-    return _rebuilt(saved, tensors)
+    tensors = {name: divided_like(tensor, targets.get(name)) for name, tensor in named_tensors(saved)}
+    return rebuilt(saved, tensors)
 
 
 def divided_like(tensor: Tensor, like: Tensor | None) -> Tensor:
@@ -100,7 +100,7 @@ class ShardedState(Mapping[str, Any]):
         self._path = folder / trees[0]
         content = _described(read_tensors(self._path), self._path)
         self.tree: Any = content["tree"]
-        self._outlines = dict(_named_tensors(self.tree))
+        self._outlines = dict(named_tensors(self.tree))
         self._aliases: dict[str, str] = content["aliases"]
         if not {*self._aliases, *self._aliases.values()} <= self._outlines.keys():
             raise _no_description(self._path)
@@ -139,7 +139,7 @@ class ShardedState(Mapping[str, Any]):
             same = tensors.get(self._aliases.get(name, ""))
             tensors[name] = torch.empty(outline.shape, dtype=outline.dtype) if same is None else same
         self._fill(tensors)
-        return _rebuilt(self.tree, tensors)
+        return rebuilt(self.tree, tensors)
 
     def fitted(self, like: Mapping[str, Tensor]) -> Any:
         """The state with its tensors divided as those of the same paths in `like`, and others whole (see `fitted`)."""
@@ -151,11 +151,11 @@ class ShardedState(Mapping[str, Any]):
             else:
                 targets[name] = torch.empty(outline.shape, dtype=outline.dtype)
         self._fill(targets)
-        return _rebuilt(self.tree, targets)
+        return rebuilt(self.tree, targets)
 
     def load_into(self, state: Any) -> None:
         """Fill the tensors of a state in place, each rank with what it holds; plain values are left alone."""
-        targets = dict(_named_tensors(state))
+        targets = dict(named_tensors(state))
         unknown = sorted(targets.keys() - self._outlines.keys())
         if unknown:
             raise DataError(f"The checkpoint in {self.folder} lacks {', '.join(unknown[:8])}. Nothing was loaded.")
@@ -279,24 +279,24 @@ def _damaged(path: Path, error: Exception) -> DataError:
 # -- trees -------------------------------------------------------------------------------------------------
 
 
-def _named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """All tensors with their paths."""
     if isinstance(tree, Tensor):
         yield path, tree
         return
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     for key, value in items:
-        yield from _named_tensors(value, _joined(path, key))
+        yield from named_tensors(value, _joined(path, key))
 
 
-def _rebuilt(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
+def rebuilt(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
     """The same tree with other tensors in it, by their paths."""
     if isinstance(tree, Tensor):
         return tensors[path]
     if isinstance(tree, Mapping):
-        return {key: _rebuilt(value, tensors, _joined(path, key)) for key, value in tree.items()}
+        return {key: rebuilt(value, tensors, _joined(path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        values = [_rebuilt(value, tensors, _joined(path, i)) for i, value in enumerate(tree)]
+        values = [rebuilt(value, tensors, _joined(path, i)) for i, value in enumerate(tree)]
         return values if isinstance(tree, list) else tuple(values)
     return tree
 
@@ -307,5 +307,5 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}/{step}" if path else step
 
 
-def _outline(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    return _rebuilt(state, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()})
+def outline_of(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    return rebuilt(state, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()})

@@ -9,7 +9,7 @@ so that nobody else has to unwrap anything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -65,6 +65,15 @@ class Strategy:
     def averaged_over(self) -> int:
         """By how many ranks gradients were divided when they were added up."""
         return 1
+
+    @property
+    def random_stream(self) -> int:
+        """Ranks of one number draw the same random numbers: those that compute the same layers on the same data."""
+        return self.ranks.index
+
+    def count_parameters(self, parameters: Iterable[Tensor]) -> int:
+        """Elements of the parameters of this rank, and of those that only others have."""
+        return sum(p.numel() for p in parameters)
 
     def describe(self) -> str:
         """The strategy in a few words, for the log."""
