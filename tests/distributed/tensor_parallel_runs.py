@@ -29,7 +29,7 @@ from text_toys import llama
 from toys import TokenTask
 from trainformer.backends.torch.backend import TorchBackend, TorchSettings
 from trainformer.backends.torch.distribution.tensor_parallel import TensorParallel
-from trainformer.backends.torch.gradients import are_uniform, is_divided
+from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument
 from trainformer.utils import distributed
 
@@ -148,9 +148,7 @@ def backend_of(name, size, plan=None):
         lr=LR, weight_decay=DECAY, gradient_clip=CLIP, scheduler=None, precision="no", device="cpu", batch_size=BATCH
     )
     strategy = TensorParallel(size=size, plan=plan or PLANS.get(name))
-    backend = TorchBackend(fresh(name, seed=1 + dist.get_rank()), settings, strategy=strategy)
-    backend._uniform = are_uniform(backend.parameters)
-    return backend
+    return TorchBackend(fresh(name, seed=1 + dist.get_rank()), settings, strategy=strategy)
 
 
 def whole_run(name, size, folder=None):
@@ -237,13 +235,5 @@ def refuses_a_wrong_plan():
 
 def trained_by_trainer(folder, strategy):
     """The task for language models, which computes its loss without all logits where the model is whole."""
-    trainer = run_llama(strategy, run_dir=folder / f"runs-{dist.get_world_size()}")
-    backend = trainer._session.backend
-    backend._uniform = are_uniform(backend.parameters)
-    return {f"trainer/{key}": value for key, value in outcome(trainer).items()}
-
-
-def outcome(trainer):
-    """Weights and records of a run, the steps, samples and epochs it counted."""
-    results = found(trainer.fit())
-    return {**results, "counts": results["counts"][[0, 1, 3]]}
+    trainer = run_llama(strategy, run_dir=folder / f"runs-{dist.get_world_size()}").fit()
+    return {f"trainer/{key}": value for key, value in found(trainer).items()}

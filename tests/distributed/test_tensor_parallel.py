@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 from fsdp_runs import HALF, STEPS, all_weights, by_hand, opened, optimizer_by_hand
-from tensor_parallel_runs import MAKE, Divisible, fresh, on_four, on_two, outcome, tied_llama, untied_llama
+from tensor_parallel_runs import MAKE, Divisible, fresh, on_four, on_two, tied_llama, untied_llama
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
-from training_runs import run_llama
+from training_runs import found, run_llama
 from transformers import GPT2LMHeadModel
 
 from ranks import on_ranks
@@ -123,7 +123,7 @@ def test_a_whole_layer_among_divided_ones_is_refused_where_the_plan_forgot_it(tw
 
 @pytest.mark.slow
 def test_the_trainer_finds_the_same_on_any_number_of_ranks(two, four, tmp_path):
-    expected = outcome(run_llama("single", run_dir=tmp_path))
+    expected = found(run_llama("single", run_dir=tmp_path).fit())
     for ranks in (two, four):
         assert difference(ranks, "trainer", expected) < TOLERANCE
         assert ranks[0]["trainer/counts"][1] == 2 * 14
@@ -132,9 +132,9 @@ def test_the_trainer_finds_the_same_on_any_number_of_ranks(two, four, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_trainer_goes_on_alone_with_what_ranks_saved(four, folder, tmp_path, world):
-    uninterrupted = outcome(run_llama("single", run_dir=tmp_path / "all"))
+    uninterrupted = found(run_llama("single", run_dir=tmp_path / "all").fit())
     saved = folder / f"runs-{world}" / "checkpoints" / "step_00000004"
-    resumed = outcome(run_llama("single", run_dir=tmp_path / "rest", resume=saved))
+    resumed = found(run_llama("single", run_dir=tmp_path / "rest", resume=saved).fit())
     weights = {key: value for key, value in resumed.items() if key.startswith("weight ")}
     assert len(weights) > 30
     assert largest_difference(weights, uninterrupted) < TOLERANCE
