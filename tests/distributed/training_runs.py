@@ -15,6 +15,8 @@ from transformers import LlamaForCausalLM
 from text_toys import chat_tokenizer, llama
 from toys import MeanTask, classes
 from trainformer import Trainer
+from trainformer.adapters import LoRA
+from trainformer.backends.torch.state_trees import gathered
 from trainformer.tasks import CausalLM
 
 QUIET = {"log": "none", "device": "cpu", "precision": "no", "resume": None, "save_every": None, "num_workers": 0}
@@ -62,7 +64,7 @@ def wide_llama() -> LlamaForCausalLM:
     return model
 
 
-def run_llama(strategy: Any, **options: Any) -> Trainer:
+def run_llama(strategy: Any, adapter: LoRA | None = None, **options: Any) -> Trainer:
     """Token-weighted losses of texts of unequal length; the last batch has two of them."""
     model = wide_llama()
     generator = torch.Generator().manual_seed(0)
@@ -71,7 +73,7 @@ def run_llama(strategy: Any, **options: Any) -> Trainer:
     data = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ids]
     settings = {"epochs": 2, "batch_size": 4, "lr": 3e-3, "log_every": 1}
     return Trainer(
-        CausalLM(model, tokenizer=chat_tokenizer()),
+        CausalLM(model, tokenizer=chat_tokenizer(), adapter=adapter),
         data,
         data[:5],
         strategy=strategy,
@@ -120,3 +122,18 @@ def training(rank: int, world: int) -> dict[str, Tensor]:
         trainer = RUNS[name](strategy, **settings, run_dir=folder).fit()
         results |= {f"{spec} {key}": value for key, value in found(trainer).items()}
     return results
+
+
+def kept(rank: int, world: int) -> dict[str, Tensor]:
+    """A divided language model with an average of its weights: what it was left with, saved and exported by all."""
+    os.chdir(os.environ["RUNS_FOLDER"])
+    trainer = run_llama("fsdp", ema=0.9, run_dir="divided", save_every=2, epochs=1).fit()
+    trainer.save("all.pt")
+    trainer.export("average")
+    average = next(cb for cb in trainer._session.callbacks if type(cb).__name__ == "EMA").model
+    whole = trainer._session.backend.strategy.whole_model().state_dict()
+    found = {f"weight {name}": value.clone() for name, value in whole.items()}
+    small = run_llama("fsdp", LoRA(r=4), run_dir="adapted", epochs=1, save_every=2).fit()
+    adapted = small._session.backend.strategy.whole_model().state_dict()
+    found |= {f"adapted {name}": value.clone() for name, value in adapted.items()}
+    return found | {f"average {name}": value.clone() for name, value in gathered(average.state_dict()).items()}

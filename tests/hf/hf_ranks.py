@@ -92,6 +92,7 @@ def data_parallel(rank, world):
         "facts": [args.world_size, args.process_index, args.local_process_index, args.local_rank, args.should_save],
         "words": [args.parallel_mode.value, type(trainer.unwrapped_model()).__name__, *trainer.get_process_groups()],
         "said": [*witness.said, trainer.is_world_process_zero(), trainer.num_processes, args.logging_dir],
+        "best": os.path.basename(str(trainer.state.best_model_checkpoint)),
         "shown": shown.getvalue(),
         "metrics": {k: v for k, v in metrics.items() if "second" not in k and "runtime" not in k},
         "predicted": torch.from_numpy(predicted.predictions),

@@ -104,6 +104,7 @@ def test_one_process_prints_and_writes(replicated):
 def test_every_process_has_the_evaluation_and_the_predictions_of_all(replicated, alone):
     first, second = replicated[1]
     assert first["metrics"] == second["metrics"]
+    assert first["best"] == second["best"] == "checkpoint-6"  # loaded on both when the run had ended
     for rank in (first, second):
         assert (rank["predicted"] - alone["predicted"]).abs().max() < 1e-8
 

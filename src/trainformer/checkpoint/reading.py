@@ -11,8 +11,10 @@ from torch import Tensor
 
 from trainformer.backends.torch.codec import read_tensors, read_weights
 from trainformer.backends.torch.components import read_component
+from trainformer.backends.torch.distribution.strategy import whole
 from trainformer.core.errors import DataError, expected
 from trainformer.engine.checkpoint import Checkpoint
+from trainformer.session.replicas import files_for
 from trainformer.session.snapshot import read_snapshot
 
 
@@ -49,7 +51,8 @@ class States(Mapping[str, Any]):
             return self._loaded[key]
         records = source.manifest.components[key]
         dataclasses.replace(source.manifest, components={key: records}).verify(source.path)
-        return read_component(source.path, [r.name for r in records], source.manifest.formats[key])
+        names = files_for(key, [r.name for r in records], rank=0)
+        return whole(read_component(source.path, names, source.manifest.formats[key]))
 
 
 def read_file(path: Path) -> dict[str, Any]:

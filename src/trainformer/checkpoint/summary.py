@@ -105,7 +105,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Summary:
     ]
     counts: Counter[str] = Counter()
     for part in parts:
-        if part.key == "model" and part.format == "weights":
+        if part.key == "model" and part.format in ("weights", "sharded"):
             for name in part.files:
                 counts += _counts_of(checkpoint.path / name)
     return Summary(

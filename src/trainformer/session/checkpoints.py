@@ -25,7 +25,7 @@ from trainformer.engine.checkpoint import (
 from trainformer.engine.checkpoint.manifest import MANIFEST
 from trainformer.engine.checkpoint.store import folder_of_checkpoints
 from trainformer.session.rank_writing import SharedWriting
-from trainformer.session.replicas import check_replicas, files_for, is_ours, stem_of
+from trainformer.session.replicas import check_replicas, files_for, is_of_another_rank, is_ours, stem_of
 from trainformer.session.snapshot import read_snapshot
 
 logger = logging.getLogger("trainformer")
@@ -116,7 +116,7 @@ class Checkpointer:
                 else:
                     files[c.key] = write_component(folder, stem_of(c, ranks), c.format, state)
             if assets is not None and ranks.is_main:
-                files["assets"] = assets(folder)
+                files["assets"] = [name for name in assets(folder) if not is_of_another_rank(name)]
             return files
 
         formats = {c.key: c.format for c in states}

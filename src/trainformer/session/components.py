@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.distribution.sharded_state import fitted
 from trainformer.backends.torch.distribution.strategy import whole
+from trainformer.backends.torch.state_trees import gathered
 from trainformer.engine.checkpoint import SharingPattern, StateComponent
 from trainformer.tasks.base import provides
 
@@ -50,17 +51,20 @@ def state_components(session: Session) -> list[StateComponent]:
         weights, load_weights = task.model_state, task.load_model_state
     strategy = backend.strategy
     sharing, replicated = strategy.sharing, strategy.sharing is SharingPattern.REPLICATED
+    # Of a run with an adapter only that is saved: small, and as the file that peft reads.
+    is_small = strategy.divides_state and getattr(task, "adapter", None) is not None
+    in_parts = strategy.divides_state and not is_small
     components = [
         StateComponent(
             "model",
             Held(
-                lambda: strategy.model_state(weights),
+                lambda: gathered(strategy.model_state(weights)) if is_small else strategy.model_state(weights),
                 lambda s: strategy.load_model_state(s, load_weights),
                 lambda s: strategy.check_model_state(s, weights),
             ),
-            sharing,
+            SharingPattern.GLOBAL if is_small else sharing,
             validate_replication=replicated,
-            format="sharded" if strategy.divides_state else "weights",
+            format="sharded" if in_parts else "weights",
         ),
         StateComponent(
             "optimizer",

@@ -26,6 +26,7 @@ from trainformer.engine import Cadence
 from trainformer.session.probe import Probe
 from trainformer.session.session import Session
 from trainformer.tasks.base import provides
+from trainformer.utils.distributed import local_parts
 
 Status = Literal["ok", "warning", "failed"]
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[bold red]failed[/]"}
@@ -288,7 +289,7 @@ class _SavedBytes(AbstractContextManager[None]):
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = local_parts([tensor])[0].untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()

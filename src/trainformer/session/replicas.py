@@ -55,6 +55,11 @@ def files_for(key: str, names: Sequence[str], rank: int) -> list[str]:
     return [name for name, number in numbers.items() if number == rank]
 
 
+def is_of_another_rank(name: str) -> bool:
+    """Whether a file that appears while rank 0 writes is another rank's: a part of something, or its note."""
+    return re.search(r"^\.part-|\.shard-|\.rank\d+\.", name) is not None
+
+
 def check_replicas(states: Mapping[StateComponent, Any], ranks: Ranks) -> None:
     """Compare what should be the same on all ranks, before it is saved in the name of all of them."""
     if ranks.is_alone:

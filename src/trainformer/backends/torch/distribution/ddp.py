@@ -25,6 +25,7 @@ from trainformer.backends.torch.distribution.strategy import Strategy
 from trainformer.backends.torch.optimizers import modules_of
 from trainformer.backends.torch.placement import resolve_device
 from trainformer.engine.checkpoint import SharingPattern
+from trainformer.utils.distributed import use_group
 
 logger = logging.getLogger("trainformer")
 
@@ -42,6 +43,7 @@ class DataParallel(Strategy):
 
     def join(self, device: Any, timeout: float) -> torch.device:
         """Meet the other ranks. On CUDA each rank has the device of its number on the machine."""
+        use_group(None)  # another run of this process may have set one
         self.ranks = Ranks.join(device, timeout)
         return device_of(self.ranks, device)
 
