@@ -23,6 +23,7 @@ _HEAVY = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "trainformer.tasks",
+    "transformers.trainer",
     "torchvision",
 )
 

@@ -45,7 +45,7 @@ class OnlineLinear:
                 "OnlineLinear needs features and labels of each step: a task that keeps them as `seen` (SSL does, "
                 "except for MAE) and data with labels."
             )
-        features, labels = seen.features.detach().float(), seen.labels.long()
+        features, labels = _of_all_ranks(seen.features.detach().float(), seen.labels.long())
         if len(features) < 2:  # nothing to take batch statistics of
             return
         classifier, optimizer = self._ready(trainer, features)

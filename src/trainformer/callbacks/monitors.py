@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
+from trainformer.utils.distributed import is_divided
 
 logger = logging.getLogger("trainformer")
 
@@ -135,7 +136,7 @@ class GradientMonitor:
         model = trainer.task.model
         names = {id(p): name for name, p in model.named_parameters()}
         found = [
-            (names.get(id(p), "a parameter of the loss"), p.grad.detach().float().norm())
+            (names.get(id(p), "a parameter of the loss"), _norm(p.grad.detach()))
             for group in trainer.active_optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
@@ -149,3 +150,9 @@ class GradientMonitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on collecting."""
         self._norms = [torch.tensor(norm) for norm in state["norms"]]
+
+
+def _norm(grad: Tensor) -> Tensor:
+    """The norm of a gradient, all of it: where it is divided over ranks, every rank takes part."""
+    norm: Any = grad.float().norm()
+    return norm.full_tensor() if is_divided(norm) else norm

@@ -74,4 +74,4 @@ def _count_flops(trainer: TrainerLike) -> float | None:
     if not flops:
         logger.info("Throughput: torch counts no FLOPs for this model; speed is logged without them")
         return None
-    return flops / batch.size
+    return flops / max(batch.size, 1)  # 0: a sample was lent to this rank, so that it can take part

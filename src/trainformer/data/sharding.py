@@ -52,7 +52,8 @@ class Shard:
         data = slice_batch(batch.data, low, max(high, low + 1) if low < batch.size else batch.size, batch.size)
         if low >= batch.size:
             data = slice_batch(batch.data, 0, 1, batch.size)
-        return Sized(data, high - low, batch.bad, _part(batch.origin, low, high), batch.size, batch.size + batch.bad)
+        bad = batch.bad if self.index == 0 else 0  # ranks add up theirs
+        return Sized(data, high - low, bad, _part(batch.origin, low, high), batch.size, batch.size + batch.bad)
 
 
 #: The part of one rank alone.

@@ -8,6 +8,7 @@ from rank to rank: after events that some callback hears, ranks compare their re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class Outside:
     save: bool = False
     due: list[str] = field(default_factory=list)  # flags of the control that the clock of rank 0 sets
     live: list[Any] = field(default_factory=list)
+    callbacks_ask: bool = False  # whether a callback that hears of steps may ask for something
 
 
 def merged(all_of_them: list[Outside]) -> Outside:
@@ -34,6 +36,7 @@ def merged(all_of_them: list[Outside]) -> Outside:
         save=any(one.save for one in all_of_them),
         due=[name for one in all_of_them for name in one.due],
         live=[request for one in all_of_them for request in one.live],
+        callbacks_ask=any(one.callbacks_ask for one in all_of_them),
     )
 
 
@@ -48,12 +51,15 @@ class Agreement:
         self._peers = peers
         self._backend = backend
         self._services = services
+        self._is_alone = peers.is_alone
         self._overdue: list[str] = []
-        self._callbacks_ask = False
+        self._callbacks_ask = False  # on any rank
+        self._may_ask: Callable[[], bool] = lambda: False
 
-    def begin(self, callbacks_ask: bool) -> None:
-        """Before the first step: whether a callback, on any rank, hears of steps and could ask for something."""
-        self._callbacks_ask = self._peers.any([callbacks_ask])[0]
+    def begin(self, may_ask: Callable[[], bool]) -> None:
+        """Before the first step. `may_ask`: does a callback of this rank hear of steps, and could ask for something?"""
+        self._may_ask = may_ask
+        self._callbacks_ask = self._peers.any([may_ask()])[0]
 
     def note_overdue(self, name: str) -> None:
         """Something is due by the clock. Clocks differ: that of rank 0 counts."""
@@ -64,16 +70,21 @@ class Agreement:
         """Whether this rank was asked for something that the others do not know of."""
         control = self._control
         noted = control.noted_signal is not None or control.noted_save
-        return noted or bool(self._overdue) or self._services.has_requests()
+        if noted or self._overdue or self._services.has_requests():
+            return True
+        # A callback may be added while the run goes on, and on one rank only.
+        return not self._is_alone and not self._callbacks_ask and self._may_ask()
 
     def hear(self) -> None:
         """At a step boundary: enter into the control what was asked for from outside, and on other ranks."""
-        if self._peers.is_alone:
+        if self._is_alone:
             if self.has_requests():
                 self._obey(self._outside())
             return
         if self._backend.others_ask():
-            self._obey(merged(self._peers.gather(self._outside())))
+            outside = merged(self._peers.gather(self._outside()))
+            self._callbacks_ask |= outside.callbacks_ask
+            self._obey(outside)
         if self._callbacks_ask:
             self.settle()
 
@@ -84,7 +95,7 @@ class Agreement:
     def settle(self) -> None:
         """Make the requests of callbacks those of all ranks: what one of them asks for, all of them do."""
         control, peers = self._control, self._peers
-        if peers.is_alone:
+        if self._is_alone:
             return
         wanted = dict(zip(_FLAGS, peers.any([getattr(control, name) for name in _FLAGS]), strict=True))
         if wanted.pop("should_stop"):
@@ -98,7 +109,7 @@ class Agreement:
         """What this rank was asked for; asked again, it is nothing."""
         control = self._control
         live = self._services.take_requests() if self._services.has_requests() else []
-        found = Outside(control.noted_signal, control.noted_save, self._overdue, live)
+        found = Outside(control.noted_signal, control.noted_save, self._overdue, live, self._may_ask())
         control.noted_signal, control.noted_save, self._overdue = None, False, []
         return found
 

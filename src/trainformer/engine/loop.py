@@ -100,7 +100,7 @@ class Loop:
         if self.peers.is_main:  # it is that of all ranks
             self._metrics.extend(Entry(*values) for values in state.pending)
         state.pending = []
-        self.agreement.begin(self.bus.may_ask(STEP_EVENTS))
+        self.agreement.begin(lambda: self.bus.may_ask(STEP_EVENTS))
         self.agreement.settle()
         self._logged = self._now, logged, state.samples, state.tokens
 
@@ -113,6 +113,8 @@ class Loop:
         self.backend.begin_training()
         for window in self._windows():
             self._run_step(window)
+            self.services.poll()
+            self.agreement.hear()  # before anything is decided: also whether the epoch ends here
             if state.batch == self.source.batches_per_epoch or self.control.should_end_epoch:
                 # What is due after this step waits for the end of the epoch, so that no checkpoint ever stands
                 # between an epoch's last step and its evaluation.
@@ -168,8 +170,6 @@ class Loop:
     def _at_boundary(self, epoch: int | None = None) -> None:
         """Log, evaluate and save where that was asked for. `epoch`: so many have just been completed."""
         plan, control = self.plan, self.control
-        self.services.poll()
-        self.agreement.hear()
         if control.signal is not None:
             self._obey_signal(control.signal)
         if control.aborted:
@@ -223,10 +223,10 @@ class Loop:
                 self._log_rest()
             elif self.state.step > self.state.loss_steps:
                 self._drain()
-        keep = False
         if self.control.signal is None and self._evaluates_at_end() and self.state.step > 0:
-            keep = self._evaluate()
-        if keep or self.control.should_save or (self.plan.save_at_end and self.state.step > 0):
+            self.control.should_save |= self._evaluate()
+        self.agreement.settle()
+        if self.control.should_save or (self.plan.save_at_end and self.state.step > 0):
             self._save()
 
     # -- one step ------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ _FILTERABLE = ("epochs", "batch_size", "lr", "accumulation_steps", "precision", 
 # Settings that do not change what is computed.
 _INCIDENTAL = (
     "run_dir", "log", "log_every", "project", "resume", "num_workers", "prefetch_factor", "pin_memory", "suggested_lr",
+    "strategy", "dispatch_batches", "rank_timeout",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ Everything here is a collective: every rank must make the same calls in the same
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -60,6 +61,11 @@ def rank() -> int:
 def is_first() -> bool:
     """Whether this is the first of all processes, whatever their group: the one that prints and records."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def is_first_here() -> bool:
+    """Whether this is the first process of its machine."""
+    return is_first() or os.environ.get("LOCAL_RANK") == "0"
 
 
 @contextmanager

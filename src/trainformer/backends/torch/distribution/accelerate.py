@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainformer.backends.torch.distribution.ddp import DDP, MESSAGE
+from trainformer.backends.torch.distribution.ddp import DDP
 from trainformer.backends.torch.distribution.ranks import Ranks
-from trainformer.backends.torch.distribution.step_module import StepModule
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 
@@ -78,15 +77,15 @@ class Accelerate(DDP):
             _check(self.accelerator)
         else:
             _check_precision(self.accelerator.mixed_precision, self.precision)
-        self._place(task, device)
-        if self.ranks.is_alone:
-            return
-        module = StepModule(task)
-        if not _changes_gradients(self.accelerator.ddp_handler):
-            wide = all(p.dtype == torch.float64 for p in module.parameters() if p.requires_grad)
-            module.message = nn.Parameter(torch.zeros(MESSAGE, device=device, dtype=torch.float64 if wide else None))
-            self._message = module.message
-        self._wrapped = self.accelerator.prepare_model(module, device_placement=False)
+        super().prepare(task, device)
+
+    @property
+    def _lets_messages_travel(self) -> bool:
+        """Whether the Accelerator's hooks leave gradients as they are."""
+        return not _changes_gradients(self.accelerator.ddp_handler)
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
+        return self.accelerator.prepare_model(module, device_placement=False)
 
     def _make(self, device: torch.device) -> Any:
         options = dict(self.arguments)
@@ -123,7 +122,7 @@ class Accelerate(DDP):
 
 
 def _accelerate() -> Any:
-    return require("accelerate", "adapters", "for strategy='accelerate'")
+    return require("accelerate", "accelerate", "for strategy='accelerate'")
 
 
 def _check_options(options: dict[str, Any]) -> None:

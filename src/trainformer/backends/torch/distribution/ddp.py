@@ -95,7 +95,7 @@ class DDP(DataParallel):
         super().__init__(share_batchnorm=share_batchnorm)
         self.find_unused_parameters = find_unused_parameters
         self.options = options
-        self._wrapped: DistributedDataParallel | None = None
+        self._wrapped: Any = None
         self._message: nn.Parameter | None = None
 
     def prepare(self, task: Any, device: torch.device) -> None:
@@ -104,16 +104,23 @@ class DDP(DataParallel):
         if self.ranks.is_alone:
             return
         module = StepModule(task)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        if not self.find_unused_parameters:
-            wide = all(p.dtype == torch.float64 for p in trained)
+        if self._lets_messages_travel:
+            wide = all(p.dtype == torch.float64 for p in module.parameters() if p.requires_grad)
             module.message = nn.Parameter(torch.zeros(MESSAGE, device=device, dtype=torch.float64 if wide else None))
             self._message = module.message
+        self._wrapped = self._wrap(module)
+
+    @property
+    def _lets_messages_travel(self) -> bool:
+        """Whether gradients arrive as they are, and those of a parameter that no output depends on arrive as well."""
+        return not self.find_unused_parameters
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
         # torch 2.13 has renamed the argument, and warns of the old name.
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         chosen: dict[str, Any] = {buffers: not self.shares_batchnorm, **self.options}
-        self._wrapped = DistributedDataParallel(
+        return DistributedDataParallel(
             module,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
@@ -133,6 +140,7 @@ class DDP(DataParallel):
         """Let the numbers travel as the gradient of the parameter that nobody trains."""
         if self._message is None:
             return super().send(loss, values)
+        self._message.grad = None  # of a step that was given up
         return loss + (self._message * values.to(self._message.dtype)).sum().to(loss.dtype)
 
     def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
