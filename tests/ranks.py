@@ -29,7 +29,10 @@ _HEAVY = (
 
 
 def on_ranks(results: Results, world: int, folder: Path) -> list[dict[str, Tensor]]:
-    """What ``results(rank, world)`` returns in each of `world` processes; the processes import it by its name."""
+    """What ``results(rank, world)`` returns in each of `world` processes; the processes import it by its name.
+
+    They work in the folder, and leave there what they return.
+    """
     # Ranks are forked from a process that has imported everything: to import it anew takes each some ten seconds.
     multiprocessing.set_forkserver_preload(["torch.testing", "trainformer.trainer", *_HEAVY])
     args = results, world, str(folder), dict(os.environ)
@@ -41,6 +44,21 @@ def on_ranks(results: Results, world: int, folder: Path) -> list[dict[str, Tenso
                 process.kill()
             pytest.fail(f"the {world} processes did not end within two minutes")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def named(found: dict[str, Tensor], beginning: str) -> dict[str, Tensor]:
+    """What was found under names that begin so, by the rest of the name.
+
+    >>> named({"a/x": 1, "a/y": 2, "b/x": 3}, "a/")
+    {'x': 1, 'y': 2}
+    """
+    return {key.removeprefix(beginning): value for key, value in found.items() if key.startswith(beginning)}
+
+
+def say_rank(rank: int, world: int) -> None:
+    """Tell this process what a launcher would: some libraries look nowhere else."""
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in told.items()})
 
 
 def share_of(count: int, rank: int, world: int) -> slice:
@@ -63,6 +81,7 @@ def added_up(values: dict[str, Tensor]) -> dict[str, Tensor]:
 def _worker(rank: int, results: Results, world: int, folder: str, environment: dict[str, str]) -> None:
     """Join the group, compute, and leave the results in the folder. An exception reaches the parent as it is."""
     os.environ.update(environment)
+    os.chdir(folder)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meeting"

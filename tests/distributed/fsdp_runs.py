@@ -202,6 +202,10 @@ def all_weights(task):
 
 
 def backend_of(task, precision="no", optimizer="adamw", **options):
+    return backend_with(FSDP(**options), task, precision, optimizer)
+
+
+def backend_with(strategy, task, precision="no", optimizer="adamw"):
     settings = TorchSettings(
         lr=LR,
         weight_decay=DECAY,
@@ -212,8 +216,7 @@ def backend_of(task, precision="no", optimizer="adamw", **options):
         batch_size=BATCH,
         optimizer=optimizer,
     )
-    backend = TorchBackend(task, settings, strategy=FSDP(**options))
-    return backend
+    return TorchBackend(task, settings, strategy=strategy)
 
 
 def part_of(batch, ranks, more):

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_runs import wide_llama
 from transformers import AutoModelForCausalLM
 
-from text_toys import gpt2, llama
+from text_toys import gpt2
 from toys import classes
 from trainformer import Loss
 from trainformer.backends.torch.distribution.pipeline import Pipeline
 from trainformer.backends.torch.optimizers import make_optimizer
 from trainformer.core.errors import BadArgument
+from trainformer.utils import distributed
 
 CLIP = 0.3
 Windows = list[list[Any]]
@@ -79,13 +82,7 @@ def windows_of_samples(batch: int = 7, accumulate: int = 2, n: int = 43) -> Wind
 
 
 def small_llama() -> nn.Module:
-    """In float64 throughout: Llama's own norms round to float32, which another slicing of a batch turns into 1e-7."""
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=4, vocab_size=64))
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "LlamaRMSNorm":
-            model.set_submodule(name, nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon))
-    return model.double()
+    return wide_llama(seed=5, vocab_size=64)
 
 
 def tied_gpt2() -> nn.Module:
@@ -266,6 +263,7 @@ def results(folder: str, rank: int, world: int) -> dict[str, Tensor]:
         found["size"] = torch.stack([metrics["size"][0] / metrics["size"][1] for metrics in pairs])
     run = Run(lambda: NextToken(checkpointed_gpt2()), split=[1, 3] if world == 2 else None)
     found |= labelled("gpt2", run.train(windows_of_tokens(packed=True)))
+    found |= seen_by_others(run)
     model = run.strategy.whole_model()
     if rank == 0:
         found["gpt2 exported"] = NextToken(model).train_step(windows_of_tokens()[0][0]).sum.detach()
@@ -273,6 +271,13 @@ def results(folder: str, rank: int, world: int) -> dict[str, Tensor]:
     run = Run(lambda: NextToken(small_llama().float()), autocast=True)
     found |= labelled("bf16", run.train(windows_of_tokens()))
     return found | traces_of_a_batch() | resumed(folder, rank, world) | refusals()
+
+
+def seen_by_others(run: Run) -> dict[str, Tensor]:
+    """What is counted over all stages, and what is each rank's own."""
+    rows = distributed.gather_rows(torch.tensor([run.strategy.ranks.rank]))
+    counted = run.strategy.count_parameters(run.task.model.parameters())
+    return {"counted": torch.tensor(counted), "stream": torch.tensor(run.strategy.random_stream), "rows": rows}
 
 
 def traces_of_a_batch() -> dict[str, Tensor]:
@@ -312,17 +317,12 @@ def resumed(folder: str, rank: int, world: int) -> dict[str, Tensor]:
 def refusals() -> dict[str, Tensor]:
     """What is refused on every rank, so that none waits for another."""
     run = Run(lambda: Drawing(tower()))
-    try:
+    with pytest.raises(BadArgument, match="draw no random numbers"):
         run.train(windows_of_samples())
-    except BadArgument as error:
-        return {"refused to draw": torch.tensor("draw no random numbers" in str(error))}
-    return {}
+    with pytest.raises(BadArgument, match="no average of the weights"):
+        run.strategy.copy_model()
+    return {"refused": torch.tensor(2)}
 
 
 def labelled(label: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{label}: {name}": value for name, value in values.items()}
-
-
-def of_run(found: dict[str, Tensor], label: str) -> dict[str, Tensor]:
-    """What a rank found in a run, by name."""
-    return {key.removeprefix(f"{label}: "): value for key, value in found.items() if key.startswith(f"{label}: ")}

@@ -5,13 +5,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fsdp_runs import (
-    BATCH,
-    CLIP,
-    DECAY,
     HALF,
-    LR,
     STEPS,
     Telling,
+    backend_with,
     copies_of,
     named_results,
     parts_of_run,
@@ -22,12 +19,11 @@ from fsdp_runs import (
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInputOutput, RowwiseParallel, SequenceParallel
-from training_runs import found, run_llama
+from training_runs import average_of, found, run_llama
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from text_toys import llama
 from toys import TokenTask
-from trainformer.backends.torch.backend import TorchBackend, TorchSettings
 from trainformer.backends.torch.distribution.tensor_parallel import TensorParallel
 from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument
@@ -144,11 +140,8 @@ def fresh(name, seed=1):
 
 def backend_of(name, size, plan=None):
     """On a rank; its weights are not those of others, of which rank 0's count where nothing is loaded."""
-    settings = TorchSettings(
-        lr=LR, weight_decay=DECAY, gradient_clip=CLIP, scheduler=None, precision="no", device="cpu", batch_size=BATCH
-    )
     strategy = TensorParallel(size=size, plan=plan or PLANS.get(name))
-    return TorchBackend(fresh(name, seed=1 + dist.get_rank()), settings, strategy=strategy)
+    return backend_with(strategy, fresh(name, seed=1 + dist.get_rank()))
 
 
 def whole_run(name, size, folder=None):
@@ -195,7 +188,7 @@ def on_four(rank, world, folder):
     """Two models of two ranks each, or one of four."""
     folder = Path(folder)
     results, backend = whole_run("tied", 2, folder / "tied-four")
-    results |= asked_by_one(backend)
+    results |= asked_by_one(backend) | copied(backend)
     results |= whole_run("by-hand", 2)[0] | whole_run("by-hand", 4)[0]
     results |= resumed_run("untied", 4, folder / "untied-two")
     return results | trained_by_trainer(folder, {"name": "tp", "size": 2})
@@ -203,15 +196,17 @@ def on_four(rank, world, folder):
 
 @torch.no_grad()
 def copied(backend):
-    """What a copy of the model says, and how much of the model is here."""
+    """What a copy of the model says, in which weights are tied as in the model, and how much of the model is here."""
     model, copy = backend.task.model, backend.strategy.copy_model()
+    tied = [m.lm_head.weight is m.model.embed_tokens.weight for m in (model, copy)]
     ids = torch.arange(8)[None]
     before = model(input_ids=ids).logits
     for p in model.parameters():
         p.add_(1.0)
     held = [[p.to_local() if here and is_divided(p) else p for p in model.parameters()] for here in (True, False)]
     numbers = [sum(p.numel() for p in parameters) for parameters in held]
-    return {"copy": copy(input_ids=ids).logits, "copied": before, "held": torch.tensor(numbers)}
+    results = {"copy": copy(input_ids=ids).logits, "copied": before, "held": torch.tensor(numbers)}
+    return results | {"tied": torch.tensor(tied)}
 
 
 def asked_by_one(backend):
@@ -234,6 +229,9 @@ def refuses_a_wrong_plan():
 
 
 def trained_by_trainer(folder, strategy):
-    """The task for language models, which computes its loss without all logits where the model is whole."""
-    trainer = run_llama(strategy, run_dir=folder / f"runs-{dist.get_world_size()}").fit()
-    return {f"trainer/{key}": value for key, value in found(trainer).items()}
+    """The task for language models, which computes its loss without all logits where the model is whole.
+
+    It is evaluated with an average of its weights.
+    """
+    trainer = run_llama(strategy, run_dir=folder / f"runs-{dist.get_world_size()}", ema=0.9).fit()
+    return {f"trainer/{key}": value for key, value in {**found(trainer), **average_of(trainer)}.items()}

@@ -1,14 +1,20 @@
 """`strategy="accelerate"`: an Accelerator wraps and differentiates, and everything else is as without it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate_runs import accelerated
+from accelerate_runs import accelerated, divided, run_tokens
 from training_runs import found, run_mlp
 
 from ranks import on_ranks
 from trainformer.backends.torch.distribution import make_strategy
+from trainformer.backends.torch.distribution.accelerate import launched_strategy
+from trainformer.backends.torch.distribution.accelerate_engine import check_config
 from trainformer.core.errors import BadArgument
 
 
@@ -24,9 +30,13 @@ def of(results, way):
     return {key.removeprefix(f"{way} "): value for key, value in results.items() if key.startswith(f"{way} ")}
 
 
+def weights_of(results):
+    return {key: value for key, value in results.items() if key.startswith("weight")}
+
+
 def apart(results, others):
     assert results.keys() == others.keys()
-    assert len(results) > 6
+    assert len(results) > 3
     return max((results[key] - others[key]).abs().max().item() for key in results)
 
 
@@ -38,9 +48,7 @@ def test_it_trains_as_without_it_and_as_one_process(tmp_path, monkeypatch):
     for rank in on_ranks(accelerated, 2, tmp_path):
         for way in ("made", "given", "ddp"):
             assert apart(of(rank, way), alone) < 1e-8, way
-        weights = {key: value for key, value in alone.items() if key.startswith("weight")}
-        resumed = {key: value for key, value in of(rank, "resumed").items() if key.startswith("weight")}
-        assert max((resumed[key] - weights[key]).abs().max().item() for key in weights) < 1e-8
+        assert apart(weights_of(of(rank, "resumed")), weights_of(alone)) < 1e-8
         assert apart(of(rank, "short"), of(rank, "likewise")) == 0
         # Gradients that are rounded on their way change the weights a little, and what is said of a step not at all.
         rounded = of(rank, "rounded")
@@ -86,9 +94,130 @@ def test_options_and_devices_are_looked_at():
         make_strategy(Accelerator(cpu=True)).join("cuda", 10.0)
 
 
-@pytest.mark.parametrize(("kind", "instead"), [("FSDP", "strategy='fsdp'"), ("DEEPSPEED", "strategy='fsdp'")])
-def test_who_takes_the_step_out_of_our_hands_is_refused(kind, instead):
+@pytest.mark.parametrize(("kind", "instead"), [("FSDP", "strategy='fsdp'"), ("MEGATRON_LM", "strategy='tp'")])
+def test_who_takes_the_parameters_out_of_our_hands_is_refused(kind, instead):
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = type(accelerator.distributed_type)[kind]
     with pytest.raises(BadArgument, match=instead):
         make_strategy(accelerator)
+
+
+# -- accelerate launch -----------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, torch
+from accelerate_runs import run_tokens
+from training_runs import found
+from trainformer.backends.torch.distribution.accelerate import launched_strategy
+
+trainer = run_tokens(launched_strategy() or "auto", "out").fit()
+kind = {"ddp": 0, "fsdp": 1}[trainer._session.backend.strategy.name]
+torch.save({**found(trainer), "kind": torch.tensor(kind)}, os.environ["RANK"] + ".pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(["--multi_gpu"], 0), (["--use_fsdp", "--fsdp_version", "2", "--fsdp_offload_params", "true"], 1)],
+)
+def test_accelerate_launch_starts_the_strategy_that_it_was_told_to(words, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words, "--num_processes", "2"]
+    command += ["--main_process_port", "0", "program.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    alone = found(run_tokens("single", "alone").fit())
+    for rank in (0, 1):
+        here = torch.load(f"{rank}.pt", weights_only=True)
+        assert here.pop("kind") == kind
+        assert apart(here, alone) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({}, {}),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, {}),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"name": "accelerate"}),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {"name": "accelerate"}),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "false", "FSDP_VERSION": "2"},
+            {"name": "fsdp", "reshard_after_forward": False, "cpu_offload": False},
+        ),
+        (
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_OFFLOAD_PARAMS": "true",
+                "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+                "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block,Layer",
+            },
+            {"name": "fsdp", "reshard_after_forward": True, "cpu_offload": True, "blocks": ["Block", "Layer"]},
+        ),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "strategy='tp'"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "strategy='tp' or 'fsdp'"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "compile=True"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "'replicas'"),
+        ({"ACCELERATE_USE_FSDP": "1", "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing=True"),
+    ],
+)
+def test_what_the_launcher_was_told_is_done_or_refused(environment, asked, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(asked, str):
+        with pytest.raises(BadArgument, match=asked):
+            launched_strategy()
+    else:
+        assert launched_strategy() == asked
+        assert make_strategy(asked or "ddp").name == asked.get("name", "ddp")
+    if "ACCELERATE_USE_FSDP" in environment:
+        with pytest.raises(BadArgument):
+            make_strategy("accelerate")
+
+
+# -- DeepSpeed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_deepspeed_trains_as_ddp_does_and_shares_its_checkpoints(tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.chdir(tmp_path)
+    for rank in on_ranks(divided, 2, tmp_path):
+        plain = of(rank, "ddp")
+        for way in ("zero1", "zero2"):
+            assert apart(of(rank, way), plain) < 1e-5, way
+        for way in ("from ddp", "from zero"):
+            assert apart(weights_of(of(rank, way)), weights_of(plain)) < 1e-5, way
+        assert apart(weights_of(of(rank, "again")), weights_of(of(rank, "zero1"))) == 0
+        # The run's precision reaches the model, though DeepSpeed has one of its own.
+        assert apart(of(rank, "zero in bf16"), of(rank, "bf16")) < 1e-5 < apart(of(rank, "bf16"), plain)
+        assert apart(of(rank, "zero's"), of(rank, "ddp's")) < 1e-6
+        # A step that is left out leaves nothing behind.
+        assert apart(weights_of(of(rank, "zero skipped")), weights_of(of(rank, "skipped"))) < 1e-5
+        assert apart(weights_of(of(rank, "skipped")), weights_of(plain)) > 1e-3
+    alone = run_tokens("single", "alone", resume="zero2/checkpoints/step_00000002").fit()
+    assert apart(weights_of(found(alone)), weights_of(plain)) < 1e-5
+    assert not list((tmp_path / "zero2").rglob("*zero_pp_rank*"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "strategy='ddp'"),
+        ({"zero_optimization": {"stage": 3}}, "strategy='fsdp'"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "'cpu_offload': True"),
+        ({"optimizer": {"type": "AdamW"}}, "received 'AdamW'. Remove it, and pass optimizer="),
+        ({"bf16": {"enabled": True}}, "pass precision='bf16'"),
+        ({"gradient_clipping": 0.5}, "pass gradient_clip=0.5"),
+    ],
+)
+def test_what_deepspeed_may_not_be_told_is_refused(config, said):
+    with pytest.raises(BadArgument, match=said):
+        check_config({"zero_optimization": {"stage": 2}, **config})
+    harmless = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "fp16": {"enabled": False}}
+    assert check_config({"zero_optimization": {"stage": 1, "offload_param": {"device": "none"}}, **harmless}) is None

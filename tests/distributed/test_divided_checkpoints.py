@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from training_runs import kept, run_llama, wide_llama
 from transformers import AutoModelForCausalLM
 
-from ranks import on_ranks
+from ranks import named, on_ranks
 from trainformer import checkpoint
 from trainformer.adapters import LoRA
 from trainformer.engine.checkpoint import CheckpointStore
@@ -18,15 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("divided")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("RUNS_FOLDER", str(folder))
-        found = on_ranks(kept, 2, folder)[0]
-    return folder, found
-
-
-def part(found, kind):
-    return {key.removeprefix(f"{kind} "): value for key, value in found.items() if key.startswith(f"{kind} ")}
+    return folder, on_ranks(kept, 2, folder)[0]
 
 
 def equal(a, b):
@@ -41,21 +33,21 @@ def test_it_lies_in_parts_and_tools_read_it_as_a_whole(run, tmp_path):
     assert newest.manifest.formats["callback.EMA"] == "sharded"
     checkpoint.verify(folder / "divided")
     summary = checkpoint.inspect(folder / "divided")
-    model = part(found, "weight")
+    model = named(found, "weight ")
     assert summary.world_size == 2
     assert summary.parameters == sum(value.numel() for value in model.values())
     exported = load_file(checkpoint.export_weights(folder / "divided", tmp_path / "weights.safetensors"))
     assert equal(exported, model)
     average = load_file(checkpoint.export_weights(folder / "divided", tmp_path / "ema.safetensors", ema=True))
-    assert equal(average, part(found, "average"))
+    assert equal(average, named(found, "average "))
     assert not equal(average, model)
 
 
 def test_a_single_file_and_an_export_hold_all_of_it(run):
     folder, found = run
-    assert equal(torch.load(folder / "all.pt", weights_only=True)["components"]["model"], part(found, "weight"))
+    assert equal(torch.load(folder / "all.pt", weights_only=True)["components"]["model"], named(found, "weight "))
     exported = torch.load(folder / "average.pt", weights_only=True)
-    for name, value in part(found, "average").items():
+    for name, value in named(found, "average ").items():
         torch.testing.assert_close(exported[name], value.float())
 
 
@@ -63,7 +55,7 @@ def test_it_becomes_a_folder_for_from_pretrained(run, tmp_path):
     folder, found = run
     checkpoint.finalize(folder / "divided", tmp_path / "deployed", ema=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "deployed")
-    wanted = {name: value.float() for name, value in part(found, "weight").items()}
+    wanted = {name: value.float() for name, value in named(found, "weight ").items()}
     assert equal({name: value.float() for name, value in model.state_dict().items()}, wanted)
 
 
@@ -71,7 +63,7 @@ def test_an_adapter_on_a_divided_model_is_the_file_that_peft_reads(run, tmp_path
     folder, found = run
     newest = CheckpointStore(folder / "adapted" / "checkpoints").newest()
     model = PeftModel.from_pretrained(wide_llama(), newest.path)
-    wanted = part(found, "adapted")
+    wanted = named(found, "adapted ")
     learned = {name: value for name, value in model.state_dict().items() if "lora_B" in name}
     assert learned
     assert any(value.abs().max() > 0 for value in learned.values())
@@ -85,7 +77,7 @@ def test_an_adapter_on_a_divided_model_is_the_file_that_peft_reads(run, tmp_path
 def test_one_process_goes_on_from_it(run, tmp_path, source):
     folder, found = run
     trainer = run_llama("single", ema=0.9, run_dir=tmp_path / "alone", epochs=2).load(folder / source)
-    assert equal(trainer.task.model.state_dict(), part(found, "weight"))
+    assert equal(trainer.task.model.state_dict(), named(found, "weight "))
     states = trainer._session.backend.optimizer.state_dict()["state"]
     assert all((state["step"] == 4).all() for state in states.values())
     trainer.fit()

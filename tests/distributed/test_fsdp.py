@@ -21,7 +21,7 @@ from fsdp_runs import (
 )
 from torch import nn
 
-from ranks import on_ranks
+from ranks import named, on_ranks
 from toys import MeanTask, largest_difference, weights
 from trainformer.backends.torch.distribution.fsdp import FSDP
 from trainformer.backends.torch.distribution.mesh import sharding_mesh
@@ -72,15 +72,11 @@ def two(folder, four, tmp_path_factory):
     return on_ranks(partial(on_two, folder=str(folder)), 2, tmp_path_factory.mktemp("two"))
 
 
-def results_of(found, name):
-    return {key.removeprefix(f"{name}/"): value for key, value in found.items() if key.startswith(f"{name}/")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_four_ranks_are_one_process(name, alone, four):
     for found in four:
-        own = results_of(found, name)
+        own = named(found, f"{name}/")
         assert own.keys() == alone.after(name).keys()
         assert largest_difference(own, alone.after(name)) < TOLERANCE
 
@@ -89,7 +85,7 @@ def test_four_ranks_are_one_process(name, alone, four):
 @pytest.mark.parametrize("name", TASKS)
 def test_what_four_ranks_saved_goes_on_on_two(name, alone, two):
     for found in two:
-        assert largest_difference(results_of(found, f"{name}-resumed"), alone.after(name, HALF)) < TOLERANCE
+        assert largest_difference(named(found, f"{name}-resumed/"), alone.after(name, HALF)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -108,7 +104,7 @@ def test_what_four_ranks_saved_goes_on_in_one_process(name, alone, four, folder)
 @pytest.mark.slow
 def test_what_one_process_saved_goes_on_on_two(alone, two):
     for found in two:
-        assert largest_difference(results_of(found, "from-one"), alone.after("teaching", HALF)) < TOLERANCE
+        assert largest_difference(named(found, "from-one/"), alone.after("teaching", HALF)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -121,11 +117,7 @@ def test_the_whole_model_is_that_of_the_files_and_has_its_tied_weights(alone, tw
     assert saved["lm_head.weight"] is saved["model.embed_tokens.weight"]
     model = TASKS["telling"]().model
     model.load_state_dict(saved)
-    assert largest_difference(model.state_dict(), results_of(alone_model(alone), "model")) < TOLERANCE
-
-
-def alone_model(alone):
-    return {key.replace("model.", "model/", 1): value for key, value in alone.after("telling").items()}
+    assert largest_difference(model.state_dict(), named(alone.after("telling"), "model.")) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -206,6 +198,7 @@ def test_alone_it_is_the_strategy_of_a_single_process():
     assert task.model is before
     assert strategy.whole_model() is before
     assert not strategy.divides_state
+    assert strategy.train_step() is None
     assert strategy.optimizer_state(optimizer).keys() == optimizer.state_dict().keys()
     assert strategy.infer(lambda batch: batch + 1, 2) == 3
 

@@ -7,9 +7,9 @@ from functools import partial
 import pipeline_runs as runs
 import pytest
 import torch
-from pipeline_runs import Classify, NextToken, by_hand, of_run, plain_optimizer, tied_gpt2, tower, windows_of_samples
+from pipeline_runs import Classify, NextToken, by_hand, plain_optimizer, tied_gpt2, tower, windows_of_samples
 
-from ranks import on_ranks
+from ranks import named, on_ranks
 from toys import largest_difference
 
 EXACT = 1e-10
@@ -56,11 +56,11 @@ def test_every_schedule_trains_as_one_process_does(ranks, alone, kind):
     labels = labels_of(ranks[0], kind)
     assert len(labels) == {"mlp": 3, "llama": 3 if len(ranks) == 2 else 1, "gpt2": 1}[kind]
     for label in labels:
-        main = of_run(ranks[0], label)
+        main = named(ranks[0], f"{label}: ")
         assert set(main) == set(alone[kind])
         assert largest_difference(main, alone[kind]) < EXACT
         for other in ranks[1:]:
-            seen = of_run(other, label)
+            seen = named(other, f"{label}: ")
             assert {"losses", "norms"} < set(seen) < set(main)
             assert largest_difference(seen, alone[kind]) < EXACT
 
@@ -96,7 +96,7 @@ def test_each_rank_holds_its_own_layers_alone(ranks):
 
 @pytest.mark.parametrize("source", ["same", "one", "two"])
 def test_state_is_that_of_one_process_and_goes_on_anywhere(ranks, alone, source):
-    found = of_run(ranks[0], f"from {source}")
+    found = named(ranks[0], f"from {source}: ")
     if source == "two" and len(ranks) == 2:
         assert not found  # that is "same"
         return
@@ -143,5 +143,12 @@ def test_autocast_reaches_every_stage(ranks):
     assert (losses - plain["losses"]).abs().max() > 1e-6  # fp32 would be this near
 
 
-def test_a_task_that_mixes_in_its_step_is_refused_on_every_rank(ranks):
-    assert all(found.get("refused to draw") for found in ranks)
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank(ranks):
+    assert [found["refused"].item() for found in ranks] == [2] * len(ranks)
+
+
+def test_a_weight_of_two_stages_counts_once_and_what_is_drawn_and_gathered_is_a_ranks_own(ranks):
+    every = sum(p.numel() for p in tied_gpt2().parameters())
+    assert [found["counted"].item() for found in ranks] == [every] * len(ranks)
+    assert [found["stream"].item() for found in ranks] == list(range(len(ranks)))
+    assert [found["rows"].tolist() for found in ranks] == [[rank] for rank in range(len(ranks))]

@@ -7,10 +7,9 @@ from functools import partial
 
 import pipeline_trainer_runs as runs
 import pytest
-from pipeline_runs import of_run
 from safetensors.torch import load_file
 
-from ranks import on_ranks
+from ranks import named, on_ranks
 from toys import largest_difference
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,7 @@ def records(folder):
 
 @pytest.mark.parametrize("label", ["straight", "from one"])
 def test_weights_are_those_of_one_process(one, two, label):
-    assert largest_difference(of_run(two[0], label), one) < 1e-10
+    assert largest_difference(named(two[0], f"{label}: "), one) < 1e-10
 
 
 def test_what_is_logged_is_that_of_one_process(folder, two):
@@ -59,7 +58,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_a_pipeline(folder, one, two)
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_language_task_needs_nothing_of_its_own(folder, two, packing):
     wanted = runs.texts(folder / f"alone{packing}", "single", packing)
-    found = of_run(two[0], f"packing {packing}")
+    found = named(two[0], f"packing {packing}: ")
     assert largest_difference(found, wanted) < 1e-5
     newest = max((folder / f"texts{packing}" / "checkpoints").glob("step_*"))
     assert largest_difference(load_file(newest / "model.safetensors"), wanted) < 1e-5

@@ -1,5 +1,7 @@
 """One, two and four processes train the same model: losses, metrics and weights do not depend on their number."""
 
+from functools import partial
+
 import pytest
 import torch
 from training_runs import training
@@ -17,16 +19,8 @@ RUNS = [  # run, strategy, settings
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("numbers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("RUNS_FOLDER", str(folder))
-        patch.setenv("RUNS", ";".join(RUNS))
-        found = {}
-        for world in (1, 2, 4):
-            (folder / str(world)).mkdir()
-            found[world] = on_ranks(training, world, folder / str(world))
-    return found
+    runs = partial(training, specs=RUNS)
+    return {world: on_ranks(runs, world, tmp_path_factory.mktemp(f"numbers{world}")) for world in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("run", RUNS)

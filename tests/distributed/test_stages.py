@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from text_toys import bert, gpt2, t5
+from toys import largest_difference
 from trainformer.backends.torch.distribution.pipeline import Pipeline
 from trainformer.backends.torch.distribution.pipeline_parts import cut, weighed
 from trainformer.backends.torch.distribution.stages import Chain, balanced
@@ -236,9 +237,12 @@ def test_one_process_alone_is_an_ordinary_run():
     strategy, task = Pipeline(), Classify(tower())
     strategy.join("cpu", 60)
     strategy.prepare(task, torch.device("cpu"))
-    assert strategy.train_step() == task.train_step
+    assert strategy.train_step() is None
     assert list(strategy.model_state(task.model.state_dict)) == list(tower().state_dict())
     assert strategy.whole_model() is task.model
+    copied = strategy.copy_model()
+    assert copied is not task.model
+    assert largest_difference(copied.state_dict(), task.model.state_dict()) == 0
 
 
 def test_batches_are_cut_into_micro_batches_of_nearly_one_size():

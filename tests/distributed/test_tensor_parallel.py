@@ -8,10 +8,10 @@ from fsdp_runs import HALF, STEPS, all_weights, by_hand, opened, optimizer_by_ha
 from tensor_parallel_runs import MAKE, Divisible, fresh, on_four, on_two, tied_llama, untied_llama
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
-from training_runs import found, run_llama
+from training_runs import average_of, found, run_llama
 from transformers import GPT2LMHeadModel
 
-from ranks import on_ranks
+from ranks import named, on_ranks
 from text_toys import gpt2
 from toys import MeanTask, largest_difference, same
 from trainformer.backends.torch.distribution.optimizer_state import whole_optimizer_state
@@ -49,7 +49,7 @@ def alone():
 
 def difference(ranks, run, expected):
     """How far the ranks are from one process; what they found has to be the same on each, to the last bit."""
-    first, *others = [{k.removeprefix(f"{run}/"): v for k, v in r.items() if k.startswith(f"{run}/")} for r in ranks]
+    first, *others = [named(found, f"{run}/") for found in ranks]
     alike = all(same(other, first) for other in others)
     return largest_difference(first, expected) if alike and first.keys() == expected.keys() else float("nan")
 
@@ -101,10 +101,11 @@ def test_the_whole_model_is_that_of_one_process(alone, two, folder):
 
 
 @pytest.mark.slow
-def test_a_copy_is_a_model_of_its_own_and_ranks_hold_parts(two):
+def test_a_copy_is_a_model_of_its_own_and_ranks_hold_parts(two, four):
+    assert all(torch.equal(rank["copy"], rank["copied"]) for rank in (*two, *four))
+    assert [rank["tied"].tolist() for rank in (two[0], four[0])] == [[False, False], [True, True]]
     norms = sum(p.numel() for name, p in fresh("untied").model.named_parameters() if "norm" in name)
     for rank in two:
-        assert torch.equal(rank["copy"], rank["copied"])
         here, whole = rank["held"].tolist()
         assert here < 0.55 * whole
     assert sum(rank["held"][0] for rank in two) == two[0]["held"][1] + norms
@@ -123,7 +124,8 @@ def test_a_whole_layer_among_divided_ones_is_refused_where_the_plan_forgot_it(tw
 
 @pytest.mark.slow
 def test_the_trainer_finds_the_same_on_any_number_of_ranks(two, four, tmp_path):
-    expected = found(run_llama("single", run_dir=tmp_path).fit())
+    trainer = run_llama("single", run_dir=tmp_path, ema=0.9).fit()
+    expected = {**found(trainer), **average_of(trainer)}
     for ranks in (two, four):
         assert difference(ranks, "trainer", expected) < TOLERANCE
         assert ranks[0]["trainer/counts"][1] == 2 * 14
@@ -132,12 +134,13 @@ def test_the_trainer_finds_the_same_on_any_number_of_ranks(two, four, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_trainer_goes_on_alone_with_what_ranks_saved(four, folder, tmp_path, world):
-    uninterrupted = found(run_llama("single", run_dir=tmp_path / "all").fit())
+    uninterrupted = run_llama("single", run_dir=tmp_path / "all", ema=0.9).fit()
     saved = folder / f"runs-{world}" / "checkpoints" / "step_00000004"
-    resumed = found(run_llama("single", run_dir=tmp_path / "rest", resume=saved).fit())
-    weights = {key: value for key, value in resumed.items() if key.startswith("weight ")}
+    resumed = run_llama("single", run_dir=tmp_path / "rest", resume=saved, ema=0.9).fit()
+    weights = named(found(resumed), "weight ")
     assert len(weights) > 30
-    assert largest_difference(weights, uninterrupted) < TOLERANCE
+    assert largest_difference(weights, named(found(uninterrupted), "weight ")) < TOLERANCE
+    assert largest_difference(average_of(resumed), average_of(uninterrupted)) < TOLERANCE
 
 
 # -- plans; one process ------------------------------------------------------------------------------------
@@ -150,6 +153,7 @@ def test_alone_it_is_the_strategy_of_a_single_process():
     assert type(task.model[0]) is nn.Linear
     assert strategy.whole_model() is task.model
     assert not strategy.divides_state
+    assert strategy.train_step() is None
     with pytest.raises(BadArgument, match="size to divide the number of processes"):
         TensorParallel(size=2).join("cpu", 1.0)
 

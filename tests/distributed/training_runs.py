@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from typing import Any
 
 import ssl_toys
@@ -52,16 +52,14 @@ def run_mlp(strategy: Any, **options: Any) -> Trainer:
     )
 
 
-def wide_llama() -> LlamaForCausalLM:
+def wide_llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
     """One that computes everything in float64: its own norms go through fp32, whatever they are given."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(llama(num_hidden_layers=4)).double()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(llama(num_hidden_layers=4, **sizes))
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "LlamaRMSNorm":
-            parent, _, attribute = name.rpartition(".")
-            width, eps = len(module.weight), module.variance_epsilon
-            setattr(model.get_submodule(parent), attribute, nn.RMSNorm(width, eps=eps, dtype=torch.float64))
-    return model
+            model.set_submodule(name, nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon))
+    return model.double()
 
 
 def run_llama(strategy: Any, adapter: LoRA | None = None, **options: Any) -> Trainer:
@@ -111,29 +109,31 @@ def found(trainer: Trainer) -> dict[str, Tensor]:
     return {**tensors, "counts": torch.tensor(counts)}
 
 
-def training(rank: int, world: int) -> dict[str, Tensor]:
-    """All runs with the strategies named in the environment, and some settings more."""
-    os.chdir(os.environ["RUNS_FOLDER"])
+def average_of(trainer: Trainer) -> dict[str, Tensor]:
+    """The average of the weights (EMA), whole. Every rank must take part."""
+    average = next(cb for cb in trainer._session.callbacks if type(cb).__name__ == "EMA").model
+    return {f"average {name}": value.clone() for name, value in gathered(average.state_dict()).items()}
+
+
+def training(rank: int, world: int, specs: Sequence[str]) -> dict[str, Tensor]:
+    """Runs with the strategies they name, and some settings more."""
     results: dict[str, Tensor] = {}
-    for spec in os.environ["RUNS"].split(";"):
+    for spec in specs:
         name, strategy, *options = spec.split(",")
         settings = {key: int(value) for key, value in (option.split("=") for option in options)}
-        folder = f"{spec.replace(',', '-')}-{world}"
-        trainer = RUNS[name](strategy, **settings, run_dir=folder).fit()
+        trainer = RUNS[name](strategy, **settings, run_dir=spec.replace(",", "-")).fit()
         results |= {f"{spec} {key}": value for key, value in found(trainer).items()}
     return results
 
 
 def kept(rank: int, world: int) -> dict[str, Tensor]:
     """A divided language model with an average of its weights: what it was left with, saved and exported by all."""
-    os.chdir(os.environ["RUNS_FOLDER"])
     trainer = run_llama("fsdp", ema=0.9, run_dir="divided", save_every=2, epochs=1).fit()
     trainer.save("all.pt")
     trainer.export("average")
-    average = next(cb for cb in trainer._session.callbacks if type(cb).__name__ == "EMA").model
     whole = trainer._session.backend.strategy.whole_model().state_dict()
     found = {f"weight {name}": value.clone() for name, value in whole.items()}
     small = run_llama("fsdp", LoRA(r=4), run_dir="adapted", epochs=1, save_every=2).fit()
     adapted = small._session.backend.strategy.whole_model().state_dict()
     found |= {f"adapted {name}": value.clone() for name, value in adapted.items()}
-    return found | {f"average {name}": value.clone() for name, value in gathered(average.state_dict()).items()}
+    return found | average_of(trainer)

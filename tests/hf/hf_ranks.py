@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hf_toys import Classifier, examples, llama, losses, make, make_theirs, padded, parameters, sequences
 from transformers import GPT2LMHeadModel
 
+from ranks import say_rank
 from text_toys import chat_tokenizer, gpt2, sentences
 from trainformer import hf
 
@@ -69,7 +70,7 @@ class Witness(hf.TrainerCallback):
 
 def data_parallel(rank, world):
     """Data parallelism against one process, and against transformers."""
-    _say_rank(rank, world)
+    say_rank(rank, world)
     witness, shown = Witness(), io.StringIO()
     with contextlib.redirect_stdout(shown):
         watchers = [witness, hf.JsonLogger(path="ddp/log.jsonl"), hf.TBLogger("ddp/board"), hf.PeakMemory("ddp/peaks")]
@@ -137,7 +138,7 @@ def _in_turn(args, rank):
 
 def divided(rank, world):
     """Strategies that divide the model: its weights are nowhere whole, and callbacks run it all the same."""
-    _say_rank(rank, world)
+    say_rank(rank, world)
     watchers = [hf.GradLogger(log_frequency=1), Witness()]
     fsdp = small("fsdp", 4, hf.FSDPTrainer, watchers, save_strategy="steps", save_steps=4, save_total_limit=1)
     found = curve(fsdp)
@@ -168,9 +169,3 @@ def divided(rank, world):
         "talked": talking.state.global_step,
         "pipeline": curve(written("pipeline", 6, hf.PipelineTrainer)),
     }
-
-
-def _say_rank(rank, world):
-    """What a launcher tells processes; transformers looks nowhere else."""
-    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in told.items()})

@@ -1,8 +1,6 @@
 """`trainformer.hf` on two processes: the numbers of one, HuggingFace's meanings, and one process that writes."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def started(runs, folder):
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return folder, on_ranks(runs, 2, folder)
-    finally:
-        os.chdir(before)
+    return folder, on_ranks(runs, 2, folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
 """Several ranks: gradients are exchanged once per step, and come out as those of one process with all the data."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from mini_ranks import STEPS, divided_by_the_user, flat, gradients_exchanged
@@ -15,12 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def started(runs, folder):
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return folder, on_ranks(runs, 2, folder)
-    finally:
-        os.chdir(before)
+    return folder, on_ranks(runs, 2, folder)
 
 
 @pytest.fixture(scope="module")

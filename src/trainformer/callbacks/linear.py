@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
+from trainformer.utils.distributed import gather_rows, row_shares
 
 
 @dataclass
@@ -21,8 +22,10 @@ class OnlineLinear:
     The layer has its own optimizer (SGD with momentum) and never touches the run: its features are without gradients.
     It asks for data with labels, and a task that keeps what it has just seen (`task.seen`, as `SSL` does; a masked
     autoencoder has no features of whole images in training). Batch statistics take the place of a normalisation, since
-    features change their scale all through a run.
+    features change their scale all through a run. Several processes train the same layer, on the features of all.
     """
+
+    makes_requests = False
 
     lr: float = 0.1
     momentum: float = 0.9
@@ -128,3 +131,9 @@ class OnlineLinear:
         assert self._optimizer is not None
         self.classifier.load_state_dict(state["classifier"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _of_all_ranks(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and labels of all ranks: each of them then trains the same classifier."""
+    shares = row_shares(features)
+    return gather_rows(features, shares), gather_rows(labels, shares)

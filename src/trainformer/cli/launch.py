@@ -41,17 +41,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, received {text!r}")
-    return value
+    return _whole(text, least=1)
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, received {text!r}")
-    return value
+    return _whole(text, least=0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, received {text!r}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

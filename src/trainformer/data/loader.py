@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -266,6 +266,7 @@ class LoaderSource:
         self.seed = seed
         self.shard = shard
         self.is_divided = is_divided(loader)
+        self._is_cut = not shard.is_all and not self.is_divided
         self._count = count or batch_length
 
     @property
@@ -281,6 +282,9 @@ class LoaderSource:
         self._announce(epoch)
         if batch:
             logger.info("resuming inside epoch %d: reading %d batches again to find the place", epoch, batch)
+        if self._is_cut:
+            yield from self._sized(epoch, islice(self._alike(epoch), batch, None), position)
+            return
         with preserved_generators():
             # Samplers draw their seed at the first `next`, not at `iter`. What follows the batches that were seen
             # is read outside, with the generators as the checkpoint left them.
@@ -290,6 +294,18 @@ class LoaderSource:
                 pass
             head = list(islice(iterator, 1)) if batch == 0 else []
         yield from self._sized(epoch, chain(head, iterator), position)
+
+    def _alike(self, epoch: int, first: int = 0) -> Iterator[Any]:
+        """Batches of which every rank takes its part: whatever a loader draws while it reads, all of them draw."""
+        iterator: Iterator[Any] | None = None
+        for number in count(first):
+            with preserved_generators():
+                seed_generators(sample_key(self.seed, epoch, number))
+                iterator = iter(self.loader) if iterator is None else iterator
+                found = list(islice(iterator, 1))
+            if not found:
+                return
+            yield found[0]
 
     def _sized(self, epoch: int, batches: Iterable[Any], position: int) -> Iterator[Sized]:
         """Nobody knows which samples these are; their places in the epoch stand for them."""
@@ -335,10 +351,13 @@ class StatefulLoaderSource(LoaderSource):
         restored, self._restored = self._restored, False
         if restored:
             self._announce(epoch)
-            with (
-                preserved_generators()
-            ):  # a DataLoader draws a seed when it is iterated; the checkpoint's come after that
-                rest = iter(self.loader)
+            if self._is_cut:
+                rest = self._alike(epoch, batch)
+            else:
+                with (
+                    preserved_generators()
+                ):  # a DataLoader draws a seed when it is iterated; the checkpoint's come next
+                    rest = iter(self.loader)
             first = list(islice(rest, 1))
             # At the very end of an epoch a loader has nothing left; the next one then begins as usual.
             if first or batch:

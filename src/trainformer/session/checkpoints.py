@@ -176,7 +176,7 @@ def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None,
 def read_states(path: Path, rank: int = 0) -> dict[str, Any]:
     """States by component from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
     if not path.is_dir():
-        return read_snapshot(path)
+        return read_snapshot(path, rank)
     if (path / MANIFEST).exists():
         checkpoint: Checkpoint | None = Checkpoint(path, Manifest.read(path))
         assert checkpoint is not None

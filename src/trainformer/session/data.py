@@ -123,6 +123,14 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
     if options.dispatch is None:
         return _own_source(task, data, options, train)
     whole = _own_source(task, data, replace(options, shard=ALL), train)
+    if getattr(whole, "is_divided", False):
+        raise BadArgument(
+            expected(
+                "data that rank 0 reads for all ranks (dispatch_batches=True)",
+                "a loader that gives each rank data of its own",
+                "Leave out its DistributedSampler, or dispatch_batches.",
+            )
+        )
     return DispatchedSource(whole, options.dispatch)
 
 

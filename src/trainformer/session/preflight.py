@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.state_trees import cloned
@@ -26,7 +27,6 @@ from trainformer.engine import Cadence
 from trainformer.session.probe import Probe
 from trainformer.session.session import Session
 from trainformer.tasks.base import provides
-from trainformer.utils.distributed import local_parts
 
 Status = Literal["ok", "warning", "failed"]
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[bold red]failed[/]"}
@@ -92,7 +92,8 @@ def check_session(session: Session, raise_on_failure: bool = True) -> CheckRepor
     report = CheckReport()
     random = capture_random()
     try:
-        with session.backend.run_context(), session.sandbox() as probe:
+        watching = session.ranks.watching(session.settings.rank_timeout)
+        with watching, session.backend.run_context(), session.sandbox() as probe:
             _arguments(session, report)
             batch = _data(session, probe, report)
             if batch is not None and _training(session, probe, batch, report):
@@ -138,13 +139,19 @@ def _arguments(session: Session, report: CheckReport) -> None:
 
 
 def _data(session: Session, probe: Probe, report: CheckReport) -> Placed | None:
+    batch, unread = None, []
     try:
         batch = next(probe.batches())
     except Exception as error:
-        report.add("data", [f"the first batch cannot be read: {_words(error)}"], "")
+        unread = [f"the first batch cannot be read: {_words(error)}"]
+    unread = _of_all_ranks(session, unread)
+    if unread or batch is None:
+        report.add("data", unread, "")
         return None
     problems = session.task.check_batch(batch.data) if provides(session.task, "check_batch") else []
-    report.add("data", problems, f"a batch of {batch.size} samples, labels and inputs fit the task")
+    size = batch.size if batch.whole is None else batch.whole
+    fine = f"a batch of {size} samples, labels and inputs fit the task"
+    report.add("data", _of_all_ranks(session, problems), fine)
     return batch
 
 
@@ -153,6 +160,8 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
     try:
         loss = probe.gradients(batch)
     except Exception as error:
+        if not session.ranks.is_alone:
+            raise  # the others may wait for this rank: they hear of it
         report.add("forward and backward", [_words(error)], "")
         return False
     problems = [] if math.isfinite(loss) else [f"the loss of the first batch is {loss}."]
@@ -175,6 +184,7 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
         )
     if broken and backend.precision.scaler is None:
         problems.append(f"gradients of {_some(broken)} are not finite.")
+    problems = _of_all_ranks(session, problems)
     report.add("gradients", problems, f"all {len(named)} trainable tensors get one")
     if zero and not problems:
         report.add(
@@ -197,12 +207,16 @@ def _still_zero(session: Session, probe: Probe, batch: Placed, names: list[str])
 def _exactness(session: Session, probe: Probe, batch: Placed, report: CheckReport) -> None:
     """Save, step, load, step: both steps must give the same weights, or resuming will not be exact."""
     buffer = io.BytesIO()
+    state, problems = session.trained_state(), []
     try:
-        torch.save(session.trained_state(), buffer)
+        torch.save(state, buffer)
         buffer.seek(0)
         saved = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:
-        report.add("save and load", [f"the state cannot be saved and read back safely: {_words(error)}"], "")
+        problems = [f"the state cannot be saved and read back safely: {_words(error)}"]
+    problems = _of_all_ranks(session, problems)
+    if problems:
+        report.add("save and load", problems, "")
         return
     ends: list[dict[str, Any]] = []
     for _ in range(2):
@@ -216,6 +230,7 @@ def _exactness(session: Session, probe: Probe, batch: Placed, report: CheckRepor
     status: Status = "failed" if session.backend.device.type == "cpu" else "warning"
     advice = "Does the task keep state outside state_dict(), or use a random generator of its own?"
     problems = [f"after save, load and two steps these differ: {_some(differing)}. {advice}"] if differing else []
+    problems = _of_all_ranks(session, problems)
     report.add("save and load", problems, "two steps after loading give bitwise the same weights", status)
 
 
@@ -275,9 +290,19 @@ def _first_metrics(session: Session) -> tuple[dict[str, float] | None, str]:
             return session.evaluate_first_batches(most), ""
         except Exception as error:
             problem = _words(error)
+            if not session.ranks.is_alone and not isinstance(error, TrainformerError):
+                raise  # the others may wait for this rank: they hear of it
             if not isinstance(error, TrainformerError) or (total is not None and total <= most):
                 break
     return None, problem
+
+
+def _of_all_ranks(session: Session, problems: list[str]) -> list[str]:
+    """The problems that any rank has, with its number where not all have them: all then ask the same questions."""
+    told = session.ranks.gather(problems)
+    texts = dict.fromkeys(text for one in told for text in one)
+    where = {text: [str(rank) for rank, one in enumerate(told) if text in one] for text in texts}
+    return [t if len(n) == len(told) else f"{t} (on rank {', '.join(n)})" for t, n in where.items()]
 
 
 class _SavedBytes(AbstractContextManager[None]):
@@ -289,10 +314,11 @@ class _SavedBytes(AbstractContextManager[None]):
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = local_parts([tensor])[0].untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.total += storage.nbytes()
+        for part in _with_memory(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.total += storage.nbytes()
         return tensor
 
     def __enter__(self) -> None:
@@ -300,6 +326,14 @@ class _SavedBytes(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
+
+
+def _with_memory(tensor: Any) -> list[Tensor]:
+    """What is inside of a tensor that only wraps others: one that is divided, or still on its way from other ranks."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for inner in inside if isinstance(inner, Tensor) for part in _with_memory(inner)]
 
 
 def _state_bytes(session: Session) -> int:

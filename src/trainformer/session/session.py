@@ -24,7 +24,7 @@ from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.ema import EMA
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, Event, EventBus, Loop, RunState
-from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, Manifest, StateComponent
+from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, Manifest, SharingPattern, StateComponent
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.loggers.multi import MultiLogger
 from trainformer.loggers.registry import make_loggers
@@ -34,11 +34,12 @@ from trainformer.session.components import TRAINED, state_components
 from trainformer.session.console import messages_on
 from trainformer.session.data import Batches, load_training_data, make_source, size_of
 from trainformer.session.evaluation import Evaluation
-from trainformer.session.folder import GuestFolder, NoFolder, RunFolder
+from trainformer.session.folder import NoFolder, RunFolder
 from trainformer.session.habits import Habits
 from trainformer.session.inference import Inference
 from trainformer.session.listeners import connect_listeners
 from trainformer.session.live_control import LiveControl
+from trainformer.session.meeting import choose_folder, refuse_to_part
 from trainformer.session.parts import load_options, plan, retention, torch_settings
 from trainformer.session.probe import Probe
 from trainformer.session.provenance import declared_arguments, fingerprint, record_changes, record_config
@@ -169,14 +170,16 @@ class Session:
         """Train from where the state is to the end of the plan."""
         settings = self.settings
         settings.validate()
+        refuse_to_part(self.backend.strategy)
         self.control.reset()
         if self.folder is not None:
             self.state.stopped = []  # called again on purpose: whoever stopped it then does not stop it now
-        folder = self.folder or self._choose_folder()
+        folder = self.folder or choose_folder(self)
         with ExitStack() as stack:
             stack.enter_context(folder.log_file())
             shown = self.habits.shows_messages or "console" in _as_list(settings.log)
             stack.enter_context(messages_on(self.console, wanted=shown and self.ranks.is_main))
+            stack.enter_context(self.ranks.watching(settings.rank_timeout))
             if self.folder is None:
                 self._prepare(folder)
                 self.folder = folder
@@ -192,30 +195,12 @@ class Session:
                 self.control.stop(self.state.stopped[1], by=self.state.stopped[0])
             announce_start(self)
             stack.enter_context(self._failing_loudly())
-            stack.enter_context(self.ranks.watching(settings.rank_timeout))
             self._loop = self._make_loop()
             self.backend.asks = self._loop.agreement.has_requests
             self._loop.run()
             if self._checkpointer is not None:
                 self._checkpointer.conclude()
         self._leave()
-
-    def _choose_folder(self) -> RunFolder | NoFolder:
-        settings, ranks = self.settings, self.ranks
-        if not self.habits.keeps_folder:
-            return NoFolder()
-        if not ranks.is_main:
-            return GuestFolder(Path(ranks.from_main(None)), settings.save_dir)
-        folder = RunFolder.choose(
-            settings.run_dir,
-            settings.name,
-            type(self.task).__name__,
-            settings.save_dir,
-            unfinished=fingerprint(self) if settings.resume == "auto" else None,
-        )
-        folder.open(anew=settings.resume is None and self.state.step == 0)
-        ranks.from_main(str(folder.path.absolute()))
-        return folder
 
     def _prepare(self, folder: RunFolder | NoFolder) -> None:
         """On the first call: what the run needs beside its folder, and its old state if there is one to resume."""
@@ -452,9 +437,11 @@ class Session:
 
     def save_file(self, path: Path) -> Path:
         """Write everything to one file of the user's choice. Every rank takes part, rank 0 writes."""
-        states = {c.key: gathered(c.stateful.state_dict()) for c in self.components()}
+        states = {c: gathered(c.stateful.state_dict()) for c in self.components()}
+        own = {c.key: state for c, state in states.items() if c.sharing_pattern is SharingPattern.PER_RANK}
+        of_ranks = self.ranks.gather(own)
         if self.ranks.is_main:
-            write_snapshot(path, states)
+            write_snapshot(path, {c.key: state for c, state in states.items()}, of_ranks)
         return path
 
     def whole_model(self) -> nn.Module:

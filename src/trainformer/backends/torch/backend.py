@@ -33,11 +33,16 @@ from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_s
 from trainformer.backends.torch.splitting import MemorySplitter
 from trainformer.backends.torch.window import Window
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Entry, EvalResult, Placed, Sized, StepResult
+from trainformer.core.types import Entry, EvalResult, Mean, Placed, Sized, StepResult
 from trainformer.engine.metrics import weighted_means
 from trainformer.utils.distributed import padding
 
 logger = logging.getLogger("trainformer")
+
+_OUT_OF_MEMORY = (
+    "One rank ran out of memory; a step cannot be repeated in smaller pieces by one of several alone. Raise "
+    "accumulation_steps and lower batch_size, or use gradient_checkpointing=True or strategy='fsdp'."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +85,14 @@ class TorchBackend:
         self.strategy = strategy or Strategy()
         self.device = self.strategy.join(settings.device, settings.rank_timeout)
         self.ranks = self.strategy.ranks
+        self._is_alone = self.ranks.is_alone
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
         self.precision = make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
         if self.fp8 is not None:
             quantize.check_fp8_device(self.device)
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         # One rank that ran out of memory cannot repeat its step alone: the others have gone on to exchange gradients.
-        self.splitter = MemorySplitter(settings.oom if self.ranks.is_alone else "raise")
+        self.splitter = MemorySplitter(settings.oom if self._is_alone else "raise")
         self.replaced = self._replace_layers()
         self._place_model()
         self.optimizer = self.strategy.connect(
@@ -111,10 +117,10 @@ class TorchBackend:
         self._forget = getattr(task, "on_step_dropped", None)
         no_sync = getattr(task, "no_sync", None)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = (
-            no_sync if self.ranks.is_alone else self.strategy.apart
+            no_sync if self._is_alone else self.strategy.apart
         )
         # The same on all ranks, and for a full batch the weight of each: nothing is then left to multiply with.
-        self._reference = None if self.ranks.is_alone else settings.batch_size / self.ranks.count
+        self._reference = None if self._is_alone else settings.batch_size / self.ranks.count
         self.strategy.reference = self._reference or 1.0
         self._shared_step = self.strategy.train_step()
         self._heard = Heard(self.device)
@@ -226,26 +232,26 @@ class TorchBackend:
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
-                    if not self.ranks.is_alone:
-                        loss = self._tell_others(loss, piece)
+                    if not self._is_alone and not piece.more:
+                        loss = self._tell_others(loss, output)
                     if loss is not None:
                         self.strategy.backward(loss, scaler)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             self.drop_step()
             if not self.splitter.shrink(batch, self.task.model):
+                if not self._is_alone:
+                    error.add_note(_OUT_OF_MEMORY)
                 raise
             return False
         return True
 
-    def _tell_others(self, loss: Tensor | None, piece: Placed) -> Tensor | None:
+    def _tell_others(self, loss: Tensor | None, output: Any) -> Tensor | None:
         """With the last micro-batch of a step goes what the other ranks have to know of it."""
-        if self._window.is_idle:
+        if isinstance(output, Mean) and output.value is None:
             raise BadArgument(
                 "Expected a loss from every step where several processes train together, received none: the others "
                 "would wait for its gradients. Return a loss of weight 0 instead."
             )
-        if piece.more:
-            return loss
         sums = self._window.sums(self.device)
         asks = torch.full((1,), float(self.asks()), dtype=sums.dtype, device=self.device)
         return self.strategy.send(loss, torch.cat([sums, asks]))
@@ -283,10 +289,10 @@ class TorchBackend:
             )
         norm = self.strategy.total_norm(grads, self._uniform)
         losses = self._window.losses()
-        if self.ranks.is_alone:
+        if self._is_alone:
             factor = self._window.factor()
         else:
-            factor, losses = self._hear_others(losses)
+            factor, losses = self._hear_others()
         if factor is not None:
             norm = norm * factor
         self.guard.inspect(norm if scaler is None else norm.new_zeros(()), losses)
@@ -301,7 +307,7 @@ class TorchBackend:
             return False
         return True
 
-    def _hear_others(self, losses: list[Tensor]) -> tuple[Tensor | float | None, list[Tensor]]:
+    def _hear_others(self) -> tuple[Tensor | float | None, list[Tensor]]:
         """What gradients are to be multiplied with, and the loss, of all ranks."""
         sums = self.strategy.received(self.precision.scaler)
         assert sums is not None, "every strategy for several ranks tells what they sent"
@@ -334,7 +340,7 @@ class TorchBackend:
             self._statistics.settle(self.guard)
         if norm is not None and self.ranks.is_main:
             window.entries.append(self._norm_entry(norm))
-        samples = window.samples if self.ranks.is_alone else window.consumed
+        samples = window.samples if self._is_alone else window.consumed
         return StepResult(window.entries, lr, samples, window.tokens, window.bad, window.consumed, self._shared_loss)
 
     def _norm_entry(self, norm: Any) -> Entry:
@@ -371,6 +377,11 @@ class TorchBackend:
         if self._forget is not None:
             self._forget()
 
+    def hear_window(self) -> None:
+        """Make the loss that of all ranks, for somebody who looks at a step that will not be finished."""
+        if not self._is_alone:
+            self._hear_others()
+
     def window_loss(self) -> float:
         """The loss of the micro-batches added since the last step. Waits for the device."""
         entries = self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
@@ -378,7 +389,8 @@ class TorchBackend:
 
     def window_weight(self) -> float:
         """Their weight: samples, or what the task counts. Waits for the device."""
-        return sum(self.read([e.weight for e in self._window.entries if e.name == "loss"]))
+        entries = self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
+        return sum(self.read([e.weight for e in entries]))
 
     def verify(self, step: int) -> dict[str, float]:
         """Raise if a step was not finite; else counts to log."""
@@ -472,7 +484,8 @@ class TorchBackend:
         if self.precision.scaler is not None and state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.guard.skipped = state["skipped_steps"]
-        self.splitter.pieces = state["pieces"]
+        if self._is_alone:  # ranks divide batches already
+            self.splitter.pieces = state["pieces"]
 
 
 def _has_rows(value: Any) -> bool:

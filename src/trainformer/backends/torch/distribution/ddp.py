@@ -22,8 +22,9 @@ from trainformer.backends.torch.distribution.ranks import Ranks
 from trainformer.backends.torch.distribution.shared_batchnorm import share_batchnorm
 from trainformer.backends.torch.distribution.step_module import StepModule
 from trainformer.backends.torch.distribution.strategy import Strategy
-from trainformer.backends.torch.optimizers import modules_of
+from trainformer.backends.torch.optimizers import modules_of, named_parameters
 from trainformer.backends.torch.placement import resolve_device
+from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.engine.checkpoint import SharingPattern
 from trainformer.utils.distributed import use_group
 
@@ -31,6 +32,12 @@ logger = logging.getLogger("trainformer")
 
 #: How many numbers ranks tell each other per step: the weight of the losses, their sum, and how many ask for something.
 MESSAGE = 3
+
+#: Arguments of `DistributedDataParallel` that are not a user's to choose.
+_OURS = (
+    *("self", "module", "device_ids", "output_device", "dim"),
+    *("process_group", "device_mesh", "gradient_as_bucket_view"),
+)
 
 
 class DataParallel(Strategy):
@@ -93,10 +100,18 @@ class DDP(DataParallel):
 
     def __init__(self, *, share_batchnorm: bool = True, find_unused_parameters: bool = False, **options: Any) -> None:
         super().__init__(share_batchnorm=share_batchnorm)
+        known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name not in _OURS]
+        for option in options:
+            if option not in known:
+                have = ["share_batchnorm", "find_unused_parameters", *known]
+                do = f"{did_you_mean(option, have)} It has {', '.join(have)}.".strip()
+                raise BadArgument(expected("options of the strategy 'ddp'", option, do))
         self.find_unused_parameters = find_unused_parameters
         self.options = options
         self._wrapped: Any = None
         self._message: nn.Parameter | None = None
+        self._trained: dict[str, nn.Parameter] = {}
+        self._resting: list[nn.Parameter] = []
 
     def prepare(self, task: Any, device: torch.device) -> None:
         """Put the modules on the device and wrap what is trained."""
@@ -108,6 +123,8 @@ class DDP(DataParallel):
             wide = all(p.dtype == torch.float64 for p in module.parameters() if p.requires_grad)
             module.message = nn.Parameter(torch.zeros(MESSAGE, device=device, dtype=torch.float64 if wide else None))
             self._message = module.message
+            if not self.options.get("static_graph"):
+                self._trained = {name: p for name, p in named_parameters(task).items() if p.requires_grad}
         self._wrapped = self._wrap(module)
 
     @property
@@ -141,18 +158,36 @@ class DDP(DataParallel):
         if self._message is None:
             return super().send(loss, values)
         self._message.grad = None  # of a step that was given up
-        return loss + (self._message * values.to(self._message.dtype)).sum().to(loss.dtype)
+        loss = loss + (self._message * values.to(self._message.dtype)).sum().to(loss.dtype)
+        # Parameters that the task lets rest take part with gradients of zero, which are then dropped.
+        resting = getattr(self.task, "resting_parameters", tuple)
+        self._resting = [p for p in resting() or () if p.requires_grad]
+        return sum(((p * 0).sum().to(loss.dtype) for p in self._resting), start=loss)
 
     def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
         """Their sums: gradients are means over ranks."""
         if self._message is None:
             return super().received(scaler)
+        if any(p.grad is None for p in self._trained.values()):
+            self._explain_unused()
+        for parameter in self._resting:
+            parameter.grad = None
         means, self._message.grad = self._message.grad, None
         if means is None:
             return None
         sums = means.double() * self.ranks.count
         scale = None if scaler is None else scaler._get_scale_async()
         return sums if scale is None else sums / scale
+
+    def _explain_unused(self) -> None:
+        """Torch would say so at the next step; by then this one had been made with gradients of one rank."""
+        unused = [name for name, p in self._trained.items() if p.grad is None]
+        some = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if len(unused) > 6 else "")
+        raise BadArgument(
+            f"Expected a gradient for every trainable parameter, received none for {some} on rank {self.ranks.rank}: "
+            "ranks would wait for each other's. Use them in train_step, set requires_grad=False before the trainer is "
+            "made, or pass strategy={'name': 'ddp', 'find_unused_parameters': True} if it is on purpose."
+        )
 
 
 def device_of(ranks: Ranks, device: Any) -> torch.device:

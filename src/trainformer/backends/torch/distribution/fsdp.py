@@ -1,40 +1,28 @@
 """Fully sharded data parallelism: every rank computes a part of each batch and keeps a part of each parameter.
 
-Owns how the modules of a task are divided (`fully_shard`, block by block), entered, copied and put together again, and
-what gradients need that are divided. Which modules are blocks is found by `blocks`, files are written by
-`sharded_state`, and optimizers are known by names in `optimizer_state`.
+Owns how the modules of a task are divided (`fully_shard`, block by block) and entered. Which modules are blocks is
+found by `blocks`; state, copies and gradients of what is divided are the business of `divided`.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainformer.backends.torch import gradients
 from trainformer.backends.torch.distribution.blocks import Blocks, find_blocks
-from trainformer.backends.torch.distribution.ddp import DataParallel
-from trainformer.backends.torch.distribution.mesh import SHARD, sharding_mesh
-from trainformer.backends.torch.distribution.optimizer_state import NamedParameters
-from trainformer.backends.torch.distribution.sharded_state import fitted
-from trainformer.backends.torch.distribution.shared_batchnorm import share_batchnorm as share_statistics
+from trainformer.backends.torch.distribution.divided import Divided, add_up, materialize
+from trainformer.backends.torch.distribution.mesh import sharding_mesh
 from trainformer.backends.torch.distribution.step_module import StepModule
-from trainformer.backends.torch.optimizers import modules_of, named_parameters
-from trainformer.backends.torch.state_trees import check_fits
 from trainformer.core.errors import BadArgument, expected
-from trainformer.engine.checkpoint import SharingPattern
 
-logger = logging.getLogger("trainformer")
-
-_SHORT = (torch.bfloat16, torch.float16)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What parameters are gathered in and gradients added up in, by the precision of the run; fp32: as they are.
 _POLICIES = {
@@ -44,7 +32,7 @@ _POLICIES = {
 }
 
 
-class FSDP(DataParallel):
+class FSDP(Divided):
     """`torch.distributed.fsdp.fully_shard` on the blocks of every module that the task holds.
 
     Between steps each rank has its rows of every parameter, gradient and optimizer state. A block is whole on a rank
@@ -65,8 +53,6 @@ class FSDP(DataParallel):
     """
 
     name = "fsdp"
-    sharing = SharingPattern.PER_RANK
-    divides_state = True
 
     def __init__(
         self,
@@ -90,111 +76,63 @@ class FSDP(DataParallel):
         self.replicas = replicas
         self.param_dtype = _dtype("param_dtype", param_dtype)
         self.reduce_dtype = _dtype("reduce_dtype", reduce_dtype)
-        self._root: Any = None
         #: Copies of the model that were made to be entered instead of it, by their identity (see `copy_model`).
         self._copies: dict[int, Any] = {}
-        self._outline: nn.Module | None = None
         self._undivided: list[nn.Parameter] = []
-        self._divided_blocks = 0
-        self._is_last = False
-        self._weights: Callable[[], dict[str, Any]] | None = None
-        self._device = torch.device("cpu")
+        self._block_count = 0
 
     # -- set-up --------------------------------------------------------------------------------------------
 
-    def prepare(self, task: Any, device: torch.device) -> None:
-        """Divide every module of the task. Weights are those of rank 0."""
-        if self.ranks.is_alone:
-            # Nothing is divided, so state is that of any single process.
-            self.sharing, self.divides_state = SharingPattern.GLOBAL, False
-            super().prepare(task, device)
-            return
-        self.task, self._device = task, device
-        self._mesh = sharding_mesh(self.ranks, device, self.replicas)
-        self._refuse_quantized(task)
-        self._outline = _outline(task.model)
-        self._share_statistics(task)
-        root = StepModule(task)
+    def describe(self) -> str:
+        """Name, number of processes, how often they hold the model, and in how many blocks."""
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        blocks = "" if self._root is None else f", {self._block_count} blocks"
+        return f"{super().describe()}{replicas}{blocks}"
+
+    def _arrange(self, task: Any) -> DeviceMesh:
+        return sharding_mesh(self.ranks, self._device, self.replicas)
+
+    def _divide(self, root: StepModule) -> None:
         bare = {id(p) for p in root.rest}
         # A scalar has no rows, and a parameter that no module holds cannot be exchanged for a divided one.
         self._undivided = [p for p in root.parameters() if p.ndim == 0 or id(p) in bare]
-        self._root = self._divide(root, self._blocks_of(root))
-        logger.info(
-            "%s: %d blocks are gathered one by one, and the rest for each step", self.name, self._divided_blocks
-        )
+        blocks = self._blocks_of(root)
+        self._block_count = len(blocks)
+        self._shard(root, blocks, self._undivided)
 
-    def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Refuse optimizers that would compute something else from a part of a parameter than from the whole."""
-        if self._root is None:
-            return optimizer
-        inner = getattr(optimizer, "inner", optimizer)
-        kind = type(inner)
-        if isinstance(inner, torch.optim.Adafactor) or kind.__module__.startswith("bitsandbytes"):
-            do = "Use 'adamw' or another of torch's, or strategy='ddp'."
-            raise BadArgument(expected("an optimizer that works on parts of parameters", kind.__name__, do))
-        if not kind.__module__.startswith("torch."):
-            logger.warning(
-                "%s is not one of torch's: its first step shows if it can be divided over ranks", kind.__name__
-            )
-        if isinstance(inner, (torch.optim.SGD, torch.optim.Adagrad)):
-            # torch has no fused update of divided tensors for these two.
-            for group in (*inner.param_groups, *optimizer.param_groups):
-                group["fused"] = None
-            inner._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        self._parameters = NamedParameters(optimizer, named_parameters(self.task))
-        return optimizer
+    def _divide_copy(self, made: nn.Module) -> nn.Module:
+        holder = StepModule(_Holder(made))
+        self._shard(holder, self._blocks_of(holder), [p for p in made.parameters() if p.ndim == 0])
+        materialize(holder, torch.device("cpu") if self.cpu_offload else self._device)
+        self._copies[id(made)] = holder
+        return made
 
-    def describe(self) -> str:
-        """Name, number of processes, and how often they hold the model."""
-        text = super().describe()
-        return f"{text}, {self.replicas} replicas" if self.replicas > 1 else text
-
-    def _refuse_quantized(self, task: Any) -> None:
-        for part, module in modules_of(task).items():
-            for name, p in module.named_parameters():
-                if not p.is_floating_point():
-                    what = "floating-point parameters, to divide them over ranks"
-                    do = "Load the model without quantization, or use strategy='ddp'."
-                    raise BadArgument(expected(what, f"{part}.{name} of {p.dtype}", do))
-
-    def _share_statistics(self, task: Any) -> None:
-        if not self.shares_batchnorm:
-            return
-        for module in modules_of(task).values():
-            for part in module.modules():
-                if isinstance(part, _BatchNorm):
-                    part.to(self._device)
-            share_statistics(module)
-
-    def _blocks_of(self, root: nn.Module) -> list[nn.Module]:
+    def _blocks_of(self, root: StepModule) -> list[nn.Module]:
         if self.blocks is None:
-            found = [block for part in root.parts.children() for block in find_blocks(part, within=root)]  # type: ignore[union-attr]
+            found = [block for part in root.parts.children() for block in find_blocks(part, within=root)]
         else:
             found = find_blocks(root, self.blocks)
         place = {id(module): i for i, module in enumerate(root.modules())}
         return sorted({id(b): b for b in found}.values(), key=lambda block: -place[id(block)])
 
-    def _divide(self, root: nn.Module, blocks: list[nn.Module]) -> Any:
+    def _shard(self, root: nn.Module, blocks: list[nn.Module], undivided: list[nn.Parameter]) -> None:
         """Divide the blocks and then what is left; one block at a time is on the device in full."""
-        undivided = {id(p) for p in self._undivided}
+        offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self.cpu_offload else OffloadPolicy()
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": self._policy(root),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
-            if self.cpu_offload
-            else OffloadPolicy(),
-            "ignored_params": set(self._undivided),
+            "offload_policy": offload,
+            "ignored_params": set(undivided),
         }
+        kept_whole = {id(p) for p in undivided}
         for module in (*blocks, root):
             own = [p for p in module.parameters() if not gradients.is_divided(p)]
-            self._check_dtypes([p for p in own if id(p) not in undivided])
+            self._check_dtypes([p for p in own if id(p) not in kept_whole])
             self._place_alike(own, module)
             if module is root:
                 fully_shard(module, **options)
             else:
                 fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
-        self._divided_blocks = len(blocks)
-        return root
 
     def _policy(self, root: nn.Module) -> MixedPrecisionPolicy:
         if self.param_dtype is not None and self.precision not in _POLICIES:
@@ -214,28 +152,19 @@ class FSDP(DataParallel):
             do = "Convert the model, with model.float() for instance."
             raise BadArgument(expected(what, " and ".join(sorted(map(str, kinds))), do))
 
-    def _place_alike(self, parameters: Iterable[nn.Parameter], module: nn.Module) -> None:
-        """Put tensors on the device, with the values of rank 0."""
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = buffer.to(self._device)
-        present = [p for p in parameters if not p.is_meta]
-        for p in present:
-            p.data = p.data.to(self._device)
-        with torch.no_grad():
-            for tensor in (*present, *module.buffers()):
-                dist.broadcast(tensor, src=0)
-
     # -- a step --------------------------------------------------------------------------------------------
 
-    def train_step(self) -> Callable[[Any], Any]:
+    def train_step(self) -> Callable[[Any], Any] | None:
         """The task's step, inside the forward pass of what holds its modules."""
         root, task = self._root, self.task
         if root is None:
-            return task.train_step
+            return None
         # What is called has the batch inside: torch would take it apart to look for tensors to move.
         return lambda batch: root(lambda _: task.train_step(batch), None)
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """No exchange of gradients: they are kept in full until the last micro-batch of the step."""
+        return super().apart() if self._root is None else self._without_exchange()
 
     @contextmanager
     def _without_exchange(self) -> Iterator[None]:
@@ -245,46 +174,13 @@ class FSDP(DataParallel):
         finally:
             self._root.set_requires_gradient_sync(True)
 
-    def apart(self) -> AbstractContextManager[Any]:
-        """No exchange of gradients: they are kept in full until the last micro-batch of the step."""
-        return super().apart() if self._root is None else self._without_exchange()
-
-    def send(self, loss: Tensor, values: Tensor) -> Tensor:
-        """An exchange of their own; it runs while gradients are computed."""
-        self._is_last = True
-        return super().send(loss, values)
-
-    def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
-        """Compute gradients. Those of parameters that are not divided are averaged here."""
-        super().backward(loss, scaler)
-        if self._is_last:
-            self._is_last = False
-            self._average_undivided()
-
-    def _average_undivided(self) -> None:
-        for p in self._undivided:
-            if p.requires_grad:
-                if p.grad is None:  # of another micro-batch's making on other ranks, perhaps
-                    p.grad = torch.zeros_like(p)
-                dist.all_reduce(p.grad)
-                p.grad /= self.averaged_over
-
-    def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
-        """The norm of all gradients: squares of parts are added up over the ranks that hold the other parts."""
-        if self._root is None:
-            return super().total_norm(grads, uniform)
-        divided = gradients.local_parts([g for g in grads if gradients.is_divided(g)])
-        whole = [g for g in grads if not gradients.is_divided(g)]
-        squares = [_square(g) for g in (divided, whole) if g]
-        if divided:
-            dist.all_reduce(squares[0], group=self._mesh.get_group(SHARD))
-        total = squares[0] if len(squares) == 1 else squares[0] + squares[1].to(squares[0].device)
-        return total.sqrt().to(self._device, torch.promote_types(grads[0].dtype, torch.float32))
-
-    def agree_on_overflow(self, found: Tensor) -> None:
-        """Any rank's overflow is that of all."""
-        if self._root is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+    def _average_rest(self) -> None:
+        """Those of parameters that are not divided."""
+        trained = [p for p in self._undivided if p.requires_grad]
+        for p in trained:
+            if p.grad is None:  # of another micro-batch's making on other ranks, perhaps
+                p.grad = torch.zeros_like(p)
+        add_up([p.grad for p in trained], None, self.averaged_over)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -307,95 +203,6 @@ class FSDP(DataParallel):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    # -- state ---------------------------------------------------------------------------------------------
-
-    def model_state(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The weights, of which this rank has its parts."""
-        self._give_back()
-        self._weights = plain
-        return plain()
-
-    def load_model_state(self, state: Any, plain: Callable[[Any], Any]) -> None:
-        """Take weights back that were divided in any way, or not at all."""
-        if self._root is None:
-            super().load_model_state(state, plain)
-            return
-        self._give_back()
-        # Asked for, if ever it was, the task has said how it gives its weights; else they are the model's own.
-        current = (self._weights or self.task.model.state_dict)()
-        plain(fitted(state, current))
-
-    def check_model_state(self, state: Any, plain: Callable[[], dict[str, Any]]) -> None:
-        """Raise if names or shapes do not fit. Nothing is read for it."""
-        check_fits(self.model_state(plain), state, "model")
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state by names, of which this rank has its parts."""
-        return super().optimizer_state(optimizer) if self._root is None else self._parameters.state_of(optimizer)
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Take it back, whichever way it was divided."""
-        if self._root is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            self._parameters.load(optimizer, state)
-
-    def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Raise if it is the state of other parameters."""
-        if self._root is None:
-            super().check_optimizer_state(optimizer, state)
-        else:
-            self._parameters.check(state)
-
-    @torch.no_grad()
-    def whole_model(self) -> nn.Module:
-        """A copy of the model on the host with all of its weights. Every rank must take part."""
-        model = self.task.model
-        if self._root is None:
-            return model
-        self._give_back()
-        outline = self._outline_of_model()
-        weights: dict[int, Any] = {}
-        for (_, p), (_, blank) in zip(model.named_parameters(), outline.named_parameters(), strict=True):
-            full = p.full_tensor() if gradients.is_divided(p) else p  # type: ignore[operator]
-            weights[id(blank)] = nn.Parameter(full.detach().to("cpu", copy=True), requires_grad=p.requires_grad)
-        made = copy.deepcopy(outline, weights)
-        _copy_buffers(made, model)
-        return made.cpu().train(model.training)
-
-    @torch.no_grad()
-    def copy_model(self) -> nn.Module:
-        """A second model with the same weights, at least in fp32, divided like the first; for averages of weights.
-
-        As `task.model` it can be evaluated through `infer`. `copy.deepcopy` refuses a divided model.
-        """
-        model = self.task.model
-        if self._root is None:
-            return copy.deepcopy(model)
-        self._give_back()
-        made = copy.deepcopy(self._outline_of_model())
-        for p in made.parameters():
-            p.data = p.data.float() if p.dtype in _SHORT else p.data
-        trained, self._undivided = self._undivided, [p for p in made.parameters() if p.ndim == 0]
-        holder = StepModule(_Holder(made))
-        root = self._divide(holder, find_blocks(made) if self.blocks is None else self._blocks_of(holder))
-        self._undivided = trained
-        _materialize(root, torch.device("cpu") if self.cpu_offload else self._device)
-        weights = dict(model.named_parameters())
-        for name, p in made.named_parameters():
-            p.copy_(weights[name])
-        _copy_buffers(made, model)
-        self._copies[id(made)] = root
-        return made
-
-    def _outline_of_model(self) -> nn.Module:
-        if self._outline is None:
-            raise BadArgument(
-                f"{type(self.task.model).__name__} cannot be copied with copy.deepcopy, so a model with all of its "
-                "weights cannot be made while it is divided over ranks. Export it from a checkpoint, in one process."
-            )
-        return self._outline
-
 
 class _Holder:
     """A task that is nothing but a model."""
@@ -409,37 +216,3 @@ def _dtype(option: str, value: Any) -> torch.dtype | None:
     if found is None or isinstance(found, torch.dtype):
         return found
     raise BadArgument(expected(f"{option} to be 'bf16', 'fp16', 'fp32' or a torch dtype", value))
-
-
-def _square(grads: list[Tensor]) -> Tensor:
-    return gradients.total_norm(grads, gradients.are_uniform(grads)).double().square()
-
-
-def _outline(model: nn.Module) -> nn.Module | None:
-    """A copy of a model whose parameters have shapes and no memory; None where the model cannot be copied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    try:
-        return copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        logger.debug("%s cannot be copied: %s", type(model).__name__, error)
-        return None
-
-
-def _materialize(root: nn.Module, device: torch.device) -> None:
-    """Give divided parameters memory; those that are tied stay so, unlike with `to_empty`."""
-    made: dict[int, nn.Parameter] = {}
-    for module in root.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                if id(p) not in made:
-                    made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
-                module._parameters[name] = made[id(p)]
-    root._apply(lambda tensor: tensor)  # torch takes notice of the new ones
-
-
-def _copy_buffers(made: nn.Module, model: nn.Module) -> None:
-    for copied, own in zip(made.buffers(), model.buffers(), strict=True):
-        copied.copy_(own)

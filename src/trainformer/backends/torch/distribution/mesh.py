@@ -17,9 +17,17 @@ def sharding_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Devi
     Ranks of neighbouring numbers (on one machine, usually) are in one line: they exchange more than lines do.
     """
     if ranks.world % replicas:
-        fit = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
-        do = f"{ranks.world} processes can hold {fit} replicas."
+        do = f"{ranks.world} processes can hold {divisors(ranks.world)} replicas."
         raise BadArgument(expected("replicas to divide the number of processes", replicas, do))
     if replicas == 1:
         return init_device_mesh(device.type, (ranks.world,), mesh_dim_names=(SHARD,))
     return init_device_mesh(device.type, (replicas, ranks.world // replicas), mesh_dim_names=(REPLICA, SHARD))
+
+
+def divisors(number: int) -> str:
+    """What divides a number, in words.
+
+    >>> divisors(6)
+    '1, 2, 3, 6'
+    """
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -138,12 +138,12 @@ def _has_names(state: Mapping[str, Any]) -> bool:
 
 def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """The state with other keys for parameters: in its groups, in ``state``, and in what an optimizer adds to that."""
-    renamed: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     for key, entries in state.items():
         if key == "param_groups":
-            renamed[key] = [{**group, "params": [names.get(p, p) for p in group["params"]]} for group in entries]
+            made[key] = [{**group, "params": [names.get(p, p) for p in group["params"]]} for group in entries]
         elif isinstance(entries, Mapping):
-            renamed[key] = {names.get(p, p): value for p, value in entries.items()}
+            made[key] = {names.get(p, p): value for p, value in entries.items()}
         else:
-            renamed[key] = entries
-    return renamed
+            made[key] = entries
+    return made

@@ -10,7 +10,6 @@ All ranks read the same batches: each calls the task's `train_step` with them, a
 from __future__ import annotations
 
 import copy
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,13 +29,12 @@ from trainformer.backends.torch.distribution.pipeline_state import WholeOptimize
 from trainformer.backends.torch.distribution.ranks import Ranks
 from trainformer.backends.torch.distribution.stages import Chain
 from trainformer.backends.torch.distribution.strategy import Strategy, whole
-from trainformer.backends.torch.optimizers import modules_of, named_parameters
+from trainformer.backends.torch.optimizers import named_parameters
 from trainformer.backends.torch.state_trees import check_fits
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import Done
 from trainformer.models.modes import evaluating
-
-logger = logging.getLogger("trainformer")
+from trainformer.utils.distributed import use_group
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 #: Schedules that are kept, each for one shape of batches: they hold memory to receive into.
@@ -98,7 +96,7 @@ class Pipeline(Strategy):
 
     def prepare(self, task: Any, device: torch.device) -> None:
         """Cut the model into stages, and keep those of this rank."""
-        self.task, self.device = task, device
+        self.device = device
         model = task.model
         _check_task(task, self.precision)
         chain = self.chain = Chain(model)
@@ -114,10 +112,9 @@ class Pipeline(Strategy):
             self._tied_group = dist.new_group([0, self.ranks.world - 1])
             self._tied = tied if self.ranks.rank in (0, self.ranks.world - 1) else None
         chain.keep(set(range(self.ranks.rank, stages, self.ranks.world)))
-        for module in modules_of(task).values():
-            module.to(device)
-        if self.ranks.is_main:
-            logger.info("%s", self.describe())
+        # All ranks have the same samples, and the last one alone computes losses: nobody shares rows with another.
+        use_group(None if self.ranks.is_alone else dist.new_subgroups(1)[0])
+        super().prepare(task, device)
 
     def _check_microbatches(self, stages: int) -> None:
         count = self.microbatches
@@ -137,8 +134,9 @@ class Pipeline(Strategy):
         return self.ranks.rank
 
     def count_parameters(self, parameters: Iterable[Tensor]) -> int:
-        """Those of all stages."""
-        return sum(self.ranks.gather(super().count_parameters(parameters)))
+        """Those of all stages; what two of them share counts once."""
+        own = [p for p in parameters if p is not self._tied or self.ranks.is_main]
+        return sum(self.ranks.gather(super().count_parameters(own)))
 
     def describe(self) -> str:
         """Name, number of processes, and where stages begin."""
@@ -152,9 +150,9 @@ class Pipeline(Strategy):
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def train_step(self) -> Callable[[Any], Any]:
+    def train_step(self) -> Callable[[Any], Any] | None:
         """Forward and backward passes of a whole batch through all ranks."""
-        return self.task.train_step if self.ranks.is_alone else self._train
+        return None if self.ranks.is_alone else self._train
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -167,7 +165,7 @@ class Pipeline(Strategy):
 
     def _train(self, batch: Any) -> Done:
         pieces = cut(batch, self.microbatches)
-        plan = self._plan(batch, pieces)
+        plan = self._plan(pieces)
         context = links.present_autocast(self.device)
         for part in plan.parts:
             part.begin(self.task.train_step, pieces, self.reference, context)
@@ -239,17 +237,17 @@ class Pipeline(Strategy):
     def _has_last(self) -> bool:
         return self.ranks.rank == self.ranks.world - 1
 
-    def _plan(self, batch: Any, pieces: list[Piece]) -> _Plan:
+    def _plan(self, pieces: list[Piece]) -> _Plan:
         """The schedule for batches of this shape. All ranks see the same batch, and so decide alike."""
         assert self.chain is not None
-        most = max(piece.rows for piece in pieces)
-        key = most, _shapes(pieces), links.autocast_dtype(self.device)
+        largest = max(pieces, key=lambda piece: piece.rows)
+        # What the shapes of what goes between stages may depend on.
+        key = largest.rows, _shapes(largest.data), links.autocast_dtype(self.device)
         if key not in self._plans:
-            largest = max(pieces, key=lambda piece: piece.rows)
             if not self._foresee(largest):
                 self._probe(largest)
             parts = [Part(self.chain, stage, self._metas.get(stage)) for stage in sorted(self.chain.own)]
-            self._plans[key] = _Plan(self, parts, most)
+            self._plans[key] = _Plan(self, parts, largest.rows)
             while len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
@@ -358,6 +356,15 @@ class Pipeline(Strategy):
         else:
             self._optimizer.check(whole(state))
 
+    def copy_model(self) -> nn.Module:
+        """Refused: a copy of this rank's layers is of no use to anybody."""
+        if self.ranks.is_alone:
+            return super().copy_model()
+        raise BadArgument(
+            "Expected no average of the weights (EMA) in a pipeline: it could neither be evaluated nor saved as a "
+            "whole. Leave it out, or use strategy='ddp', 'fsdp' or 'tp'."
+        )
+
     def whole_model(self) -> nn.Module:
         """A copy of the model on the host; on rank 0 with all of its weights. Every rank must take part."""
         model = self.task.model
@@ -453,15 +460,10 @@ def _add_up(parameter: nn.Parameter, group: Any) -> None:
     dist.all_reduce(parameter.grad, group=group)
 
 
-def _shapes(pieces: list[Piece]) -> Any:
-    """What the shape of what goes between stages may depend on."""
-    largest = max(pieces, key=lambda piece: piece.rows)
-
-    def shapes(data: Any) -> Any:
-        if isinstance(data, Tensor):
-            return tuple(data.shape), data.dtype
-        if isinstance(data, Mapping):
-            return tuple((key, shapes(value)) for key, value in data.items())
-        return tuple(shapes(value) for value in data) if isinstance(data, (list, tuple)) else None
-
-    return shapes(largest.data)
+def _shapes(data: Any) -> Any:
+    """Shapes and types of all tensors of a batch, by which batches can be told apart."""
+    if isinstance(data, Tensor):
+        return tuple(data.shape), data.dtype
+    if isinstance(data, Mapping):
+        return tuple((key, _shapes(value)) for key, value in data.items())
+    return tuple(map(_shapes, data)) if isinstance(data, (list, tuple)) else None

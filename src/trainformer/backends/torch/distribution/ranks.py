@@ -45,14 +45,29 @@ class Launch:
         >>> Launch.find({})
         Launch(rank=0, world=1, local_rank=0)
         """
+        world = _number(environment, "WORLD_SIZE", 1)
         if "RANK" in environment and "WORLD_SIZE" in environment:
-            rank = int(environment["RANK"])
-            return cls(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
+            rank = _number(environment, "RANK", 0)
+            if rank >= world:
+                raise BadArgument(expected(f"RANK to be below WORLD_SIZE, which is {world}", rank))
+            return cls(rank, world, _number(environment, "LOCAL_RANK", rank))
         # Of the step, not of the allocation: a script that sbatch starts without srun is one process.
-        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+        tasks = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
         if tasks > 1 and "SLURM_PROCID" in environment:
-            return cls(int(environment["SLURM_PROCID"]), tasks, int(environment.get("SLURM_LOCALID", "0")))
+            return cls(_number(environment, "SLURM_PROCID", 0), tasks, _number(environment, "SLURM_LOCALID", 0))
+        if world > 1:
+            raise BadArgument(
+                f"WORLD_SIZE says that {world} processes train together, but RANK does not say which of them this is. "
+                "Start them with torchrun or `trainformer launch`, or unset WORLD_SIZE."
+            )
         return cls(0, 1, 0)
+
+
+def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = environment.get(name, str(otherwise))
+    if not text.strip().isdecimal():
+        raise BadArgument(expected(f"the environment variable {name} to be a whole number", text))
+    return int(text)
 
 
 def slurm_meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:

@@ -126,10 +126,6 @@ class ShardedState(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.tree)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors; those inside of mappings are named by their path, as in ``state/weight/step``."""
-        return {name: tuple(tensor.shape) for name, tensor in self._outlines.items()}
-
     # -- reading -------------------------------------------------------------------------------------------
 
     def whole(self) -> Any:
@@ -152,18 +148,6 @@ class ShardedState(Mapping[str, Any]):
                 targets[name] = torch.empty(outline.shape, dtype=outline.dtype)
         self._fill(targets)
         return rebuilt(self.tree, targets)
-
-    def load_into(self, state: Any) -> None:
-        """Fill the tensors of a state in place, each rank with what it holds; plain values are left alone."""
-        targets = dict(named_tensors(state))
-        unknown = sorted(targets.keys() - self._outlines.keys())
-        if unknown:
-            raise DataError(f"The checkpoint in {self.folder} lacks {', '.join(unknown[:8])}. Nothing was loaded.")
-        for name, target in targets.items():
-            if target.shape != self._outlines[name].shape:
-                here, there = tuple(target.shape), tuple(self._outlines[name].shape)
-                raise DataError(f"{name} is {there} in {self.folder}, and {here} here. Nothing was loaded.")
-        self._fill(targets)
 
     @torch.no_grad()
     def _fill(self, targets: dict[str, Tensor]) -> None:
@@ -252,15 +236,17 @@ def _no_description(path: Path) -> DataError:
 def _held(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, list[int]] | None:
     """The piece of a tensor that this rank writes and where it belongs; None where another rank writes it.
 
-    Of several ranks that hold the same piece, it is the first.
+    Of several ranks that hold the same piece, it is the first. Where there are groups of ranks of which each divides a
+    tensor of its own (models side by side, under tensor parallelism), it is the group of rank 0.
     """
     if not is_divided(tensor):
         return (tensor, [0] * tensor.ndim) if ranks.is_main else None
     divided: Any = tensor
-    coordinate = divided.device_mesh.get_coordinate()
-    if coordinate is None or any(
-        at and how.is_replicate() for at, how in zip(coordinate, divided.placements, strict=True)
-    ):
+    mesh = divided.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or 0 not in mesh.mesh:
+        return None
+    if any(at and how.is_replicate() for at, how in zip(coordinate, divided.placements, strict=True)):
         return None
     (chunk,) = divided.__create_chunk_list__()
     return divided.to_local(), list(chunk.offsets)
@@ -308,4 +294,5 @@ def _joined(path: str, key: Any) -> str:
 
 
 def outline_of(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The same tree with tensors of no memory, which say shapes and types."""
     return rebuilt(state, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()})

@@ -145,15 +145,19 @@ class Strategy:
 
     def copy_model(self) -> nn.Module:
         """A second model with the same weights, at least in fp32; for averages of weights."""
-        made = copy.deepcopy(self.task.model)
-        for tensor in made.parameters():
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                tensor.data = tensor.data.float()
-        return made
+        return widened(copy.deepcopy(self.task.model))
 
     def whole_model(self) -> nn.Module:
         """The model with all of its weights on this rank, to be exported. Every rank must take part."""
         return self.task.model
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """The same model, with parameters of 16 bits made fp32."""
+    for p in model.parameters():
+        if p.dtype in (torch.float16, torch.bfloat16):
+            p.data = p.data.float()
+    return model
 
 
 def whole(state: Any) -> Any:

@@ -1,0 +1,85 @@
+"""What ranks settle before a run begins: that they train together at all, and that they see one folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainformer.backends.torch.distribution import Ranks, Strategy
+from trainformer.backends.torch.distribution.ranks import Launch
+from trainformer.core.errors import BadArgument, TrainformerError
+from trainformer.session.folder import GuestFolder, NoFolder, RunFolder
+from trainformer.session.provenance import fingerprint
+
+if TYPE_CHECKING:
+    from trainformer.session.session import Session
+
+_PATIENCE = 5.0  # seconds; other machines may see a new file of a network file system only after a while
+
+
+def refuse_to_part(strategy: Strategy) -> None:
+    """Raise if several processes were started, and each would train the whole alone, in the same folder."""
+    world = Launch.find().world
+    if type(strategy) is Strategy and world > 1:
+        raise BadArgument(
+            f"Expected a strategy for the {world} processes that were started together, received 'single': each of "
+            "them would train the whole model alone and write to the same folder. Pass strategy='auto', or start one "
+            "process."
+        )
+
+
+def choose_folder(session: Session) -> RunFolder | NoFolder:
+    """The folder of the run, which rank 0 chooses and makes, and all ranks must see."""
+    settings, ranks = session.settings, session.ranks
+    if not session.habits.keeps_folder:
+        return NoFolder()
+    if not ranks.is_main:
+        path, problem = ranks.from_main(None)
+        if problem is not None:
+            raise TrainformerError(f"Rank 0 could not make the folder of the run. {problem}")
+        _see(Path(path), ranks)
+        return GuestFolder(Path(path), settings.save_dir)
+    try:
+        folder = RunFolder.choose(
+            settings.run_dir,
+            settings.name,
+            type(session.task).__name__,
+            settings.save_dir,
+            unfinished=fingerprint(session) if settings.resume == "auto" else None,
+        )
+        folder.open(anew=settings.resume is None and session.state.step == 0)
+    except Exception as error:
+        ranks.from_main((None, f"{type(error).__name__}: {error}"))
+        raise
+    if not ranks.is_alone:
+        ranks.from_main((str(folder.path.absolute()), None))
+        _see(folder.path, ranks)
+    return folder
+
+
+def _see(folder: Path, ranks: Ranks) -> None:
+    """Raise, on all ranks, if one of them does not find in the folder what rank 0 puts there."""
+    mark = folder / f".seen-by-all.{ranks.from_main(os.getpid())}.tmp"  # cleared away with drafts, if left behind
+    if ranks.is_main:
+        mark.touch()
+    ranks.gather(None)
+    blind = [rank for rank, seen in enumerate(ranks.gather(_is_there(mark))) if not seen]
+    if ranks.is_main:
+        mark.unlink(missing_ok=True)
+    if blind:
+        raise BadArgument(
+            f"Expected the folder of the run to be one and the same for all ranks, received {folder}: rank "
+            f"{', '.join(map(str, blind))} does not find there what rank 0 writes. Choose a run_dir on a file system "
+            "that all machines share."
+        )
+
+
+def _is_there(mark: Path) -> bool:
+    deadline = time.monotonic() + _PATIENCE
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
