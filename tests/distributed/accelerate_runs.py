@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
     probe = Probe(trainer._session)
     batches = probe.batches()
     backend.begin_training()
-    backend.accumulate(replace(next(batches), more=True))
+    backend.accumulate(next(batches)._replace(more=True))
     backend.drop_step()
     probe.gradients(next(batches))
     strategy = backend.strategy

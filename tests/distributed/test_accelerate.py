@@ -110,7 +110,7 @@ from accelerate_runs import run_tokens
 from training_runs import found
 from trainformer.backends.torch.distribution.accelerate import launched_strategy
 
-trainer = run_tokens(launched_strategy() or "auto", "out").fit()
+trainer = run_tokens("auto", "out").fit()
 kind = {"ddp": 0, "fsdp": 1}[trainer._session.backend.strategy.name]
 torch.save({**found(trainer), "kind": torch.tensor(kind)}, os.environ["RANK"] + ".pt")
 """

@@ -169,9 +169,10 @@ def _training(session: Session, probe: Probe, batch: Placed, report: CheckReport
         problems = ["nothing in the first batch is supervised: the weight of its loss is 0. Are all labels masked?"]
     report.add("forward and backward", problems, f"loss {loss:.4g}")
     backend = session.backend
-    named = [(backend.names.get(id(p), "unnamed parameter"), p.grad) for p in backend.parameters]
     resting = {id(p) for p in session.task.resting_parameters()} if provides(session.task, "resting_parameters") else {}
-    without = [backend.names[id(p)] for p in backend.parameters if p.grad is None and id(p) not in resting]
+    named = _gradients(session)
+    resting_names = {backend.names.get(key) for key in resting}
+    without = [name for name, grad in named if grad is None and name not in resting_names]
     broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
     zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
     if zero:
@@ -199,9 +200,15 @@ def _still_zero(session: Session, probe: Probe, batch: Placed, names: list[str])
     probe.drop()
     probe.step(batch)
     probe.gradients(batch)
-    backend = session.backend
-    zero = {backend.names.get(id(p)) for p in backend.parameters if p.grad is not None and not bool(p.grad.any())}
+    zero = {name for name, grad in _gradients(session) if grad is not None and not bool(grad.any())}
     return [name for name in names if name in zero]
+
+
+def _gradients(session: Session) -> list[tuple[str, Tensor | None]]:
+    """The gradient of each parameter that has a name, whoever holds it."""
+    backend = session.backend
+    known = [(backend.names[id(p)], p) for p in backend.parameters if id(p) in backend.names]
+    return [(name, backend.strategy.gradient_of(p)) for name, p in known]
 
 
 def _exactness(session: Session, probe: Probe, batch: Placed, report: CheckReport) -> None:

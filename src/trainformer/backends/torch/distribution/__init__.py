@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -32,7 +33,7 @@ def strategy_names() -> list[str]:
 def make_strategy(choice: Any) -> Strategy:
     """A strategy from a name, a mapping of a name and options, an `Accelerator`, or one that is made already.
 
-    ``auto`` is ``ddp`` where several processes were started, else ``single``.
+    ``auto`` is ``ddp`` where several processes were started, or what ``accelerate launch`` was told, else ``single``.
 
     >>> make_strategy("auto").name
     'single'
@@ -45,12 +46,22 @@ def make_strategy(choice: Any) -> Strategy:
     name = options.pop("name", "auto")
     if name == "auto":
         name = "ddp" if are_several() else "single"
+        if name == "ddp" and any(key.startswith("ACCELERATE_") for key in os.environ):
+            asked = _asked_of_accelerate()
+            name, options = asked.pop("name", name), {**asked, **options}
     if not isinstance(name, str) or name not in _HOMES:
         words = f"strategy to be one of {', '.join(map(repr, strategy_names()))}, or a mapping with that as its 'name'"
         raise BadArgument(expected(words, choice, did_you_mean(str(name), _HOMES)))
     module, class_name = _HOMES[name]
     strategy = getattr(import_module(f"{__name__}.{module}"), class_name)
     return strategy(**_known(strategy, name, options))
+
+
+def _asked_of_accelerate() -> dict[str, Any]:
+    """What ``accelerate launch`` was told beside the number of processes; it says it in the environment."""
+    from trainformer.backends.torch.distribution.accelerate import launched_strategy
+
+    return launched_strategy()
 
 
 def check_strategy(choice: Any) -> None:

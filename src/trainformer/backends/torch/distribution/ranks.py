@@ -202,6 +202,9 @@ class Ranks:
         try:
             with self.watch.guarding():
                 yield
+        except Exception:
+            _Parting.in_anger = True
+            raise
         finally:
             self.watch = None
 
@@ -255,7 +258,14 @@ def _meet(launch: Launch, device: str | None, timeout: float) -> None:
     atexit.register(_part)
 
 
+class _Parting:
+    in_anger = False  # a run has failed
+
+
 def _part() -> None:
-    """Leave the group that we joined. Its threads must be gone before the interpreter is."""
-    if dist.is_initialized():
+    """Leave the group that we joined. Its threads must be gone before the interpreter is.
+
+    Not after a failure: to take leave of ranks that are gone may wait for them.
+    """
+    if dist.is_initialized() and not _Parting.in_anger:
         dist.destroy_process_group()

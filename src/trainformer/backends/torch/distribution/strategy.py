@@ -108,6 +108,10 @@ class Strategy:
         """The norm of all gradients, those on other ranks included."""
         return gradients.total_norm(grads, uniform)
 
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of a parameter, for somebody who looks at it. Every rank must take part."""
+        return parameter.grad
+
     def agree_on_overflow(self, found: Tensor) -> None:
         """Make the flag of fp16's loss scaling that of all ranks, in place."""
 

@@ -40,6 +40,7 @@ from trainformer.tasks.vision.ssl.moco import MoCo, MoCoV3
 from trainformer.tasks.vision.ssl.options import DEFAULTS, check_method, paper_settings, resolve
 from trainformer.tasks.vision.ssl.simclr import SimCLR
 from trainformer.tasks.vision.ssl.views import Showing, Shown, ViewMaker
+from trainformer.utils.distributed import is_padding
 
 # Images from files are first brought to this much more than the model's size (256 for 224); crops are cut from that.
 _SOURCE = 8 / 7
@@ -341,7 +342,8 @@ class SSL(VisionTask):
         step = self.model(views)
         self._method.remember(step)
         known = step.features is not None and isinstance(labels, Tensor)
-        self.seen = Seen(step.features, labels) if known else None
+        rows = 0 if is_padding() else len(labels) if known else 0  # a sample that is only lent counts nowhere
+        self.seen = Seen(step.features[:rows], labels[:rows]) if known else None
         return Loss(step.losses.sum(), len(step.losses), metrics=step.metrics)
 
     def on_step_end(self, step: int, max_steps: int) -> None:
