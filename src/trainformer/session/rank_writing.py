@@ -44,6 +44,9 @@ class SharedWriting:
             except OSError as error:
                 problem = str(error)
         draft, problem = self._ranks.from_main((draft, problem))
+        if self._ranks.is_main:  # by now every rank has heard how the save before ended
+            for verdict in self._store.root.glob(f".writing-*{_FAILED}"):
+                verdict.unlink(missing_ok=True)
         if draft is None:
             raise OSError(problem)
         if not all(self._ranks.gather(Path(draft).is_dir())):

@@ -1,0 +1,32 @@
+"""Ranks that write checkpoints together, of which one fails now and then."""
+
+from pathlib import Path
+
+import torch
+
+from trainformer.backends.torch.distribution import Ranks
+from trainformer.engine.checkpoint import CheckpointStore, Manifest
+from trainformer.session.rank_writing import SharedWriting
+
+
+def writing(rank, world):
+    """How each save ended here: 0 for well, 1 if the reason was told, 2 for anything else."""
+    ranks = Ranks(rank, world, rank)
+    store = CheckpointStore(Path("checkpoints").absolute())
+    shared = SharedWriting(store, ranks, timeout=30)
+    ended = []
+    for step, who in enumerate((None, 1, 0, None), start=1):
+
+        def fill(folder, step=step, who=who):
+            (folder / f"own.rank{rank}.txt").write_text(f"{rank} at {step}")
+            if rank == who:
+                raise OSError("no space left here")
+            return {"own": [f"own.rank{rank}.txt"]}
+
+        try:
+            shared.write(shared.begin(step), Manifest(step=step, components={}, world_size=world), fill)
+            ended.append(0)
+        except OSError as error:
+            ended.append(1 if f"rank {who}: no space left here" in str(error) else 2)
+        ranks.gather(None)
+    return {"ended": torch.tensor(ended)}
