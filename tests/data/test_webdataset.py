@@ -25,6 +25,7 @@ from trainformer.core import DataError
 from trainformer.data import MappedStream, WebDataset, extract_info, load_images
 from trainformer.data.align import align_classes
 from trainformer.data.loader import LoaderSource, StatefulLoaderSource, stream_source
+from trainformer.data.sharding import Shard
 from trainformer.data.shards import expand_braces, find_shards, names_shards
 
 SHARDS, SIZE = 5, 8
@@ -279,6 +280,20 @@ def test_ranks_share_the_shards(shards: Path, ranks: int, shuffle: int) -> None:
         shares.append(labels(stream))
         assert {label // SIZE for label in shares[-1]}.isdisjoint(x // SIZE for share in shares[:-1] for x in share)
     assert sorted(label for share in shares for label in share) == list(range(SHARDS * SIZE))
+
+
+@pytest.mark.parametrize("ranks", [2, 7])  # the latter are more than there are shards
+def test_ranks_that_are_handed_parts_of_batches_read_all_shards(shards: Path, ranks: int) -> None:
+    whole = stream_source(MappedStream(WebDataset(shards, shuffle=4)), 6, seed=1, collate=None, num_workers=0)
+    alone = [batch.data[1].tolist() for batch in whole.batches(0)]
+    parts = []
+    for rank in range(ranks):
+        stream = MappedStream(WebDataset(shards, shuffle=4, num_replicas=ranks, rank=rank))
+        source = stream_source(stream, 6, seed=1, collate=None, num_workers=0, shard=Shard(rank, ranks))
+        parts.append([(batch.data[1].tolist() if batch.size else [], batch.consumed) for batch in source.batches(0)])
+    together = [[label for part, _ in batch for label in part] for batch in zip(*parts, strict=True)]
+    assert together == alone
+    assert sum(consumed for _, consumed in parts[0]) == SHARDS * SIZE
 
 
 def test_more_ranks_than_shards(shards: Path) -> None:
