@@ -28,7 +28,7 @@ def test_a_killed_run_ends_like_one_left_in_peace(tmp_path, name):
     case = CASES[name]
     reference = complete(case, tmp_path / "reference")
     tally = torment(
-        replace(case, slow=0.01, pause=0.002), tmp_path, reference, random.Random(name), kills=KILLS, most=KILLS
+        replace(case, slow=0.02, pause=0.002), tmp_path, reference, random.Random(name), kills=KILLS, most=KILLS
     )
     assert not tally.differences, "\n".join(tally.differences)
     assert tally.kills == KILLS
