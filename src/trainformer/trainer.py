@@ -116,8 +116,7 @@ class Trainer(RunSettings, RunHandle):
         model = self._session.whole_model()
         if provides(self.task, "export_module"):
             model = self.task.export_module(model)
-        ranks = self._session.ranks
-        return ranks.from_main(str(export_model(model, Path(path), format, shape)) if ranks.is_main else None)
+        return self._session.ranks.done_by_main(lambda: str(export_model(model, Path(path), format, shape)))
 
     def was_set(self, name: str) -> bool:
         """Whether the user set a setting, to whatever value."""

@@ -12,6 +12,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
     found = on_ranks(writing, 3, tmp_path)
     for rank in found:
         assert rank["ended"].tolist() == [0, 1, 1, 0]
+        assert rank["told"].tolist() == [7, 1]
     store = CheckpointStore(tmp_path / "checkpoints")
     kept = store.checkpoints()
     assert [checkpoint.step for checkpoint in kept] == [1, 4]

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from trainformer.backends.torch.distribution import Ranks
+from trainformer.core.errors import TrainformerError
 from trainformer.engine.checkpoint import CheckpointStore, Manifest
 from trainformer.session.rank_writing import SharedWriting
 
@@ -29,4 +30,13 @@ def writing(rank, world):
         except OSError as error:
             ended.append(1 if f"rank {who}: no space left here" in str(error) else 2)
         ranks.gather(None)
-    return {"ended": torch.tensor(ended)}
+    return {"ended": torch.tensor(ended), "told": told_by_main(ranks)}
+
+
+def told_by_main(ranks):
+    """The number that rank 0 found, and whether its failure reached this rank in its own words."""
+    found = ranks.done_by_main(lambda: 7 + ranks.rank)
+    try:
+        ranks.done_by_main(lambda: [].pop())
+    except (IndexError, TrainformerError) as error:
+        return torch.tensor([found, "pop from empty list" in str(error)])

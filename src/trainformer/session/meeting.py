@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainformer.backends.torch.distribution import Ranks, Strategy
 from trainformer.backends.torch.distribution.ranks import Launch
-from trainformer.core.errors import BadArgument, TrainformerError
+from trainformer.core.errors import BadArgument
 from trainformer.session.folder import GuestFolder, NoFolder, RunFolder
 from trainformer.session.provenance import fingerprint
 
@@ -35,13 +35,9 @@ def choose_folder(session: Session) -> RunFolder | NoFolder:
     settings, ranks = session.settings, session.ranks
     if not session.habits.keeps_folder:
         return NoFolder()
-    if not ranks.is_main:
-        path, problem = ranks.from_main(None)
-        if problem is not None:
-            raise TrainformerError(f"Rank 0 could not make the folder of the run. {problem}")
-        _see(Path(path), ranks)
-        return GuestFolder(Path(path), settings.save_dir)
-    try:
+    made: list[RunFolder] = []
+
+    def make() -> str:
         folder = RunFolder.choose(
             settings.run_dir,
             settings.name,
@@ -50,13 +46,13 @@ def choose_folder(session: Session) -> RunFolder | NoFolder:
             unfinished=fingerprint(session) if settings.resume == "auto" else None,
         )
         folder.open(anew=settings.resume is None and session.state.step == 0)
-    except Exception as error:
-        ranks.from_main((None, f"{type(error).__name__}: {error}"))
-        raise
+        made.append(folder)
+        return str(folder.path.absolute())
+
+    path = Path(ranks.done_by_main(make))
     if not ranks.is_alone:
-        ranks.from_main((str(folder.path.absolute()), None))
-        _see(folder.path, ranks)
-    return folder
+        _see(path, ranks)
+    return made[0] if made else GuestFolder(path, settings.save_dir)
 
 
 def _see(folder: Path, ranks: Ranks) -> None:

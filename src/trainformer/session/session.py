@@ -440,8 +440,8 @@ class Session:
         states = {c: gathered(c.stateful.state_dict()) for c in self.components()}
         own = {c.key: state for c, state in states.items() if c.sharing_pattern is SharingPattern.PER_RANK}
         of_ranks = self.ranks.gather(own)
-        if self.ranks.is_main:
-            write_snapshot(path, {c.key: state for c, state in states.items()}, of_ranks)
+        content = {c.key: state for c, state in states.items()}
+        self.ranks.done_by_main(lambda: write_snapshot(path, content, of_ranks))
         return path
 
     def whole_model(self) -> nn.Module:

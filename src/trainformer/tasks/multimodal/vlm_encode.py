@@ -1,8 +1,8 @@
 """Images with text as tokens, labels and pixels, by the processor of a vision-language model.
 
 Owns where the tokens of an image stand and that they are never cut, what is trained on, and what a prompt is. Words are
-rendered and tokenised with one placeholder per image, as text is (`data.text.encode`), so answers are found as they are
-found in text. Then each placeholder makes room for the tokens that the processor writes for that image. Reading
+rendered and tokenised with one stand-in per image, as text is (`data.text.encode`), so answers are found as they are
+found in text. Then each stand-in makes room for the tokens that the processor writes for that image. Reading
 records is left to `image_text_records`, batches to `vlm_data`.
 """
 
@@ -174,7 +174,7 @@ class ImageTextEncoder:
         return whole, True
 
     def _worded(self, said: Said) -> tuple[dict[str, Any], int]:
-        """A record for `Encoder`, with a placeholder for each image, and how many of these there are."""
+        """A record for `Encoder`, with a stand-in for each image, and how many of these there are."""
         parts, images = said.parts, len(said.images)
         if not images and "text" in parts:
             return {"text": parts["text"]}, 0
@@ -285,7 +285,7 @@ def _image_token(processor: Any) -> str:
 
 
 def _expanded(piece: Encoded, images: Sequence[np.ndarray], image_id: int) -> tuple[Encoded, np.ndarray]:
-    """A piece with the tokens of images in the places of their placeholders, and which tokens these are.
+    """A piece with the tokens of images in the places of their stand-ins, and which tokens these are.
 
     >>> whole, stands = _expanded(Encoded(np.array([5, 9, 6]), np.array([-100, 9, 6])), [np.array([9, 9])], 9)
     >>> whole.input_ids.tolist(), whole.labels.tolist(), stands.tolist()

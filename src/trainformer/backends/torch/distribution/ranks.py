@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -161,6 +161,23 @@ class Ranks:
         """
         found = self.gather(value)
         return [found[index * self.world // self.count] for index in range(self.count)]
+
+    def done_by_main(self, function: Callable[[], Any]) -> Any:
+        """What a function returns that rank 0 alone calls. If it fails there, all ranks fail: none waits for it."""
+        if self.is_alone:
+            return function()
+        result, failure, problem = None, None, None
+        if self.is_main:
+            try:
+                result = function()
+            except Exception as error:
+                failure, problem = error, f"{type(error).__name__}: {error}"
+        result, problem = self.from_main((result, problem))
+        if failure is not None:
+            raise failure
+        if problem is not None:
+            raise TrainformerError(f"Rank 0 failed in what it does for all. {problem}")
+        return result
 
     def total(self, values: list[float]) -> list[float]:
         """Sums over the parts of a batch."""
