@@ -30,6 +30,7 @@ from torch import nn
 
 from trainformer.engine.checkpoint import Manifest, Retention, StateComponent
 from trainformer.session.checkpoints import Checkpointer
+from trainformer.session.torch.state_files import TorchFiles
 
 console = Console()
 if not console.is_terminal:
@@ -57,13 +58,13 @@ def make_components(layers: int, width: int, device: str) -> list[StateComponent
 
 def measure(components: list[StateComponent], saves: int, asynchronous: bool, folder: Path, device: str) -> Times:
     """Save several times; the first save is not counted."""
-    checkpointer = Checkpointer(folder, Retention(last=1), asynchronous)
+    checkpointer = Checkpointer(folder, Retention(last=1), asynchronous, files=TorchFiles(on_device=device != "cpu"))
     times = Times()
     for step in range(saves + 1):
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        checkpointer.save(components, Manifest(step=step, components={}), on_device=device != "cpu")
+        checkpointer.save(components, Manifest(step=step, components={}))
         blocked = time.perf_counter() - began
         checkpointer.finish()
         if step:

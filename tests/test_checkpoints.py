@@ -278,9 +278,9 @@ def test_the_config_is_kept_up_to_date():
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous, monkeypatch, caplog):
-    from trainformer.session import checkpoints
+    from trainformer.session.torch import state_files
 
-    real, calls = checkpoints.write_component, []
+    real, calls = state_files.write_component, []
 
     def sometimes(folder, stem, format, state):
         if stem == "model":
@@ -289,7 +289,7 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous, monkey
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(folder, stem, format, state)
 
-    monkeypatch.setattr(checkpoints, "write_component", sometimes)
+    monkeypatch.setattr(state_files, "write_component", sometimes)
     trainer = make(save_every=4, save_last=9, save_async=asynchronous).fit()
     assert trainer.state.step == 20
     assert saved_steps() == [4, 16, 20]
@@ -299,13 +299,13 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous, monkey
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_three_failures_in_a_row_stop_the_run(asynchronous, monkeypatch):
-    from trainformer.session import checkpoints
+    from trainformer.session.torch import state_files
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     make(max_steps=2).fit()
-    monkeypatch.setattr(checkpoints, "write_component", full)
+    monkeypatch.setattr(state_files, "write_component", full)
     with pytest.raises(SaveFailed, match=r"3 saves in a row failed.*No space left.*step_00000002"):
         make(save_every=4, save_async=asynchronous).fit()
     assert saved_steps() == [2]
@@ -498,9 +498,9 @@ def test_a_disk_that_is_really_full(tmp_path):
 
 
 def test_a_failed_save_is_not_announced_and_is_tried_again(monkeypatch):
-    from trainformer.session import checkpoints
+    from trainformer.session.torch import state_files
 
-    real, announced = checkpoints.write_component, []
+    real, announced = state_files.write_component, []
 
     def fails_first(folder, stem, format, state):
         if not announced and "step_00000004" in str(folder):
@@ -512,7 +512,7 @@ def test_a_failed_save_is_not_announced_and_is_tried_again(monkeypatch):
             announced.append(Path(path).name)
             assert Path(path).is_dir()
 
-    monkeypatch.setattr(checkpoints, "write_component", fails_first)
+    monkeypatch.setattr(state_files, "write_component", fails_first)
     make(save_every=4, max_steps=8, callbacks=[Hears()]).fit()
     assert announced == ["step_00000008"]
 

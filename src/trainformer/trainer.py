@@ -16,8 +16,8 @@ from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.session import RunSettings, Session
-from trainformer.session.handle import RunHandle
-from trainformer.session.preflight import CheckReport, check_session
+from trainformer.session.torch.handle import RunHandle
+from trainformer.session.torch.preflight import CheckReport, check_session
 from trainformer.tasks.base import provides
 
 

@@ -128,7 +128,7 @@ def put_in_place(folder, name, plant, mark):
     """Replace a file of a checkpoint, and make the manifest say that all is as it should be."""
     plant(Bomb(mark), folder / name)
     manifest = Manifest.read(folder)
-    components = {key: [FileRecord.of(folder / f.name) for f in files] for key, files in manifest.components.items()}
+    components = {key: [FileRecord.of(folder, f.name) for f in files] for key, files in manifest.components.items()}
     (folder / "manifest.json").write_bytes(Manifest(**{**vars(manifest), "components": components}).to_bytes())
 
 

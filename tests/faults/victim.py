@@ -180,9 +180,9 @@ def slow_down_saves(seconds):
 
 def fail_saves(numbers, seconds):
     """Let some saves find the disk full, as the system would say it."""
-    from trainformer.session import checkpoints
+    from trainformer.session.torch import state_files
 
-    really, count = checkpoints.write_component, [0]
+    really, count = state_files.write_component, [0]
 
     def write_component(folder, stem, format, state):
         count[0] += stem == "model"
@@ -192,7 +192,7 @@ def fail_saves(numbers, seconds):
         return really(folder, stem, format, state)
 
     if numbers:
-        checkpoints.write_component = write_component
+        state_files.write_component = write_component
 
 
 def count_operations(folder, die_at):

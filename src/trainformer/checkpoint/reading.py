@@ -14,8 +14,8 @@ from trainformer.backends.torch.components import read_component
 from trainformer.backends.torch.distribution.strategy import whole
 from trainformer.core.errors import DataError, expected
 from trainformer.engine.checkpoint import Checkpoint
-from trainformer.session.replicas import files_for
-from trainformer.session.snapshot import read_snapshot
+from trainformer.session.sharing import files_for
+from trainformer.session.torch.snapshot import read_snapshot
 
 
 class States(Mapping[str, Any]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 
@@ -21,6 +23,28 @@ class Peers(Protocol):
     @property
     def rank(self) -> int:
         """Number of this process."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def watch(self) -> Any:
+        """Who looks after the others, and can say which is `lost()`; None if nobody does."""
+        ...
+
+    def from_main(self, value: Any) -> Any:
+        """The value that rank 0 has."""
+        ...
+
+    def done_by_main(self, function: Callable[[], Any]) -> Any:
+        """What a function returns that rank 0 alone calls. If it fails there, all ranks fail."""
+        ...
+
+    def watching(self, timeout: float) -> AbstractContextManager[None]:
+        """Meanwhile, a rank that dies is named, and the others do not wait for it for ever."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
@@ -46,6 +70,8 @@ class Alone:
     is_main = True
     is_alone = True
     rank = 0
+    world = 1
+    watch = None
 
     def gather(self, value: Any) -> list[Any]:
         """Its own value."""
@@ -62,3 +88,15 @@ class Alone:
     def any(self, flags: list[bool]) -> list[bool]:
         """The flags."""
         return flags
+
+    def from_main(self, value: Any) -> Any:
+        """The value."""
+        return value
+
+    def done_by_main(self, function: Callable[[], Any]) -> Any:
+        """What the function returns."""
+        return function()
+
+    def watching(self, timeout: float) -> AbstractContextManager[None]:
+        """There is nobody to watch."""
+        return nullcontext()

@@ -39,6 +39,7 @@ from trainformer.hf.settings import CHECKPOINT_NAME, kept_best, monitored
 from trainformer.hf.task import save_beside_weights
 from trainformer.session.checkpoints import Checkpointer, give_back, read_states, versions
 from trainformer.session.components import Held
+from trainformer.session.torch.state_files import TorchFiles
 
 logger = logging.getLogger("trainformer")
 
@@ -324,12 +325,14 @@ class BaseTrainer(Scripting, ABC):
             epoch=state.raw_epoch,
             components={},
             metrics={},
-            versions=versions(),
+            versions=versions(TorchFiles()),
             world_size=ranks.world,
         )
         timeout = self.args.ddp_timeout
-        checkpointer = Checkpointer(place, keep, asynchronous=False, naming=naming, ranks=ranks, timeout=timeout)
-        if not checkpointer.save(self.get_state_components(), manifest, on_device=False, assets=self._assets):
+        checkpointer = Checkpointer(
+            place, keep, asynchronous=False, naming=naming, files=TorchFiles(), ranks=ranks, timeout=timeout
+        )
+        if not checkpointer.save(self.get_state_components(), manifest, assets=self._assets):
             checkpointer.conclude()  # raises, and says why
         return str(checkpointer.store.path_of(state.global_step))
 
@@ -340,7 +343,7 @@ class BaseTrainer(Scripting, ABC):
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         """Go on from a checkpoint, without a path from the newest in `output_dir`. One that does not fit is refused."""
-        states = read_states(self._checkpoint_at(checkpoint_path), rank=self._join().rank)
+        states = read_states(self._checkpoint_at(checkpoint_path), TorchFiles(), self._join().rank)
         give_back(self.get_state_components(), states)
 
     def _checkpoint_at(self, path: str | os.PathLike[str] | None) -> Path:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainformer.callbacks.dialects.huggingface import Bridge, HuggingFaceCallback, translated, translated_name
 from trainformer.hf.processes import this_process
 from trainformer.session import Session
-from trainformer.session.handle import RunHandle
+from trainformer.session.torch.handle import RunHandle
 
 if TYPE_CHECKING:
     from trainformer.hf.trainer import Trainer

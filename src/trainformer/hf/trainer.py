@@ -28,9 +28,9 @@ from trainformer.hf.processes import strategy_choice
 from trainformer.hf.scripting import refuse_dead_overrides, refuse_foreign_checkpoint
 from trainformer.hf.settings import InOrder, habits_of, optimizer_spec, schedule_factory, settings_of
 from trainformer.hf.task import ModelTask, can_be_smoothed, default_loss
-from trainformer.session.data import is_loader
-from trainformer.session.parts import retention
-from trainformer.session.preflight import CheckReport, check_session
+from trainformer.session.plans import retention
+from trainformer.session.torch.data import is_loader
+from trainformer.session.torch.preflight import CheckReport, check_session
 
 logger = logging.getLogger("trainformer")
 

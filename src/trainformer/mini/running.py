@@ -24,9 +24,9 @@ from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, UsersSt
 from trainformer.mini.hooks.metrics import LoggingHook, ProgressHook
 from trainformer.session import RunSettings, Session
 from trainformer.session.components import Held
-from trainformer.session.data import size_of
 from trainformer.session.habits import Habits, SignalRules
-from trainformer.session.handle import RunHandle
+from trainformer.session.provenance import size_of
+from trainformer.session.torch.handle import RunHandle
 from trainformer.utils.distributed import rank, world_size
 from trainformer.utils.helpers import seed_everything
 

@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainformer.backends.torch import restore_random
 from trainformer.backends.torch.placement import resolve_device
-from trainformer.callbacks.dialects.mini import BaseHook, unwrap
+from trainformer.callbacks.dialects.mini import BaseHook
+from trainformer.callbacks.dialects.unwrapping import unwrap
 from trainformer.core.errors import BadArgument, DataError, NonFiniteError, expected
 from trainformer.data.order import sample_key, seed_generators
 from trainformer.engine import RunState
@@ -26,7 +27,7 @@ from trainformer.mini.hooks.checkpointing import CheckpointingHook
 from trainformer.mini.running import MiniSession, make_session
 from trainformer.session.checkpoints import give_back
 from trainformer.session.console import messages_on
-from trainformer.session.preflight import CheckReport, check_session
+from trainformer.session.torch.preflight import CheckReport, check_session
 from trainformer.utils.distributed import rank
 
 #: What is built, in this order, by the method `build_<name>`. What one of them uses of another is built before it.

@@ -1,6 +1,14 @@
-"""What every way into the library shares: settings, and the session that runs them."""
+"""What every way into the library shares: settings, and the session that runs them.
 
-from trainformer.session.session import Session
-from trainformer.session.settings import RunSettings
+What stands here knows neither torch nor jax; `session.torch` and `session.jax` do.
+"""
 
-__all__ = ["RunSettings", "Session"]
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.session.torch.session": ["Session"],
+        "trainformer.session.torch.settings": ["RunSettings"],
+    },
+)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 if TYPE_CHECKING:
-    from trainformer.session.session import Session
+    from trainformer.session.run import Run
 
 logger = logging.getLogger("trainformer")
 
 
-def announce_start(session: Session) -> None:
+def announce_start(run: Run) -> None:
     """What is about to be trained, or why there is nothing to train."""
-    state, total, anew = session.state, session.total_steps(), session.habits.begin_anew
+    state, total, anew = run.state, run.total_steps(), run.habits.begin_anew
     if state.stopped:
         logger.warning(
             "nothing left to train: the run was stopped at step %d by %s: %s. Call fit() again or load the "
@@ -29,26 +26,16 @@ def announce_start(session: Session) -> None:
             "or %s to begin anew.", state.step, total, anew,
         )  # fmt: skip
         return
-    backend, samples = session.backend, session.train_size
-    parameters = backend.strategy.count_parameters(backend.parameters)
-    together = "" if session.ranks.is_alone else f" ({backend.strategy.describe()})"
+    samples = run.train_size
     logger.info(
-        "training %s on %s%s in %s: %s trainable parameters%s, %s samples, %s steps",
-        getattr(session.task, "title", type(session.task).__name__), backend.device, together, backend.precision.name,
-        f"{parameters:,}", _in_short(backend.parameters),
-        samples if samples is not None else "?", total if total is not None else "?",
+        "training %s, %s samples, %s steps",
+        run.describe(), samples if samples is not None else "?", total if total is not None else "?",
     )  # fmt: skip
 
 
-def _in_short(parameters: Iterable[Tensor]) -> str:
-    """Which of the parameters are kept in fewer bits than usual."""
-    short = sorted({str(p.dtype).removeprefix("torch.") for p in parameters} - {"float32", "float64"})
-    return f" ({', '.join(short)})" if short else ""
-
-
-def announce_stop(session: Session) -> None:
+def announce_stop(run: Run) -> None:
     """Who stopped the run, and why, if anybody did."""
-    control = session.control
+    control = run.control
     if control.should_stop:
         reason, who = control.stop_reason, control.stopped_by
-        logger.info("stopped at step %d by %s: %s", session.state.step, who, reason)
+        logger.info("stopped at step %d by %s: %s", run.state.step, who, reason)

@@ -8,11 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from trainformer.backends.torch.components import read_component, write_component, write_part
-from trainformer.backends.torch.distribution import Ranks
-from trainformer.backends.torch.state_trees import cloned
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.engine.checkpoint import (
     BackgroundWriter,
@@ -24,9 +19,10 @@ from trainformer.engine.checkpoint import (
 )
 from trainformer.engine.checkpoint.manifest import MANIFEST
 from trainformer.engine.checkpoint.store import folder_of_checkpoints
+from trainformer.engine.peers import Alone, Peers
 from trainformer.session.rank_writing import SharedWriting
-from trainformer.session.replicas import check_replicas, files_for, is_of_another_rank, is_ours, stem_of
-from trainformer.session.snapshot import read_snapshot
+from trainformer.session.sharing import files_for, is_of_another_rank, is_ours
+from trainformer.session.state_files import StateFiles
 
 logger = logging.getLogger("trainformer")
 
@@ -50,13 +46,15 @@ class Checkpointer:
         asynchronous: bool,
         naming: str = "step_{:08d}",
         *,
-        ranks: Ranks | None = None,
+        files: StateFiles,
+        ranks: Peers | None = None,
         timeout: float = 1800.0,
     ) -> None:
         self.store = CheckpointStore(folder, naming)
         self.retention = retention
         self.asynchronous = asynchronous
-        self.ranks = ranks or Ranks()
+        self.files = files
+        self.ranks: Peers = ranks or Alone()
         self._sharing = SharedWriting(self.store, self.ranks, timeout)
         self.failures = 0
         self._last_error: OSError | None = None
@@ -67,20 +65,18 @@ class Checkpointer:
         """Whether an evaluation is among the best so far."""
         return self.retention.is_worth_keeping(metrics, self.store.checkpoints())
 
-    def save(
-        self, components: Sequence[StateComponent], manifest: Manifest, on_device: bool, assets: Assets | None = None
-    ) -> bool:
+    def save(self, components: Sequence[StateComponent], manifest: Manifest, assets: Assets | None = None) -> bool:
         """Write a checkpoint, or hand it to the background. False: it could not be written, and that was reported."""
         began = time.perf_counter()
         self.finish()  # at most one save in flight; if the one before failed, this one is tried all the same
         states = {c: c.stateful.state_dict() for c in components}  # on every rank: some have to ask the others
-        check_replicas(states, self.ranks)
+        self.files.check_replicas(states, self.ranks)
         states = {c: state for c, state in states.items() if is_ours(c, self.ranks)}
         try:
             draft = None if self.ranks.is_alone else self._sharing.begin(manifest.step)
             if self.asynchronous:
                 # A snapshot first: the loop is about to change these very tensors.
-                states = {c: cloned(state, to_host=on_device) for c, state in states.items()}
+                states = {c: self.files.snapshot(c, state) for c, state in states.items()}
                 self._writer.submit(lambda: self._write(states, manifest, assets, draft))
             else:
                 self._write(states, manifest, assets, draft)
@@ -109,12 +105,7 @@ class Checkpointer:
         ranks = self.ranks
 
         def fill(folder: Path) -> dict[str, list[str]]:
-            files = {}
-            for c, state in states.items():
-                if c.format == "sharded":
-                    files[c.key] = write_part(folder, c.key, state, ranks)
-                else:
-                    files[c.key] = write_component(folder, stem_of(c, ranks), c.format, state)
+            files = {c.key: self.files.write(folder, c, state, ranks) for c, state in states.items()}
             if assets is not None and ranks.is_main:
                 files["assets"] = [name for name in assets(folder) if not is_of_another_rank(name)]
             return files
@@ -160,23 +151,21 @@ class Checkpointer:
         ) from self._last_error
 
 
-def read_checkpoint(checkpoint: Checkpoint, only: Collection[str] | None = None, rank: int = 0) -> dict[str, Any]:
-    """The states of a checkpoint's components, or of some of them, as a rank wants them."""
+def read_checkpoint(checkpoint: Checkpoint, files: StateFiles, rank: int = 0) -> dict[str, Any]:
+    """The states of a checkpoint's components, as a rank wants them."""
     manifest = checkpoint.manifest
     chosen = {
-        key: files_for(key, [f.name for f in files], rank)
-        for key, files in manifest.components.items()
-        if key in manifest.formats and (only is None or key in only)
+        key: files_for(key, [record.name for record in records], rank)
+        for key, records in manifest.components.items()
+        if key in manifest.formats
     }
-    return {
-        key: read_component(checkpoint.path, names, manifest.formats[key]) for key, names in chosen.items() if names
-    }
+    return {key: files.read(checkpoint.path, names, manifest.formats[key]) for key, names in chosen.items() if names}
 
 
-def read_states(path: Path, rank: int = 0) -> dict[str, Any]:
+def read_states(path: Path, files: StateFiles, rank: int = 0) -> dict[str, Any]:
     """States by component from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
     if not path.is_dir():
-        return read_snapshot(path, rank)
+        return files.read_file(path, rank)
     if (path / MANIFEST).exists():
         checkpoint: Checkpoint | None = Checkpoint(path, Manifest.read(path))
         assert checkpoint is not None
@@ -185,7 +174,7 @@ def read_states(path: Path, rank: int = 0) -> dict[str, Any]:
         checkpoint = CheckpointStore(folder_of_checkpoints(path)).newest()
     if checkpoint is None:
         raise DataError(f"There is no complete checkpoint in {path}.")
-    return read_checkpoint(checkpoint, rank=rank)
+    return read_checkpoint(checkpoint, files, rank)
 
 
 def give_back(
@@ -215,8 +204,8 @@ def give_back(
             logger.warning("the checkpoint has no %r; it begins anew", component.key)
 
 
-def versions() -> dict[str, str]:
+def versions(files: StateFiles) -> dict[str, str]:
     """Versions to record with a checkpoint."""
     from trainformer import __version__
 
-    return {"trainformer": __version__, "torch": str(torch.__version__)}
+    return {"trainformer": __version__, **files.versions()}

@@ -1,23 +1,18 @@
-"""The components of a run's state, in the order in which they are written and given back."""
+"""The components that every run has, and how a state is held behind functions.
+
+What is trained is a component too: which, and in which format, is said by `session.torch` and `session.jax`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.distribution.sharded_state import fitted
-from trainformer.backends.torch.distribution.strategy import whole
-from trainformer.backends.torch.state_trees import gathered
-from trainformer.engine.checkpoint import SharingPattern, StateComponent
-from trainformer.tasks.base import provides
+from trainformer.engine.checkpoint import StateComponent
 
 if TYPE_CHECKING:
-    from trainformer.session.session import Session
-
-#: What trial steps change, and so what a sandbox puts back.
-TRAINED = ("model", "task", "optimizer", "schedule", "backend", "rng")
+    from trainformer.session.run import Run
 
 
 @dataclass(frozen=True)
@@ -42,76 +37,19 @@ class Held:
             self.check(state)
 
 
-def state_components(session: Session) -> list[StateComponent]:
-    """Everything needed to go on exactly from here."""
-    task, backend = session.task, session.backend
-    model, optimizer, schedule = task.model, backend.optimizer, backend.schedule
-    weights, load_weights = model.state_dict, model.load_state_dict
-    if provides(task, "model_state"):
-        weights, load_weights = task.model_state, task.load_model_state
-    strategy = backend.strategy
-    sharing, replicated = strategy.sharing, strategy.sharing is SharingPattern.REPLICATED
-    # Of a run with an adapter only that is saved: small, and as the file that peft reads.
-    is_small = strategy.divides_state and getattr(task, "adapter", None) is not None
-    in_parts = strategy.divides_state and not is_small
-    components = [
+def record_components(run: Run) -> list[StateComponent]:
+    """Where the run is, and what its loggers and components that share values have noted."""
+    return [
+        StateComponent("run", Held(run.run_state, run.state.load_state_dict), format="json"),
+        StateComponent("context", Held(run.context.state_dict, run.context.load_state_dict), required=False),
         StateComponent(
-            "model",
-            Held(
-                lambda: gathered(strategy.model_state(weights)) if is_small else strategy.model_state(weights),
-                lambda s: strategy.load_model_state(s, load_weights),
-                lambda s: strategy.check_model_state(s, weights),
-            ),
-            SharingPattern.GLOBAL if is_small else sharing,
-            validate_replication=replicated,
-            format="sharded" if in_parts else "weights",
-        ),
-        StateComponent(
-            "optimizer",
-            # Cloned: torch keeps the tensors it is given and goes on to change them.
-            Held(
-                lambda: strategy.optimizer_state(optimizer),
-                lambda s: strategy.load_optimizer_state(optimizer, s),
-                lambda s: strategy.check_optimizer_state(optimizer, s),
-            ),
-            sharing,
-            validate_replication=replicated,
-            format="sharded" if strategy.divides_state else "tensors",
-        ),
-        StateComponent("schedule", Held(schedule.state_dict, schedule.load_state_dict), required=False),
-        StateComponent("backend", Held(backend.state_dict, backend.load_state_dict), required=False),
-        StateComponent("run", Held(session.run_state, session.state.load_state_dict), format="json"),
-        StateComponent("rng", Held(capture_random, restore_random), SharingPattern.PER_RANK, required=False),
-        StateComponent("context", Held(session.context.state_dict, session.context.load_state_dict), required=False),
-        StateComponent(
-            "loggers",
-            Held(lambda: session.loggers.state_dict(), session.take_logger_state),
-            required=False,
-            format="json",
+            "loggers", Held(lambda: run.loggers.state_dict(), run.take_logger_state), required=False, format="json"
         ),
     ]
-    if provides(task, "state_dict"):
-        held = Held(task.state_dict, task.load_state_dict, getattr(task, "check_state", None))
-        components.append(_perhaps_divided("task", held, session))
-    if hasattr(session.train_source, "state_dict"):
-        source: Any = session.train_source
-        # A loader that divides the data itself is somewhere else on each rank.
-        own = session.ranks.world > 1 and source.is_divided
-        pattern = SharingPattern.PER_RANK if own else SharingPattern.GLOBAL
-        held = Held(source.state_dict, source.load_state_dict)
-        components.append(StateComponent("data", held, pattern, required=False))
-    for name, callback in session.callbacks.named().items():
+
+
+def callback_states(run: Run) -> Iterator[tuple[str, Held]]:
+    """Those callbacks that have a state, each under a key of its own."""
+    for name, callback in run.callbacks.named().items():
         if callable(getattr(callback, "state_dict", None)):
-            key = "callback." + name.replace("#", "-")
-            held = Held(callback.state_dict, callback.load_state_dict)
-            components.append(_perhaps_divided(key, held, session))
-    return components
-
-
-def _perhaps_divided(key: str, held: Held, session: Session) -> StateComponent:
-    """A component that may hold a copy of the model: divided where the model is."""
-    if not session.backend.strategy.divides_state:
-        whole_one = Held(held.get, lambda s: held.put(whole(s)), held.check and (lambda s: held.check(whole(s))))  # type: ignore[misc]
-        return StateComponent(key, whole_one, required=False)
-    divided = Held(held.get, lambda s: held.put(fitted(s, held.get())), held.check)
-    return StateComponent(key, divided, required=False, format="sharded")
+            yield "callback." + name.replace("#", "-"), Held(callback.state_dict, callback.load_state_dict)

@@ -1,40 +1,18 @@
-"""What callbacks may use of a run, whatever way it was begun."""
+"""What callbacks may use of a run, whatever way it was begun and whatever computes it."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor, nn
+from typing import Any
 
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, RunState
-from trainformer.session.probe import Probe
-
-if TYPE_CHECKING:
-    from trainformer.session.session import Session
 
 
-class RunHandle:
+class CommonHandle:
     """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), over the session of the run."""
 
-    _session: Session
-
-    def evaluate_trained(self) -> dict[str, float]:
-        """The same for the weights being trained, on the validation data, where `evaluate` judges an average (EMA)."""
-        return self._session.evaluate_trained()
-
-    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, Tensor]:
-        """Embeddings of data in evaluation mode: ``{"embedding": (N, D)}``, with ``"label"`` where there are labels.
-
-        `data` is ``"train"``, ``"val"``, or anything that `predict` takes; `most` samples at most, evenly chosen.
-        """
-        return self._session.embed(data, most)
-
-    def save(self, path: str | Path) -> str:
-        """Write everything needed to go on exactly from here to one file; all or nothing."""
-        return str(self._session.save_file(Path(path)))
+    _session: Any
 
     def stop(self, reason: str) -> None:
         """Ask the run to end after the current step."""
@@ -43,21 +21,6 @@ class RunHandle:
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Hand further metrics to the loggers, at the current step."""
         self._session.log(metrics, self.state.step)
-
-    def judging(self) -> AbstractContextManager[None]:
-        """Evaluation mode in this block, with the model to be judged (an average, if one is kept) in its place.
-
-        What is drawn inside does not change how training goes on.
-        """
-        return self._session.judging()
-
-    def copy_model(self) -> nn.Module:
-        """A second model with the weights as they are, divided over ranks like the first."""
-        return self._session.backend.strategy.copy_model()
-
-    def sandbox(self) -> AbstractContextManager[Probe]:
-        """A place for trial steps that leave no trace."""
-        return self._session.sandbox()
 
     # -- looking -------------------------------------------------------------------------------------------
 
@@ -97,6 +60,16 @@ class RunHandle:
         return self._session.backend.grad_norm
 
     @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that prints and records."""
+        return self._session.ranks.is_main
+
+    @property
+    def is_main_here(self) -> bool:
+        """Whether it is the first of its machine."""
+        return getattr(self._session.ranks, "local_rank", 0) == 0
+
+    @property
     def logger(self) -> Any:
         """The loggers of the run."""
         return self._session.loggers
@@ -110,11 +83,6 @@ class RunHandle:
     def max_steps_planned(self) -> int | None:
         """Optimizer steps of the whole run, where that is known."""
         return self._session.total_steps()
-
-    @property
-    def labels_comparable(self) -> bool:
-        """Whether a label of the validation data means the class it means in training, as far as names tell."""
-        return self._session.labels_comparable
 
     @property
     def train_batches(self) -> Any:

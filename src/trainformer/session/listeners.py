@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainformer.callbacks.base import handlers_of
 from trainformer.engine import Event
-from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
-    from trainformer.session.session import Session
+    from trainformer.session.run import Run
 
 
-def connect_listeners(session: Session) -> None:
-    """Subscribe everybody anew: the task first, then the callbacks in their order, then the context."""
-    bus, context = session.bus, session.context
+def connect_listeners(run: Run) -> None:
+    """Subscribe everybody anew: what is trained first, then the callbacks in their order, then the context."""
+    bus, context = run.bus, run.context
     bus.clear()
-    bus.add(type(session.task).__name__, _task_handlers(session.task, session.total_steps), asks=False)
-    for name, callback in session.callbacks.named().items():
-        bus.add(name, handlers_of(callback, session.owner), asks=getattr(callback, "makes_requests", True))
+    bus.add(run.title, run.own_listeners(), asks=False)
+    for name, callback in run.callbacks.named().items():
+        bus.add(name, handlers_of(callback, run.owner), asks=getattr(callback, "makes_requests", True))
     bus.add(
         "context",
         {
@@ -28,16 +26,3 @@ def connect_listeners(session: Session) -> None:
         },
         asks=False,
     )
-
-
-def _task_handlers(task: Any, total_steps: Callable[[], int | None]) -> dict[Event, Any]:
-    """Those of a task's methods that it defines itself."""
-    handlers = {
-        "on_train_begin": (Event.TRAIN_BEGIN, lambda: task.on_train_begin()),
-        "on_train_end": (Event.TRAIN_END, lambda: task.on_train_end()),
-        "on_epoch_begin": (Event.EPOCH_BEGIN, lambda epoch: task.on_epoch_begin(epoch)),
-        "on_epoch_end": (Event.EPOCH_END, lambda epoch, metrics: task.on_epoch_end(epoch, metrics)),
-        "on_step_end": (Event.STEP_END, lambda step, loss: task.on_step_end(step, total_steps() or 0)),
-        "on_validation_end": (Event.EVAL_END, lambda metrics: task.on_validation_end(metrics)),
-    }
-    return {event: handler for name, (event, handler) in handlers.items() if provides(task, name)}

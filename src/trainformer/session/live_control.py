@@ -24,10 +24,9 @@ from trainformer.live.runs import newest_checkpoint, plain
 from trainformer.live.server import ControlServer
 from trainformer.session.checkpoints import Checkpointer
 from trainformer.session.folder import NoFolder, RunFolder
-from trainformer.utils.distributed import is_first
 
 if TYPE_CHECKING:
-    from trainformer.session.session import Session
+    from trainformer.session.run import Run
 
 logger = logging.getLogger("trainformer")
 
@@ -37,7 +36,7 @@ _NOT_WRITTEN = "The checkpoint could not be written; the run's log.txt says why.
 class LiveControl:
     """The requests to one session. `waiting` is all that is looked at per step: some ten nanoseconds."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Run) -> None:
         self.waiting = False  # something has come in, or is being carried out
         self._session = session
         self._incoming: SimpleQueue[Ticket] = SimpleQueue()
@@ -52,7 +51,7 @@ class LiveControl:
         self, folder: RunFolder | NoFolder, checkpointer: Checkpointer | None, outcome: Callable[[], str]
     ) -> Iterator[None]:
         """Listen meanwhile, if there is a folder to say where. A run that cannot listen runs all the same."""
-        if isinstance(folder, NoFolder) or not is_first():
+        if isinstance(folder, NoFolder) or not self._session.ranks.is_main:
             yield
             return
         self._checkpointer = checkpointer

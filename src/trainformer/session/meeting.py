@@ -1,4 +1,4 @@
-"""What ranks settle before a run begins: that they train together at all, and that they see one folder."""
+"""What ranks settle before a run begins: that they see one folder."""
 
 from __future__ import annotations
 
@@ -7,33 +7,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainformer.backends.torch.distribution import Ranks, Strategy
-from trainformer.backends.torch.distribution.ranks import Launch
 from trainformer.core.errors import BadArgument
+from trainformer.engine.peers import Peers
 from trainformer.session.folder import GuestFolder, NoFolder, RunFolder
 from trainformer.session.provenance import fingerprint
 
 if TYPE_CHECKING:
-    from trainformer.session.session import Session
+    from trainformer.session.run import Run
 
 _PATIENCE = 5.0  # seconds; other machines may see a new file of a network file system only after a while
 
 
-def refuse_to_part(strategy: Strategy) -> None:
-    """Raise if several processes were started, and each would train the whole alone, in the same folder."""
-    world = Launch.find().world
-    if type(strategy) is Strategy and world > 1:
-        raise BadArgument(
-            f"Expected a strategy for the {world} processes that were started together, received 'single': each of "
-            "them would train the whole model alone and write to the same folder. Pass strategy='auto', or start one "
-            "process."
-        )
-
-
-def choose_folder(session: Session) -> RunFolder | NoFolder:
+def choose_folder(run: Run) -> RunFolder | NoFolder:
     """The folder of the run, which rank 0 chooses and makes, and all ranks must see."""
-    settings, ranks = session.settings, session.ranks
-    if not session.habits.keeps_folder:
+    settings, ranks = run.settings, run.ranks
+    if not run.habits.keeps_folder:
         return NoFolder()
     made: list[RunFolder] = []
 
@@ -41,11 +29,11 @@ def choose_folder(session: Session) -> RunFolder | NoFolder:
         folder = RunFolder.choose(
             settings.run_dir,
             settings.name,
-            type(session.task).__name__,
+            run.title,
             settings.save_dir,
-            unfinished=fingerprint(session) if settings.resume == "auto" else None,
+            unfinished=fingerprint(run) if settings.resume == "auto" else None,
         )
-        folder.open(anew=settings.resume is None and session.state.step == 0)
+        folder.open(anew=settings.resume is None and run.state.step == 0)
         made.append(folder)
         return str(folder.path.absolute())
 
@@ -55,7 +43,7 @@ def choose_folder(session: Session) -> RunFolder | NoFolder:
     return made[0] if made else GuestFolder(path, settings.save_dir)
 
 
-def _see(folder: Path, ranks: Ranks) -> None:
+def _see(folder: Path, ranks: Peers) -> None:
     """Raise, on all ranks, if one of them does not find in the folder what rank 0 puts there."""
     mark = folder / f".seen-by-all.{ranks.from_main(os.getpid())}.tmp"  # cleared away with drafts, if left behind
     if ranks.is_main:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from trainformer.backends.torch.distribution import Ranks
 from trainformer.engine.checkpoint import CheckpointStore, FileRecord, Manifest
 from trainformer.engine.checkpoint.manifest import MANIFEST
 from trainformer.engine.checkpoint.store import records_of
+from trainformer.engine.peers import Peers
 
 _NOTE = ".part-{}.json"
 _FAILED = ".failed"
@@ -30,7 +30,7 @@ Fill = Callable[[Path], dict[str, list[str]]]
 class SharedWriting:
     """The part of one rank in writing checkpoints. `timeout` is how long it waits for the others."""
 
-    def __init__(self, store: CheckpointStore, ranks: Ranks, timeout: float) -> None:
+    def __init__(self, store: CheckpointStore, ranks: Peers, timeout: float) -> None:
         self._store = store
         self._ranks = ranks
         self._timeout = timeout

@@ -21,7 +21,6 @@ from trainformer.callbacks.dialects.huggingface_types import (
     TrainerState,
 )
 from trainformer.engine import Event
-from trainformer.utils.distributed import is_first, is_first_here
 
 # Flags of theirs, and what they are called in the engine's control.
 _FLAGS = {
@@ -296,7 +295,7 @@ class Bridge:
         state.max_steps = trainer.max_steps_planned or -1
         state.num_input_tokens_seen = run.tokens
         state.best_metric, state.best_global_step = self._best_before if self._judging else self._best(trainer)
-        state.is_world_process_zero, state.is_local_process_zero = is_first(), is_first_here()
+        state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_main_here
         args = arguments_of(trainer)
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps = args.logging_steps, args.eval_steps or args.logging_steps

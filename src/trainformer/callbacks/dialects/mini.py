@@ -10,16 +10,14 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel
-
-from trainformer.adapters.base import unwrapped
 from trainformer.callbacks.dialects.foreign import ForeignCallback
 from trainformer.engine import Event
-from trainformer.utils.distributed import is_first
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class BaseHook:
@@ -82,7 +80,9 @@ class HookCallback(ForeignCallback):
             for event, name in _METHODS.items()
             if overrides(self.original, name)
         }
-        if isinstance(known, TrainerView) and Event.STEP_END in handlers:
+        # A scheduler of torch that the user gave has moved on when the step ends: its rates are noted before.
+        given = isinstance(known, TrainerView) and hasattr(known.native.active_schedule, "scheduler")
+        if given and Event.STEP_END in handlers:
             handlers[Event.BEFORE_UPDATE] = lambda step: known.note_rates()
         return handlers
 
@@ -133,12 +133,14 @@ class TrainerView:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model inside wrappers."""
+        from trainformer.callbacks.dialects.unwrapping import unwrap  # it needs torch, hooks as such do not
+
         return unwrap(model)
 
     @property
     def unwrapped_model(self) -> nn.Module:
         """The model being trained, without wrappers."""
-        return unwrap(self.model)
+        return self.unwrap(self.model)
 
     @property
     def optimizer(self) -> Any:
@@ -179,12 +181,12 @@ class TrainerView:
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Tell the hooks of metrics."""
         for hook in self.hooks:
-            hook.on_log(self, records, dry_run or not is_first())
+            hook.on_log(self, records, dry_run or not self.native.is_main)
 
     def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Tell the hooks of images."""
         for hook in self.hooks:
-            hook.on_log_images(self, records, dry_run or not is_first())
+            hook.on_log_images(self, records, dry_run or not self.native.is_main)
 
     def note_rates(self) -> None:
         """Before an update: the rates that are in force."""
@@ -227,30 +229,6 @@ def overrides(hook: BaseHook, name: str) -> bool:
     """
     method = getattr(hook, name)
     return getattr(method, "__func__", method) is not getattr(BaseHook, name)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, DDP, FSDP, `DataParallel` and `AveragedModel`, in any order.
-
-    >>> inner = nn.Linear(1, 1)
-    >>> unwrap(nn.DataParallel(AveragedModel(inner))) is inner  # AveragedModel copies
-    False
-    """
-    while True:
-        inner = unwrapped(model)
-        if isinstance(inner, (nn.DataParallel, AveragedModel)) or _is_fsdp(inner):
-            inner = inner.module  # type: ignore[assignment]
-        if inner is model:
-            return model
-        model = inner
-
-
-def _is_fsdp(model: nn.Module) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return isinstance(model, FullyShardedDataParallel)
 
 
 def _told(event: Event, method: Callable[[Any], None], trainer: Any) -> Callable[..., None]:

@@ -22,16 +22,17 @@ class InvalidCheckpoint(DataError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file, its size and its SHA-256."""
+    """A file by its name below the checkpoint's folder, its size and its SHA-256."""
 
     name: str
     size: int
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> FileRecord:
+    def of(cls, folder: Path, name: str) -> FileRecord:
         """Read the file and take its record."""
-        return cls(path.name, path.stat().st_size, digest(path))
+        path = folder / name
+        return cls(name, path.stat().st_size, digest(path))
 
 
 @dataclass(frozen=True)

@@ -207,9 +207,12 @@ def folder_of_checkpoints(path: Path) -> Path:
 
 def records_of(folder: Path, files: Mapping[str, Sequence[str]]) -> dict[str, list[FileRecord]]:
     """Put the files of each component safely on the disk, and take their sizes and digests."""
-    for name in {name for names in files.values() for name in names}:
-        sync(folder / name)
-    return {key: [FileRecord.of(folder / name) for name in names] for key, names in files.items()}
+    names = {name for names in files.values() for name in names}
+    for path in {folder / name for name in names}:
+        sync(path)
+    for parent in {(folder / name).parent for name in names} - {folder}:
+        sync(parent)
+    return {key: [FileRecord.of(folder, name) for name in names] for key, names in files.items()}
 
 
 def sync(path: Path) -> None:

@@ -19,7 +19,7 @@ from trainformer.engine.checkpoint.store import is_alive
 from trainformer.mini.hooks.intervals import IntervalHook, whole_number
 from trainformer.mini.utils import from_first_rank, wait_for_all
 from trainformer.session.checkpoints import SaveFailed
-from trainformer.session.snapshot import read_snapshot, write_snapshot
+from trainformer.session.torch.snapshot import read_snapshot, write_snapshot
 from trainformer.utils.distributed import rank
 
 _NAME = re.compile(r"checkpoint_step_(\d+)\.pt")

@@ -24,8 +24,8 @@ from trainformer.backends.torch.state_trees import cloned
 from trainformer.core.errors import CheckFailed, TrainformerError, did_you_mean
 from trainformer.core.types import Placed
 from trainformer.engine import Cadence
-from trainformer.session.probe import Probe
-from trainformer.session.session import Session
+from trainformer.session.torch.probe import Probe
+from trainformer.session.torch.session import Session
 from trainformer.tasks.base import provides
 
 Status = Literal["ok", "warning", "failed"]

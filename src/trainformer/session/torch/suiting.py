@@ -10,8 +10,8 @@ from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.targets import is_stream
-from trainformer.session.data import is_loader
-from trainformer.session.settings import RunSettings
+from trainformer.session.torch.data import is_loader
+from trainformer.session.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 
 

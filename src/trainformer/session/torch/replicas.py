@@ -1,14 +1,9 @@
-"""Which rank writes and reads what, by sharing pattern; and whether copies that should be equal are.
-
-Owns no files: names only. How components become files is the codec's business.
-"""
+"""Whether copies that should be equal on all ranks are."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,48 +11,11 @@ from torch import Tensor
 
 from trainformer.backends.torch.distribution import Ranks
 from trainformer.core.errors import TrainformerError
-from trainformer.engine.checkpoint import SharingPattern, StateComponent
-
-_OF_A_RANK = re.compile(r"\.rank(\d+)\.[^.]+$")
+from trainformer.engine.checkpoint import StateComponent
 
 
 class ReplicasDiffer(TrainformerError):
     """Ranks that should hold the same have drifted apart; whatever is saved would be right for one of them only."""
-
-
-def is_ours(component: StateComponent, ranks: Ranks) -> bool:
-    """Whether this rank writes a component, or its part of it."""
-    pattern = component.sharing_pattern
-    if component.format == "sharded" or pattern is SharingPattern.PER_RANK:
-        return True
-    if pattern is SharingPattern.PER_NODE:
-        return ranks.local_rank == 0
-    if pattern is SharingPattern.PER_GROUP:
-        return ranks.group(component.process_group_name).is_first
-    return ranks.is_main
-
-
-def stem_of(component: StateComponent, ranks: Ranks) -> str:
-    """The name of the file that this rank writes, without the ending."""
-    group = ranks.group(component.process_group_name).number
-    return component.stem(ranks.rank, group, int(os.environ.get("GROUP_RANK", "0")))
-
-
-def files_for(key: str, names: Sequence[str], rank: int) -> list[str]:
-    """Which of a component's files a rank reads: its own, where each has one; none, if it had none then.
-
-    >>> files_for("rng", ["rng.rank0.pt", "rng.rank1.pt"], rank=1), files_for("model", ["model.safetensors"], rank=1)
-    (['rng.rank1.pt'], ['model.safetensors'])
-    """
-    numbers = {name: int(match[1]) for name in names if (match := _OF_A_RANK.search(name))}
-    if not numbers or len(numbers) < len(names):
-        return list(names)
-    return [name for name, number in numbers.items() if number == rank]
-
-
-def is_of_another_rank(name: str) -> bool:
-    """Whether a file that appears while rank 0 writes is another rank's: a part of something, or its note."""
-    return re.search(r"^\.part-|\.shard-|\.rank\d+\.", name) is not None
 
 
 def check_replicas(states: Mapping[StateComponent, Any], ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from trainformer.backends.torch.schedules import Schedule
 from trainformer.core.types import Placed
 
 if TYPE_CHECKING:
-    from trainformer.session.session import Session
+    from trainformer.session.torch.session import Session
 
 
 class Probe:

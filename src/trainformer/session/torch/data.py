@@ -215,13 +215,3 @@ def _sampler_for(data: Any, options: LoadOptions) -> Any:
 def _refuse_sampling(options: LoadOptions, train: bool, why: str) -> None:
     if train and options.sampler is not None:
         raise BadArgument(expected("no sampler", options.sampler, f"Leave it out: {why}."))
-
-
-def size_of(data: Any) -> int | None:
-    """Number of samples, where that is known."""
-    if isinstance(data, DataLoader):
-        data = data.dataset
-    try:
-        return len(data)
-    except TypeError:
-        return None

@@ -1,85 +1,85 @@
-"""A session wires everything together for one run: task, data, backend, engine, callbacks, loggers, checkpoints.
+"""One run: how engine, backend, data, callbacks, loggers and checkpoints work together, whatever computes the steps.
 
-Every way into the library makes one of these. It decides nothing about training: when things happen is the loop's
-business, how a step is computed the backend's.
+Owns the course of a run around the loop: its folder, its loggers, going on from checkpoints, signals, requests from
+outside, and how it ends. It decides nothing about training: when things happen is the loop's business, how a step is
+computed the backend's, and what there is to train is said by the sessions that are made of this (`session.torch`,
+`session.jax`).
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch import nn
 
-from trainformer.backends.torch import TorchBackend
-from trainformer.backends.torch.distribution import make_strategy
-from trainformer.backends.torch.state_trees import cloned, gathered
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.ema import EMA
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, Event, EventBus, Loop, RunState
-from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, Manifest, SharingPattern, StateComponent
+from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, Manifest, StateComponent
+from trainformer.engine.peers import Peers
+from trainformer.engine.protocols import Source
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.loggers.multi import MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.session.announcing import announce_start, announce_stop
-from trainformer.session.checkpoints import Checkpointer, give_back, read_checkpoint, read_states, versions
-from trainformer.session.components import TRAINED, state_components
+from trainformer.session.checkpoints import (
+    Assets,
+    Checkpointer,
+    give_back,
+    read_checkpoint,
+    read_states,
+    versions,
+)
 from trainformer.session.console import messages_on
-from trainformer.session.data import Batches, load_training_data, make_source, size_of
-from trainformer.session.evaluation import Evaluation
 from trainformer.session.folder import NoFolder, RunFolder
 from trainformer.session.habits import Habits
-from trainformer.session.inference import Inference
 from trainformer.session.listeners import connect_listeners
 from trainformer.session.live_control import LiveControl
-from trainformer.session.meeting import choose_folder, refuse_to_part
-from trainformer.session.parts import load_options, plan, retention, torch_settings
-from trainformer.session.probe import Probe
-from trainformer.session.provenance import declared_arguments, fingerprint, record_changes, record_config
-from trainformer.session.settings import RunSettings
+from trainformer.session.meeting import choose_folder
+from trainformer.session.plans import plan, retention
+from trainformer.session.provenance import fingerprint, record_changes
+from trainformer.session.settings import CommonSettings
 from trainformer.session.signals import leave, obeying_signals
-from trainformer.session.snapshot import write_snapshot
-from trainformer.session.suiting import can_be_indexed, check_task, suit_to_loader, suit_to_task, without_vain_sampler
-from trainformer.tasks.base import provides
-from trainformer.utils.helpers import seed_everything
+from trainformer.session.state_files import StateFiles
 
 logger = logging.getLogger("trainformer")
 
 
-class Session:
-    """One run. `owner` is what callbacks get as `trainer`; `passed` are the settings the user named."""
+class Run(ABC):
+    """One run. `owner` is what callbacks get as `trainer`; `passed` are the settings the user named.
+
+    A subclass sets, before the run begins, what there is to train: `backend`, `files`, `train_source`, `val_source`
+    and `train_size`.
+    """
+
+    backend: Any
+    files: StateFiles
+    train_source: Source
+    val_source: Source | None
+    train_size: int | None
 
     def __init__(
         self,
         owner: Any,
-        task: Any,
-        settings: RunSettings,
+        settings: CommonSettings,
         *,
         data: Any,
-        val_data: Any = None,
-        val_split: float | int | None = None,
+        ranks: Peers,
         callbacks: CallbackList,
         passed: frozenset[str] = frozenset(),
         console: Console | None = None,
         habits: Habits | None = None,
     ) -> None:
-        settings.validate()
-        make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
-        strategy = make_strategy(settings.strategy)
-        strategy.join(settings.device, settings.rank_timeout)
-        self.ranks = strategy.ranks
-        seed_everything(settings.seed, deterministic=False)
         self.owner = owner
         self.owner_data = data
-        self.task = task
-        self.settings = settings
+        self.settings: Any = settings
+        self.ranks: Any = ranks
         self.passed = passed
         self.habits = habits or Habits()
         self.state = RunState()
@@ -96,33 +96,42 @@ class Session:
         self._last_metrics: dict[str, float] = {}
         self._live = LiveControl(self)
 
-        check_task(task)
-        suited = suit_to_loader(settings, data, passed) | suit_to_task(settings, task, passed)
-        if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
-            callbacks.add(EMA(decay=settings.ema))
-        with self.ranks.main_first():  # what it reads and caches is there for the others
-            loaded = load_training_data(task, data, val_data, val_split, settings.seed)
-        self.info = loaded.info
-        # Settings that follow from task or data, where the user chose none.
-        self.suited = without_vain_sampler(settings, suited, loaded.train)
-        self.declared = declared_arguments(task)
-        if provides(task, "look_at") and can_be_indexed(loaded.train):
-            task.look_at(loaded.train)
-        if provides(task, "configure"):
-            task.configure(loaded.info)
-        self.backend = TorchBackend(task, torch_settings(settings), provides(task, "on_eval_end"), strategy)
-        options = load_options(settings, self.backend.device, self.ranks)
-        with self.ranks.main_first():
-            self.train_source = make_source(task, loaded.train, options, train=True)
-            inference = Inference(owner, task, self.backend, callbacks, settings.seed)
-            self._evaluation = Evaluation(inference, settings, loaded)
-        if not self.ranks.is_alone:  # until here all ranks have drawn the same numbers: they have the same weights
-            seed_everything(settings.seed + 1 + strategy.random_stream, deterministic=False)
-        self.val_source = self._evaluation.val_source
-        self.labels_comparable = loaded.comparable
-        self.train_size = size_of(getattr(self.train_source, "dataset", loaded.train))
-        self.backend.schedule_for(self.total_steps())
-        record_config(self)
+    # -- what a session says of itself -----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What is trained, in one word: a folder without a name is named after it."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What is trained, on what, in which precision, and how large it is."""
+
+    @abstractmethod
+    def model_shapes(self) -> Any:
+        """The shapes of all parameters by name."""
+
+    @abstractmethod
+    def components(self) -> list[StateComponent]:
+        """Everything needed to go on exactly from here, in parts."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """Metrics of the validation data, which there are."""
+
+    @abstractmethod
+    def record_derived(self) -> None:
+        """Enter into the config what follows from the settings."""
+
+    def assets(self) -> Assets | None:
+        """What writes the files that belong beside the weights, if there are any."""
+        return None
+
+    def own_listeners(self) -> dict[Event, Any]:
+        """What this session itself does on hearing of events, before any callback."""
+        return {}
+
+    # -- who hears of it -------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Subscribe task, callbacks and context. The owner calls this once, when it can answer callbacks."""
@@ -170,7 +179,6 @@ class Session:
         """Train from where the state is to the end of the plan."""
         settings = self.settings
         settings.validate()
-        refuse_to_part(self.backend.strategy)
         self.control.reset()
         if self.folder is not None:
             self.state.stopped = []  # called again on purpose: whoever stopped it then does not stop it now
@@ -213,6 +221,7 @@ class Session:
             retention(settings),
             settings.save_async,
             self.habits.checkpoint_name,
+            files=self.files,
             ranks=self.ranks,
             timeout=settings.rank_timeout,
         )
@@ -238,7 +247,7 @@ class Session:
         if own is not None:
             # What was named for the start counts at the start only: a run that goes on has everything it needs.
             only = self.settings.load_components if self.settings.resume == "auto" else None
-            give_back(self.components(), read_checkpoint(own, rank=self.ranks.rank), only)
+            give_back(self.components(), read_checkpoint(own, self.files, self.ranks.rank), only)
             logger.info("going on from %s (step %d); pass resume=None to begin anew", own.path, self.state.step)
         elif self.settings.resume != "auto":
             self.load(Path(self.settings.resume), self.settings.load_components)
@@ -321,7 +330,7 @@ class Session:
         if self.val_source is None:
             logger.warning("an evaluation was asked for, but there is no validation data")
             return {}
-        metrics = self._evaluation.validate()
+        metrics = self.validate()
         for callback in self.callbacks:
             if hasattr(callback, "measure"):
                 metrics |= callback.measure(self.owner, metrics) or {}
@@ -366,60 +375,15 @@ class Session:
             epoch=state.epoch,
             components={},
             metrics=self._last_metrics if state.evaluated_at == state.step else {},
-            versions=versions(),
+            versions=versions(self.files),
             world_size=self.ranks.world,
         )
-        on_device = self.backend.device.type != "cpu"
-        assets = self.task.save_assets if provides(self.task, "save_assets") else None
-        if not self._checkpointer.save(self.components(), manifest, on_device, assets):
+        if not self._checkpointer.save(self.components(), manifest, self.assets()):
             state.saved_at = before
             return None
         return str(self._checkpointer.store.path_of(state.step))
 
-    # -- evaluation and prediction -------------------------------------------------------------------------
-
-    def evaluate_on(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
-        """Evaluate on the validation data, or on other data; on the first `most` batches, if that is given."""
-        return self._evaluation.evaluate(data, batch_size, most)
-
-    def train_batches(self) -> Batches:
-        """The batches of the training data, as a loader."""
-        return Batches(self.train_source, self.settings.batch_size)
-
-    def val_batches(self) -> Batches | None:
-        """Those of the validation data, if there are any."""
-        size = self.settings.eval_batch_size or self.settings.batch_size
-        return None if self.val_source is None else Batches(self.val_source, size)
-
-    def evaluate_trained(self) -> dict[str, float]:
-        """Evaluate the weights that are trained, also where a callback offers others (an average) for evaluation."""
-        return self._evaluation.validate(model=self.task.model)
-
-    def evaluate_first_batches(self, most: int) -> dict[str, float]:
-        """The metrics of a few validation batches, to see which there are."""
-        return self._evaluation.validate(most)
-
-    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, torch.Tensor]:
-        """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
-        return self._evaluation.embed(data, most)
-
-    def judging(self) -> AbstractContextManager[None]:
-        """Evaluation mode, the model to be judged, and random numbers of its own."""
-        return self._evaluation.inference.apart()
-
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, torch.Tensor]]:
-        """One dict per sample, in input order."""
-        return self._evaluation.predict(data, batch_size)
-
-    def inference_model(self) -> nn.Module:
-        """The model to evaluate, predict and export with."""
-        return self._evaluation.inference.model()
-
     # -- state ---------------------------------------------------------------------------------------------
-
-    def components(self) -> list[StateComponent]:
-        """Everything needed to go on exactly from here, in parts."""
-        return state_components(self)
 
     def take_logger_state(self, state: dict[str, Any]) -> None:
         """Where the loggers of a loaded run were; kept for those that do not exist yet."""
@@ -435,49 +399,11 @@ class Session:
         stopped = [control.stopped_by, control.stop_reason] if ended else []
         return {**self.state.state_dict(), "pending": pending, "stopped": stopped}
 
-    def save_file(self, path: Path) -> Path:
-        """Write everything to one file of the user's choice. Every rank takes part, rank 0 writes."""
-        states = {c: gathered(c.stateful.state_dict()) for c in self.components()}
-        own = {c.key: state for c, state in states.items() if c.sharing_pattern is SharingPattern.PER_RANK}
-        of_ranks = self.ranks.gather(own)
-        content = {c.key: state for c, state in states.items()}
-        self.ranks.done_by_main(lambda: write_snapshot(path, content, of_ranks))
-        return path
-
-    def whole_model(self) -> nn.Module:
-        """The model to evaluate, predict and export with, all of it on this rank. Every rank takes part."""
-        judged, model = self.inference_model(), self.backend.strategy.whole_model()
-        if model is self.task.model:  # nothing is divided
-            return judged
-        if judged is not self.task.model:
-            model.load_state_dict(gathered(judged.state_dict()))
-        return model
-
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Go on from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
-        give_back(self.components(), read_states(path, rank=self.ranks.rank), only)
+        give_back(self.components(), read_states(path, self.files, self.ranks.rank), only)
         self.state.stopped = []  # loaded on purpose, to go on
         logger.info("going on from %s (step %d)", path, self.state.step)
-
-    @contextmanager
-    def sandbox(self) -> Iterator[Probe]:
-        """A place for trial steps: on leaving, model, optimizer, random numbers and position are as before."""
-        before = self.trained_state()
-        try:
-            yield Probe(self)
-        finally:
-            self.backend.drop_step()
-            self.backend.guard.reset()
-            self.restore_trained(before)
-
-    def trained_state(self) -> dict[str, Any]:
-        """A copy of what steps change."""
-        to_host = self.backend.device.type != "cpu"
-        return {c.key: cloned(c.stateful.state_dict(), to_host) for c in self.components() if c.key in TRAINED}
-
-    def restore_trained(self, state: dict[str, Any]) -> None:
-        """Put it back."""
-        give_back([c for c in self.components() if c.key in state], state)
 
     def stop(self, reason: str) -> None:
         """End training after this step; whoever is being called is named as the one who asked."""

@@ -16,10 +16,10 @@ from torch.utils.data import Subset
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.align import align_classes
 from trainformer.data.targets import is_stream
-from trainformer.session.data import Source, TrainingData, is_loader, is_open, load, make_source
-from trainformer.session.inference import Inference
-from trainformer.session.parts import load_options
-from trainformer.session.settings import RunSettings
+from trainformer.session.torch.data import Source, TrainingData, is_loader, is_open, load, make_source
+from trainformer.session.torch.inference import Inference
+from trainformer.session.torch.parts import load_options
+from trainformer.session.torch.settings import RunSettings
 
 
 class Evaluation:

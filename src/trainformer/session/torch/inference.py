@@ -16,7 +16,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.core.types import EvalResult, Placed
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
-from trainformer.session.data import Source
+from trainformer.session.torch.data import Source
 from trainformer.tasks.base import provides
 
 
