@@ -97,12 +97,14 @@ class Entry(NamedTuple):
 class StepResult(NamedTuple):
     """What one optimizer step produced. Reading a scalar of `entries` or `loss` waits for the device.
 
+    `lr` is a number, one that is computed when it is looked at, or None if nobody knows it.
+
     `entries` are to be added up over ranks; `loss` is that of all ranks. `samples` are those of all ranks, `tokens` and
     `bad` those of this one. `consumed` is how far the step led in the order of the epoch; None: by all these samples.
     """
 
     entries: list[Entry]
-    lr: float
+    lr: Any
     samples: int
     tokens: int
     bad: int = 0

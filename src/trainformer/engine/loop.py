@@ -79,7 +79,7 @@ class Loop:
         # A cadence in minutes needs the clock after every step; one in steps or epochs does not.
         cadences = plan.log_every, plan.eval_every, plan.save_every
         self._watches_clock = any(c is not None and c.unit == "seconds" for c in cadences)
-        self._lr = 0.0
+        self._lr: Any = None
         self._own_tokens = self._own_bad = 0  # of this rank, since ranks last counted together
 
     # -- the story -----------------------------------------------------------------------------------------
@@ -266,7 +266,8 @@ class Loop:
         counts = self.backend.verify(state.step)
         self._count_together()
         metrics = {f"train/{name}": value for name, value in (self._drain() | counts).items()}
-        metrics["train/lr"] = self._lr
+        if self._lr is not None:
+            metrics["train/lr"] = float(self._lr)
         metrics["train/epoch"] = self._progress()
         if state.bad_samples:
             metrics["train/bad_samples"] = state.bad_samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.core.types import EvalResult, Placed
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
+from trainformer.session.progress import showing_progress
 from trainformer.session.torch.data import Source
 from trainformer.tasks.base import provides
 
@@ -34,7 +35,7 @@ class Inference:
     def evaluate(self, source: Source, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
         batches = islice(source.batches(0), most)
-        with self.apart(model), self._progress(source) as tell:
+        with self.apart(model), showing_progress(self.callbacks, self.owner, source.batches_per_epoch) as tell:
             peers = self.backend.ranks
             metrics, rows = evaluate(self.backend, batches, self.backend.eval_step, self.reduces_rows, tell, peers)
             if rows:
@@ -61,7 +62,7 @@ class Inference:
                 )
             return result
 
-        with self.apart(), self._progress(source) as tell:
+        with self.apart(), showing_progress(self.callbacks, self.owner, source.batches_per_epoch) as tell:
             peers = self.backend.ranks
             _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=tell, peers=peers)
         return rows
@@ -90,22 +91,3 @@ class Inference:
             for part in parts:
                 part.training = True
             restore_random(random)
-
-    @contextmanager
-    def _progress(self, source: Source) -> Iterator[Callable[[int], None] | None]:
-        """Tell callbacks that care (the progress bar) how far it is, and when it is over."""
-        listeners = [cb for cb in self.callbacks if hasattr(cb, "on_eval_batch")]
-        total, done = source.batches_per_epoch, 0
-
-        def tell(size: int) -> None:
-            nonlocal done
-            done += 1
-            for listener in listeners:
-                listener.on_eval_batch(self.owner, done, total)
-
-        try:
-            yield tell if listeners else None
-        finally:
-            for listener in listeners:
-                if hasattr(listener, "on_eval_done"):
-                    listener.on_eval_done(self.owner)

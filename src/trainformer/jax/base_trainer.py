@@ -1,0 +1,440 @@
+"""`BaseTrainer`: the way in on JAX. Subclass it, say what the loss is, or write the step functions yourself.
+
+Owns how arguments, model, data and functions of a user become a session. The loop, checkpoints, loggers and callbacks
+are those of every other way in; meshes, steps and optimizers are the backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+
+from trainformer.backends.jax.backend import JaxBackend, StepHooks
+from trainformer.backends.jax.mesh import data_shards, make_mesh
+from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
+from trainformer.backends.jax.remat import resolve_remat
+from trainformer.backends.jax.sharding import create_sharded, init_sharded
+from trainformer.backends.jax.step import JittedStep, jit_eval_step, jit_train_step, make_eval_step, make_train_step
+from trainformer.callbacks.base import CallbackList
+from trainformer.callbacks.progress import ProgressBar
+from trainformer.core.errors import BadArgument, expected
+from trainformer.data.numpy_inputs import numpy_source
+from trainformer.data.stacking import stack_samples
+from trainformer.engine import Event
+from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.outputs import (
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureFunctionOutput,
+    TrainerConfigureModelOutput,
+)
+from trainformer.jax.saving import save_assets, save_trainer
+from trainformer.session.handle import CommonHandle
+from trainformer.session.jax.session import JaxSession
+from trainformer.session.jax.settings import JaxSettings
+
+
+class BaseTrainer(CommonHandle):
+    """Trains a model of flax nnx on a mesh of devices.
+
+    `model` is a module, a function that builds one (``lambda rngs: MyModel(rngs=rngs)``; its weights are then drawn
+    where they belong, and no device ever holds all of them), or the folder of a model in HuggingFace's format.
+    `model_state` is a state to go on from instead. Data are anything `trainformer.data.numpy_inputs.as_data` takes.
+
+    Say what the loss is by `compute_loss`, or return functions of your own from `configure_functions`.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> class LineTrainer(BaseTrainer):
+    ...     def compute_loss(self, model, batch, key):
+    ...         return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+    >>> x = jnp.linspace(-1, 1, 64)[:, None]
+    >>> arguments = TrainingArguments(
+    ...     num_train_epochs=30, learning_rate=0.1, total_batch_size=16, weight_decay=0.0, log="none", output_dir="line"
+    ... )
+    >>> trainer = LineTrainer(arguments, model=nnx.Linear(1, 1, rngs=nnx.Rngs(0)), dataset_train={"x": x, "y": 2 * x + 1})
+    >>> state = trainer.train()
+    >>> round(float(state.params["bias"][0]), 2)
+    1.0
+    """
+
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        model: Any = None,
+        *,
+        model_state: Any = None,
+        dataset_train: Any = None,
+        dataset_eval: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if not isinstance(arguments, TrainingArguments):
+            raise BadArgument(expected("arguments to be TrainingArguments", type(arguments).__name__))
+        self.arguments = arguments
+        self.dataset_train = _one_of("dataset_train", dataset_train, "train_dataset", train_dataset)
+        self.dataset_eval = _one_of("dataset_eval", dataset_eval, "eval_dataset", eval_dataset)
+        self.data_collator = data_collator
+        self.mesh = make_mesh(arguments.sharding_array) if mesh is None else mesh
+        self.batch_sizes = arguments.resolve(data_shards(self.mesh))
+        self.dtype = resolve_dtype(arguments.dtype)
+        self.model = model
+        self._given_state = model_state
+        self.scheduler: Callable[[Any], Any] | None = None
+        self.tx: Any = None
+        self._session = self._build(CallbackList(callbacks))
+        self._session.connect()
+
+    def _build(self, callbacks: CallbackList) -> JaxSession:
+        """Everything in the order in which one part needs the other: data, their length, state, functions."""
+        arguments, sizes = self.arguments, self.batch_sizes
+        loaders = TrainerConfigureDataloaderOutput(*self.configure_dataloaders())
+        train = _as_source(loaders.dataloader_train, sizes.total, arguments.seed)
+        val = None
+        if loaders.dataloader_eval is not None:
+            val = _as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed)
+        if train is None:
+            raise BadArgument("Expected data to train on, received none. Pass dataset_train.")
+        self.steps_per_epoch = train.batches_per_epoch
+        self.max_training_steps = loaders.max_training_steps or arguments.planned_steps(self.steps_per_epoch)
+        configured = TrainerConfigureModelOutput(*self.configure_model())
+        self.model, self.tx = configured.model, configured.tx
+        self.scheduler = configured.scheduler
+        self._state = configured.state
+        functions = TrainerConfigureFunctionOutput(*self.configure_functions())
+        for source in (train, val):
+            if hasattr(source, "pad_last") and not source.drop_last:
+                source.pad_last = isinstance(functions.train_step_fn, JittedStep)
+        backend = JaxBackend(
+            configured.state,
+            functions.train_step_fn,
+            functions.eval_step_fn,
+            self.mesh,
+            accumulation=sizes.accumulation,
+            learning_rate=configured.scheduler,
+            nonfinite=arguments.nonfinite,
+            hooks=self._step_hooks(),
+        )
+        values = arguments.run_settings(sizes, self.steps_per_epoch)
+        if loaders.max_training_steps is not None:
+            values["max_steps"] = loaders.max_training_steps
+        settings = JaxSettings(
+            **{name: value for name, value in values.items() if name in JaxSettings.defaults()},
+            micro_batches=sizes.accumulation,
+            sharding_array=tuple(self.mesh.shape.values()),
+        )
+        console = Console()
+        if "console" in _as_list(settings.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
+            callbacks.add(ProgressBar(console))
+        return JaxSession(
+            self,
+            settings,
+            backend,
+            train_source=train,
+            val_source=val,
+            callbacks=callbacks,
+            data=self.dataset_train,
+            passed=frozenset(settings.values()) if not arguments.passed else _passed(arguments, values),
+            console=console,
+            derive=self.derive_metrics,
+        )
+
+    # -- what a subclass may say otherwise -----------------------------------------------------------------------
+
+    def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
+        """The loss of a batch: a mean over its rows, or ``Loss(sum, weight, metrics)``. It is differentiated.
+
+        The model is in training mode. `key` is a random key of its own for each step and micro-batch.
+        """
+        raise NotImplementedError
+
+    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
+        """What an evaluation measures, in the same form; the model is in evaluation mode. By default the loss."""
+        return self.compute_loss(model, batch, key)
+
+    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Further metrics from the means of a whole evaluation."""
+        return {}
+
+    def create_collect_function(self) -> Callable[[list[Any]], Any] | None:
+        """What makes a batch of a list of samples. A list that it returns, and what None stands for, is stacked."""
+        return None
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """The data as samples to make batches of."""
+        return dataset
+
+    def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
+        """Batches of the data: those of a whole optimizer step, and those of an evaluation."""
+        arguments, sizes = self.arguments, self.batch_sizes
+        collect = self.data_collator or self.create_collect_function()
+
+        def source(dataset: Any, train: bool) -> Any:
+            if dataset is None:
+                return None
+            return numpy_source(
+                self.prepare_dataset(dataset, train),
+                sizes.total if train else sizes.evaluation,
+                shuffle=train and arguments.shuffle,
+                seed=arguments.seed,
+                collate=None if collect is None else _stacking(collect),
+                drop_last=train and arguments.drop_last,
+                threads=arguments.dataloader_num_workers,
+                kept=2,  # the backend takes one ahead
+            )
+
+        return TrainerConfigureDataloaderOutput(source(self.dataset_train, True), source(self.dataset_eval, False))
+
+    def configure_model(self) -> TrainerConfigureModelOutput:
+        """The model and its state on the mesh: weights, optimizer state and random key, each where it belongs."""
+        arguments = self.arguments
+        tx, scheduler = arguments.get_optimizer_and_scheduler(self.max_training_steps)
+        if self._given_state is not None:
+            state = self._given_state
+            return TrainerConfigureModelOutput(self.model or state.model, state, getattr(state, "tx", tx), scheduler)
+        model = self.load_model(self.model)
+        key, frozen = jax.random.key(arguments.seed), arguments.frozen_parameters
+        if isinstance(model, nnx.Module):
+            self.prepare_model(model)
+            state, _ = create_sharded(model, tx, key, self.mesh, frozen=frozen)
+        else:
+
+            def build(rngs: nnx.Rngs) -> nnx.Module:
+                return self.prepare_model(model(rngs))
+
+            state, _ = init_sharded(build, tx, key, self.mesh, frozen=frozen)
+            model = None
+        return TrainerConfigureModelOutput(model, state, tx, scheduler)
+
+    def load_model(self, model: Any) -> Any:
+        """A module, or a function that builds one, from what was passed as `model`."""
+        if isinstance(model, (str, Path)):
+            from trainformer.models.jax import load_model
+
+            return load_model(model, dtype=resolve_dtype(self.arguments.param_dtype))
+        if isinstance(model, nnx.Module) or (callable(model) and not isinstance(model, type)):
+            return model
+        do = "Pass a module, a function of nnx.Rngs that builds one, or a folder; or override configure_model."
+        raise BadArgument(expected("a model to train", "nothing" if model is None else repr(model), do))
+
+    def prepare_model(self, model: nnx.Module) -> nnx.Module:
+        """Tell a model that can be told how to compute: rematerialisation, attention, unrolled layers."""
+        arguments = self.arguments
+        if hasattr(model, "configure"):
+            model.configure(
+                remat=resolve_remat(arguments.gradient_checkpointing),
+                attention=attention_kernel(arguments.use_fast_kernels, self.dtype),
+                unroll=_unroll(arguments.unroll_layers, self.mesh),
+            )
+        return model
+
+    def configure_functions(self) -> TrainerConfigureFunctionOutput:
+        """The two functions of a run, made of `compute_loss` and `compute_metrics`."""
+        if type(self).compute_loss is BaseTrainer.compute_loss:
+            raise BadArgument(
+                f"{type(self).__name__} does not say what to train: define compute_loss(model, batch, key), or return "
+                "step functions from configure_functions."
+            )
+        arguments, state = self.arguments, self._state
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        told = hasattr(type(state.model), "configure")  # it computes its layers again by itself
+        train = make_train_step(
+            self.compute_loss,
+            accumulation=self.batch_sizes.accumulation,
+            compute_dtype=self.dtype,
+            clip=arguments.max_grad_norm or None,
+            remat=None if told else arguments.gradient_checkpointing,
+        )
+        evaluate = make_eval_step(self.compute_metrics, compute_dtype=self.dtype)
+        return TrainerConfigureFunctionOutput(
+            jit_train_step(train, self.mesh, shardings), jit_eval_step(evaluate, self.mesh, shardings)
+        )
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_step_start(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Before a step, with the number of steps done. A state that is returned is the one trained from."""
+
+    def on_step_end(self, state: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """After a step, with the number of steps done. Return nothing, another state, or (state, metrics).
+
+        The values of `metrics` are on the device; reading one waits for it. Do not keep the state: the next step reuses
+        its memory.
+        """
+
+    def on_log(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        """When metrics are logged, with the number of steps done. Return nothing, or those to log instead."""
+
+    def _step_hooks(self) -> StepHooks:
+        """The hooks that a subclass defines; others cost nothing."""
+        return StepHooks(
+            self.on_step_start if type(self).on_step_start is not BaseTrainer.on_step_start else None,
+            self.on_step_end if type(self).on_step_end is not BaseTrainer.on_step_end else None,
+        )
+
+    def listeners(self) -> dict[Event, Any]:
+        """What the session calls on events, before any callback."""
+
+        def log(metrics: dict[str, float]) -> None:
+            changed = self.on_log(metrics, self.state.step)
+            if changed is not None and changed is not metrics:
+                metrics.clear()
+                metrics.update(changed)
+
+        return {Event.LOG: log} if type(self).on_log is not BaseTrainer.on_log else {}
+
+    # -- what one does with a trainer ------------------------------------------------------------------------------
+
+    def train(self, ckpt_path: str | Path | None = None) -> Any:
+        """Train to the end, going on where an earlier run of the same command was. Returns the final state.
+
+        `ckpt_path` is a checkpoint, a run's folder, or what `save_pretrained` wrote, to go on from. One that cannot be
+        loaded is an error.
+        """
+        session = self._session
+        if ckpt_path is not None:
+            if session.folder is None:
+                session.settings.resume = str(ckpt_path)
+            else:
+                session.load(Path(ckpt_path))
+        session.fit()
+        return self.model_state
+
+    def eval(self, state: Any = None) -> dict[str, float]:
+        """Evaluate a state, by default the present one, on the evaluation data: metrics named ``eval_...``."""
+        session, backend = self._session, self._session.backend
+        if session.val_source is None:
+            raise BadArgument("There are no data to evaluate on. Pass dataset_eval.")
+        present = backend.state
+        try:
+            backend.state = present if state is None else state
+            metrics = session.validate()
+        finally:
+            backend.state = present
+        return {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()}
+
+    evaluate = eval
+
+    def save_pretrained(self, ckpt_path: str | Path, state: Any = None) -> str:
+        """Write the state, the arguments and the model's weights to a folder, all or nothing.
+
+        `train(ckpt_path=...)` goes on from it. The weights of a model that came from HuggingFace open there again.
+        """
+        return str(save_trainer(self, Path(ckpt_path), state))
+
+    def save_assets(self, folder: Path) -> list[str]:
+        """Write what belongs beside the state of a checkpoint; the names of the files."""
+        return save_assets(self, folder)
+
+    @property
+    def model_state(self) -> Any:
+        """The state that is trained."""
+        return self._session.backend.state
+
+    @property
+    def task(self) -> BaseTrainer:
+        """What callbacks look for a model in."""
+        return self
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that was asked for."""
+        return self.arguments.learning_rate
+
+    def was_set(self, name: str) -> bool:
+        """Whether the user passed a setting."""
+        return name in self._session.passed
+
+    @property
+    def active_optimizer(self) -> Any:
+        """The optimizer at work."""
+        return self.tx
+
+    @property
+    def active_schedule(self) -> Any:
+        """The learning rate at work."""
+        return Rates(self)
+
+
+class Rates:
+    """The learning rate, as callbacks of other libraries ask for it."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self._trainer = trainer
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of the last step."""
+        schedule, step = self._trainer.scheduler, self._trainer.state.step
+        return [] if schedule is None else [float(schedule(max(0, step - 1)))]
+
+
+def _one_of(name: str, value: Any, other: str, second: Any) -> Any:
+    if value is not None and second is not None:
+        raise BadArgument(f"Expected {name} or {other}, which mean the same, received both. Pass one of them.")
+    return second if value is None else value
+
+
+def _stacking(collect: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A collect function whose result is stacked where it is still a list of samples."""
+
+    def collate(samples: list[Any]) -> Any:
+        batch = collect(samples)
+        return stack_samples(batch) if isinstance(batch, list) else batch
+
+    return collate
+
+
+def _as_source(loader: Any, batch_size: int, seed: int) -> Any:
+    if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
+        return loader
+    return numpy_source(loader, batch_size, seed=seed, batched=True, kept=2)
+
+
+def _unroll(asked: int | bool | None, mesh: Mesh) -> int | bool:
+    """How many layers are unrolled: on one GPU all (some 30 % faster), elsewhere none, which compiles faster."""
+    if asked is not None:
+        return asked
+    return True if mesh.size == 1 and mesh.devices.flat[0].platform == "gpu" else 1
+
+
+def _passed(arguments: TrainingArguments, values: Mapping[str, Any]) -> frozenset[str]:
+    """Which of a run's settings the user chose: those that are not what untouched arguments give."""
+    return frozenset(name for name, own in _OWN_NAMES.items() if own in arguments.passed and name in values)
+
+
+#: Settings by the names that all runs share, and the arguments that decide them.
+_OWN_NAMES = {
+    "epochs": "num_train_epochs",
+    "max_steps": "max_steps",
+    "batch_size": "total_batch_size",
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "warmup_ratio": "warmup_ratio",
+    "gradient_clip": "max_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "nonfinite": "nonfinite",
+    "seed": "seed",
+    "precision": "dtype",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "log": "log",
+    "log_every": "logging_steps",
+    "name": "model_name",
+    "run_dir": "output_dir",
+    "save_every": "save_steps",
+    "save_last": "save_total_limit",
+    "eval_every": "eval_steps",
+    "resume": "resume",
+}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

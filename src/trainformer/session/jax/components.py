@@ -1,0 +1,45 @@
+"""The components of a run's state on JAX."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from trainformer.backends.jax.orbax_files import check_fits, read_state
+from trainformer.engine.checkpoint import StateComponent
+from trainformer.session.components import Held, callback_states, record_components
+from trainformer.session.jax.state_files import SavedArrays
+
+if TYPE_CHECKING:
+    from trainformer.session.jax.session import JaxSession
+
+
+def state_components(session: JaxSession) -> list[StateComponent]:
+    """Everything needed to go on exactly from here. The random key is part of the state, and a function of the step."""
+    backend = session.backend
+
+    def take(saved: SavedArrays) -> None:
+        like = _shapes(backend.state)
+        backend.state = None  # there need not be room for two of them
+        backend.state = read_state(saved.folder, like)
+
+    components = [
+        StateComponent(
+            "state",
+            Held(lambda: backend.state, take, lambda saved: check_fits(saved.folder, _shapes(backend.state))),
+            format="orbax",
+        ),
+        *record_components(session),
+    ]
+    source: Any = session.train_source
+    if hasattr(source, "state_dict"):
+        # Batches that wait on the devices were read, and not trained on.
+        held = Held(lambda: source.state_dict(unused=backend.batches_ahead), source.load_state_dict)
+        components.append(StateComponent("data", held, required=False))
+    components += [StateComponent(key, held, required=False) for key, held in callback_states(session)]
+    return components
+
+
+def _shapes(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)

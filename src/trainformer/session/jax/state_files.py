@@ -1,0 +1,61 @@
+"""Components of a run on JAX as files: the arrays through orbax, everything else as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import optax
+
+from trainformer.backends.jax.orbax_files import snapshot, write_state
+from trainformer.backends.jax.tree_files import read_tree, write_tree
+from trainformer.core.errors import BadArgument, expected
+from trainformer.engine.checkpoint import StateComponent
+from trainformer.engine.peers import Peers
+
+
+@dataclass(frozen=True)
+class SavedArrays:
+    """Arrays that are still in their files: they are read when it is known which device gets which part."""
+
+    folder: Path
+
+
+class JaxFiles:
+    """See `session.state_files.StateFiles`."""
+
+    def snapshot(self, component: StateComponent, state: Any) -> Any:
+        """A copy on the host: the next step gives up the memory of these very arrays."""
+        return snapshot(state) if component.format == "orbax" else state
+
+    def write(self, folder: Path, component: StateComponent, state: Any, ranks: Peers) -> list[str]:
+        """Write a component in its format. What orbax makes of a full disk is an `OSError`."""
+        if component.format != "orbax":
+            return write_tree(folder, component.stem(ranks.rank), state)
+        try:
+            return write_state(folder / component.key, state)
+        except ValueError as error:  # tensorstore hides the system's error behind one of its own
+            raise OSError(f"writing {folder / component.key} failed: {error}") from error
+
+    def read(self, folder: Path, names: list[str], format: str) -> Any:
+        """Plain values at once, arrays when they are given back."""
+        if format == "orbax":
+            return SavedArrays(folder / Path(names[0]).parts[0])
+        return read_tree(folder, names)
+
+    def read_file(self, path: Path, rank: int) -> dict[str, Any]:
+        """A run on JAX has no single file."""
+        raise BadArgument(
+            expected("a folder: that of a run, of a checkpoint, or one that save_pretrained wrote", str(path))
+        )
+
+    def check_replicas(self, states: Mapping[StateComponent, Any], ranks: Peers) -> None:
+        """Arrays are global: no process has a copy of its own that could differ."""
+
+    def versions(self) -> dict[str, str]:
+        """Those of jax and what belongs to it."""
+        return {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
