@@ -57,7 +57,8 @@ class BaseTrainer(CommonHandle):
     >>> arguments = TrainingArguments(
     ...     num_train_epochs=30, learning_rate=0.1, total_batch_size=16, weight_decay=0.0, log="none", output_dir="line"
     ... )
-    >>> trainer = LineTrainer(arguments, model=nnx.Linear(1, 1, rngs=nnx.Rngs(0)), dataset_train={"x": x, "y": 2 * x + 1})
+    >>> line = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    >>> trainer = LineTrainer(arguments, model=line, dataset_train={"x": x, "y": 2 * x + 1})
     >>> state = trainer.train()
     >>> round(float(state.params["bias"][0]), 2)
     1.0
@@ -110,7 +111,8 @@ class BaseTrainer(CommonHandle):
         self.scheduler = configured.scheduler
         self._state = configured.state
         functions = TrainerConfigureFunctionOutput(*self.configure_functions())
-        for source in (train, val):
+        sources: tuple[Any, ...] = (train, val)
+        for source in sources:
             if hasattr(source, "pad_last") and not source.drop_last:
                 source.pad_last = isinstance(functions.train_step_fn, JittedStep)
         backend = JaxBackend(
@@ -126,11 +128,8 @@ class BaseTrainer(CommonHandle):
         values = arguments.run_settings(sizes, self.steps_per_epoch)
         if loaders.max_training_steps is not None:
             values["max_steps"] = loaders.max_training_steps
-        settings = JaxSettings(
-            **{name: value for name, value in values.items() if name in JaxSettings.defaults()},
-            micro_batches=sizes.accumulation,
-            sharding_array=tuple(self.mesh.shape.values()),
-        )
+        values |= {"precision": self.dtype.name, "sharding_array": tuple(self.mesh.shape.values())}
+        settings = JaxSettings(**{name: value for name, value in values.items() if name in JaxSettings.defaults()})
         console = Console()
         if "console" in _as_list(settings.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))

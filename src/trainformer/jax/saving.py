@@ -58,7 +58,7 @@ def save_trainer(trainer: BaseTrainer, path: Path, state: Any = None) -> Path:
 
 def save_weights(trainer: BaseTrainer, folder: Path, state: Any) -> list[str]:
     """Write the weights: as the model itself does, or by the paths of its parameters."""
-    model = getattr(state, "model", None)
+    model: Any = getattr(state, "model", None)
     before = set(folder.iterdir())
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Training with JAX, as the engine's loop sees it: the state on the mesh, and two functions that read and change it.
 
 A batch of the loop holds a whole optimizer step; the step function divides it into micro-batches itself. So the loop
-accumulates nothing, and a step is one call that returns before the devices are done. Values are read at log points only.
+accumulates nothing, and a step is one call that returns before the devices are done. Values are read at log points.
 What the functions compute is the business of `step`, or of whoever wrote them.
 """
 
@@ -178,10 +178,10 @@ class JaxBackend:
     def verify(self, step: int) -> dict[str, float]:
         """Raise if a step was not finite, or count those that were left out; how often steps were compiled again."""
         self._look()
-        counts = {"skipped_steps": float(self._watched.skipped)} if self._watched.skipped else {}
+        counts: dict[str, float] = {"skipped_steps": self._watched.skipped} if self._watched.skipped else {}
         compilations = getattr(self._train_step, "compilations", None)
         if compilations is not None:
-            counts["recompilations"] = float(max(0, compilations.count - 1))
+            counts["recompilations"] = max(0, compilations.count - 1)
         return counts
 
     def _look(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from trainformer.backends.jax.orbax_files import check_fits, read_state
+from trainformer.core.errors import DataError
 from trainformer.engine.checkpoint import StateComponent
 from trainformer.session.components import Held, callback_states, record_components
 from trainformer.session.jax.state_files import SavedArrays
@@ -19,17 +20,18 @@ def state_components(session: JaxSession) -> list[StateComponent]:
     """Everything needed to go on exactly from here. The random key is part of the state, and a function of the step."""
     backend = session.backend
 
-    def take(saved: SavedArrays) -> None:
+    def take(saved: Any) -> None:
         like = _shapes(backend.state)
         backend.state = None  # there need not be room for two of them
         backend.state = read_state(saved.folder, like)
 
+    def check(saved: Any) -> None:
+        if not isinstance(saved, SavedArrays):
+            raise DataError("The checkpoint is not one of a run on JAX: its state holds no arrays that orbax wrote.")
+        check_fits(saved.folder, _shapes(backend.state))
+
     components = [
-        StateComponent(
-            "state",
-            Held(lambda: backend.state, take, lambda saved: check_fits(saved.folder, _shapes(backend.state))),
-            format="orbax",
-        ),
+        StateComponent("state", Held(lambda: backend.state, take, check), format="orbax"),
         *record_components(session),
     ]
     source: Any = session.train_source
