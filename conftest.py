@@ -1,6 +1,7 @@
 """What all tests and doctests share: no network, one thread, slow tests last, a clean folder for each."""
 
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -8,8 +9,16 @@ os.environ.setdefault("WANDB_SILENT", "true")
 # Some virtual machines report AMX and forbid its use: bf16 matrix products then end in an illegal instruction.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Before jax looks for devices: eight virtual ones, and a compilation cache, since compiling is most of what its tests do.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "trainformer-jax-cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # The models are tiny; a second thread costs more than it brings, and far more on a busy machine.
 torch.set_num_threads(1)

@@ -34,6 +34,9 @@ PUBLIC = {
     "loss_from_outputs",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
+    "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer SFTConfig SFTTrainer "
+    "TrainState TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput TrainerConfigureModelOutput "
+    "TrainingArguments",
     "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize "
     "to_dot to_json to_python to_tree to_yaml",
     "trainformer.live": "ControlError RunInfo ask describe list_runs",
@@ -78,6 +81,7 @@ def test_every_listed_name_exists(module):
         "trainformer.cli",
         "trainformer.hf",
         "trainformer.mini",
+        "trainformer.jax",
         "trainformer.config",
         "trainformer.live",
     ],
@@ -88,3 +92,22 @@ def test_importing_is_light(module):
     code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_nothing_of_the_jax_side_imports_torch():
+    """Every module of it, with torch made impossible to import."""
+    code = """
+import importlib, pkgutil, sys
+sys.modules["torch"] = None  # importing it fails from now on
+import trainformer.backends.jax, trainformer.jax, trainformer.losses.jax, trainformer.models.jax, trainformer.session.jax
+packages = [m for name, m in list(sys.modules.items()) if name.endswith(".jax") and name.startswith("trainformer.")]
+names = [info.name for p in packages for info in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
+for name in names:
+    importlib.import_module(name)
+print(len(packages), len(names))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    packages, modules = map(int, done.stdout.split())
+    assert packages == 5
+    assert modules > 30
