@@ -22,6 +22,7 @@ from rich.table import Table
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from trainformer.backends.torch.quantize import RECIPES, Recipe, recipe_named
+from trainformer.checkpoint.arrays import STATE
 from trainformer.checkpoint.deployable import MODEL_CONFIGS, WEIGHTS, Made, Request, make, weights_size
 from trainformer.checkpoint.places import AnyPath, find, is_checkpoint, list_checkpoints
 from trainformer.checkpoint.reading import States
@@ -123,6 +124,11 @@ def finalize(
     target = _free(Path(out))
     checkpoint, note = _checkpoint(run, which)
     states = States(checkpoint)
+    if STATE in states:
+        raise BadArgument(
+            f"{checkpoint.path} is a checkpoint of a run on JAX. Its trainer writes a model that opens elsewhere "
+            "(save_pretrained), and export_weights its weights alone."
+        )
     settings = states["context"]["config"] if "context" in states else {}
     request = Request(checkpoint, settings, _recipe(quantize, settings), base, _ema(states, ema), device)
     if base is not None and not request.is_adapter:

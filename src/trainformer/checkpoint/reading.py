@@ -12,10 +12,12 @@ from torch import Tensor
 from trainformer.backends.torch.codec import read_tensors, read_weights
 from trainformer.backends.torch.components import read_component
 from trainformer.backends.torch.distribution.strategy import whole
+from trainformer.checkpoint.arrays import read_arrays
 from trainformer.core.errors import DataError, expected
 from trainformer.engine.checkpoint import Checkpoint
 from trainformer.session.sharing import files_for
 from trainformer.session.torch.snapshot import read_snapshot
+from trainformer.utils.tree_files import read_tree
 
 
 class States(Mapping[str, Any]):
@@ -52,7 +54,12 @@ class States(Mapping[str, Any]):
         records = source.manifest.components[key]
         dataclasses.replace(source.manifest, components={key: records}).verify(source.path)
         names = files_for(key, [r.name for r in records], rank=0)
-        return whole(read_component(source.path, names, source.manifest.formats[key]))
+        format = source.manifest.formats[key]
+        if format == "orbax":
+            return read_arrays(source.path / key)
+        if format == "tree":
+            return read_tree(source.path, names)
+        return whole(read_component(source.path, names, format))
 
 
 def read_file(path: Path) -> dict[str, Any]:

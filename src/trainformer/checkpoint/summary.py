@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from trainformer.checkpoint.arrays import counts_of
 from trainformer.checkpoint.places import AnyPath, find
 from trainformer.engine.checkpoint import Checkpoint, InvalidCheckpoint
 
@@ -78,7 +79,8 @@ class Summary:
             table.add_row(name, "", text)
         table.add_section()
         for part in self.parts:
-            table.add_row(part.key, in_words(part.size), ", ".join(part.files) or part.format)
+            files = f"{part.key}/ ({len(part.files)} files)" if part.format == "orbax" else ", ".join(part.files)
+            table.add_row(part.key, in_words(part.size), files or part.format)
         return table
 
     def __rich__(self) -> Table:
@@ -108,6 +110,8 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Summary:
         if part.key == "model" and part.format in ("weights", "sharded"):
             for name in part.files:
                 counts += _counts_of(checkpoint.path / name)
+        elif part.format == "orbax":
+            counts += counts_of(checkpoint.path / part.key)
     return Summary(
         path=checkpoint.path,
         step=manifest.step,

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainformer.checkpoint.arrays import STATE, parameters_of
 from trainformer.checkpoint.places import AnyPath, find
 from trainformer.checkpoint.reading import States
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -40,6 +41,8 @@ def export_weights(path: AnyPath, out: AnyPath, ema: bool | str = False) -> Path
 
 
 def _model(states: States) -> Mapping[str, Tensor]:
+    if STATE in states:
+        return parameters_of(states[STATE])
     if "model" not in states:
         raise DataError(f"{states.path} has no weights of a model; it has {', '.join(states)}.")
     return states["model"]

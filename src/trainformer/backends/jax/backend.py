@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from trainformer.backends.jax.any_rows import AnyRowsStep
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.step import JittedStep
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
@@ -76,10 +77,10 @@ class JaxBackend:
         self._train_step = train_step
         self._eval_step = eval_step
         self._hooks = hooks or StepHooks()
-        # A function of ours is told which rows count (`_valid`); one of a user's gets every batch as it is.
-        own = isinstance(train_step, JittedStep)
-        self._guards = own
-        self._placer = Placer(mesh, accumulation if own else 1, whole_shards=own)
+        self._guards = isinstance(train_step, JittedStep)
+        # A step that is told which rows count (`_valid`) has one size of batch; others get every batch as it is.
+        fixed = self._guards and not isinstance(train_step, AnyRowsStep)
+        self._placer = Placer(mesh, accumulation if fixed else 1, whole_shards=fixed)
         self._batch: Placed | None = None
         self._watched = _Watched()
 
@@ -292,5 +293,3 @@ def _local(scalar: Any) -> Any:
     if isinstance(scalar, jax.Array) and not scalar.is_fully_addressable:
         return scalar.addressable_data(0)
     return scalar
-
-

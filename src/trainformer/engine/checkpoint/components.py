@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Format = Literal["weights", "tensors", "json", "sharded", "orbax"]
+Format = Literal["weights", "tensors", "json", "sharded", "orbax", "tree"]
 
 
 class SharingPattern(enum.Enum):
@@ -41,9 +41,8 @@ class StateComponent:
     """One part of a run's state.
 
     `format` says how it is written: ``weights`` as safetensors under the model's own names, ``tensors`` as a tree of
-    tensors and plain values, ``json`` as text, ``sharded`` by every rank its part, ``orbax`` as a folder of its own. A
-    missing component that is not
-    `required` is a warning.
+    tensors and plain values, ``json`` as text, ``sharded`` by every rank its part, ``orbax`` as a folder of its own,
+    ``tree`` as JSON with arrays beside it. A missing component that is not `required` is a warning.
     """
 
     key: str

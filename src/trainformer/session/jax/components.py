@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,14 +33,14 @@ def state_components(session: JaxSession) -> list[StateComponent]:
 
     components = [
         StateComponent("state", Held(lambda: backend.state, take, check), format="orbax"),
-        *record_components(session),
+        *(replace(c, format="tree") if c.format == "tensors" else c for c in record_components(session)),
     ]
     source: Any = session.train_source
     if hasattr(source, "state_dict"):
         # Batches that wait on the devices were read, and not trained on.
         held = Held(lambda: source.state_dict(unused=backend.batches_ahead), source.load_state_dict)
-        components.append(StateComponent("data", held, required=False))
-    components += [StateComponent(key, held, required=False) for key, held in callback_states(session)]
+        components.append(StateComponent("data", held, required=False, format="tree"))
+    components += [StateComponent(key, held, required=False, format="tree") for key, held in callback_states(session)]
     return components
 
 

@@ -12,10 +12,10 @@ import jax
 import optax
 
 from trainformer.backends.jax.orbax_files import snapshot, write_state
-from trainformer.backends.jax.tree_files import read_tree, write_tree
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.checkpoint import StateComponent
 from trainformer.engine.peers import Peers
+from trainformer.utils.tree_files import read_tree, write_tree
 
 
 @dataclass(frozen=True)
