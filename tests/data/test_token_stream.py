@@ -107,8 +107,9 @@ def test_the_rest_follows_wherever_it_was_left(source, capacity, epoch):
         stream.set_epoch(epoch)
         iterator = iter(stream)
         head = as_lists(next(iterator) for _ in range(cut))
-        state = json.loads(json.dumps(stream.state_dict(), default=lambda tensor: {"tensor": tensor.tolist()}))
-        state["waiting"] = [[torch.tensor(part["tensor"], dtype=torch.int32) for part in p] for p in state["waiting"]]
+        state = json.loads(json.dumps(stream.state_dict()))
+        if cut == 60:  # as checkpoints of earlier versions hold it
+            state["waiting"] = [[torch.tensor(part, dtype=torch.int32) for part in p] for p in state["waiting"]]
         other = make(source, max_length=32, capacity=capacity)
         other.load_state_dict(state)
         other.set_epoch(epoch)

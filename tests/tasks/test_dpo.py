@@ -13,7 +13,8 @@ from text_toys import WORDS, batches_of, checkpoint_of, gpt2, llama
 from toys import weights
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.tasks.language.dpo import DPO, _answers
+from trainformer.data.text.preferences import answers as answers_of
+from trainformer.tasks.language.dpo import DPO
 
 PAIRS = toys.preferences()
 LOSSES = ["sigmoid", "ipo", "hinge", "orpo", "simpo"]
@@ -126,7 +127,7 @@ def test_conversations_share_their_beginning(task, tokenizer):
         assert learned == ["jumps</s>", "bake pies</s>"]
         whole = tokenizer.decode(batch["input_ids"][0, 0][batch["attention_mask"][0, 0] == 1])
         assert whole == "<|user|>the fox</s><|assistant|>jumps</s>"
-    with_system = _answers({"prompt": "the fox", "chosen": [rest, ask, good], "rejected": [rest, ask, bad]})
+    with_system = answers_of({"prompt": "the fox", "chosen": [rest, ask, good], "rejected": [rest, ask, bad]})
     assert with_system == [{"prompt": [rest, ask], "completion": [said]} for said in (good, bad)]
 
 

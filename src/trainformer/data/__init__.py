@@ -11,6 +11,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.data.lists": ["ImageList"],
         "trainformer.data.loader": ["DatasetSource", "LoaderSource"],
         "trainformer.data.multimodal": ["ImageTextDataset"],
+        "trainformer.data.numpy_inputs": ["numpy_source"],
+        "trainformer.data.numpy_loader": ["NumpySource"],
+        "trainformer.data.order": ["sample_rng"],
         "trainformer.data.samplers": [
             "ClassBalancedSampler",
             "EpochSampler",

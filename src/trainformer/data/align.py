@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import Subset
-
 from trainformer.core.errors import DataError
-from trainformer.data.targets import targets_of
+from trainformer.data.targets import is_subset, targets_of
 
 
 def numbered_alike(dataset: Any, classes: Sequence[str] | None) -> bool:
@@ -27,7 +25,7 @@ def align_classes(dataset: Any, classes: Sequence[str] | None, open_set: bool = 
     Folders we read ourselves are renumbered by name; other data sets that disagree are refused.
     """
     base = dataset
-    while isinstance(base, Subset):
+    while is_subset(base):
         base = base.dataset
     own = targets_of(base).names  # also of data sets that name their classes elsewhere, as HF's do
     if classes is None or own is None or list(own) == list(classes):

@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.utils.data import Subset, TensorDataset, default_collate
 
-from trainformer.data.order import preserved_generators, sample_key, seed_generators
+from trainformer.data.indexed import Subset
+from trainformer.data.order import begin_sample, preserved_generators, sample_key, seed_generators
+from trainformer.data.targets import SUBSET, TENSORS, full_name, is_a
 
 Collate = Callable[[list[Any]], Any]
+#: The samples of these numbers as a batch, read at once.
+Rows = Callable[[np.ndarray], Any]
 
 
 class Fetched(NamedTuple):
@@ -27,35 +29,46 @@ class Fetched(NamedTuple):
 class Fetcher:
     """Turns draws into a batch: numbers of samples, or of repetitions of samples (see `order.distinct_draws`).
 
-    Data that can be read as a whole (tensors, HF `datasets`) are read with one call. Everything else is read sample
-    by sample, each with generators seeded by (seed, epoch, sample): random augmentation depends neither on
-    workers, nor on the batch size, nor on where a run was resumed. With `skip_bad`, a sample that cannot be read is
-    left out of its batch and reported.
+    Data that can be read as a whole are read with one call: by `rows` (of the data set below any subsets), where it is
+    given, or as HF `datasets` do it. Everything else is read sample by sample, each with generators seeded by (seed,
+    epoch, sample): random augmentation depends neither on workers, nor on the batch size, nor on where a run was
+    resumed. With `skip_bad`, a sample that cannot be read is left out of its batch and reported.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, seed: int, skip_bad: bool = False) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate, seed: int, skip_bad: bool = False, rows: Rows | None = None
+    ) -> None:
         self.dataset, self._map = unwrap_subsets(dataset)
         self.collate = collate
         self.seed = seed
         self.skip_bad = skip_bad
-        self._tensors = tensors_of(self.dataset) if collate is None else None
-        self._reads_whole_batches = self._tensors is None and not skip_bad and reads_batches(self.dataset)
+        self._rows = rows
+        self._reads_whole_batches = rows is None and not skip_bad and reads_batches(self.dataset)
         self._size = len(self.dataset)
 
-    def __call__(self, epoch: int, draws: np.ndarray, in_worker: bool = False) -> Fetched:
-        """The batch of these draws, as it looks in this epoch."""
+    @property
+    def draws_per_sample(self) -> bool:
+        """Whether samples are read one by one, so that each may draw random numbers."""
+        return self._rows is None and not self._reads_whole_batches
+
+    def __call__(self, epoch: int, draws: np.ndarray, in_worker: bool = False, in_thread: bool = False) -> Fetched:
+        """The batch of these draws, as it looks in this epoch.
+
+        A thread among others leaves the process's generators alone: only `sample_rng` is seeded there.
+        """
         draws = self._below_subsets(draws)
-        if self._tensors is not None:
-            index = torch.from_numpy(np.ascontiguousarray(draws % self._size))
-            return Fetched(tuple(t.index_select(0, index) for t in self._tensors), len(draws), [], draws)
-        collate = self.collate or default_collate
+        if self._rows is not None:
+            return Fetched(self._rows(draws % self._size), len(draws), [], draws)
         if self._reads_whole_batches:
-            data = collate(self.dataset.__getitems__((draws % self._size).tolist()))
+            data = self.collate(self.dataset.__getitems__((draws % self._size).tolist()))
             return Fetched(data, len(draws), [], draws)
         # A worker process has its generators to itself; the main process shares them with the model's dropout.
-        with nullcontext() if in_worker else preserved_generators():
-            samples, bad, read = self._read_all(epoch, draws)
-            return Fetched(collate(samples) if samples else None, len(samples), bad, draws[read] if bad else draws)
+        with nullcontext() if in_worker or in_thread else preserved_generators():
+            seed = begin_sample if in_thread else seed_generators
+            samples, bad, read = self._read_all(epoch, draws, seed)
+            data = self.collate(samples) if samples else None
+            begin_sample(None)
+            return Fetched(data, len(samples), bad, draws[read] if bad else draws)
 
     def _below_subsets(self, draws: np.ndarray) -> np.ndarray:
         """The same draws, numbered as the data set below any subsets numbers them."""
@@ -64,13 +77,15 @@ class Fetcher:
         repetition, index = np.divmod(draws, len(self._map))
         return self._map[index] + repetition * self._size
 
-    def _read_all(self, epoch: int, draws: np.ndarray) -> tuple[list[Any], list[tuple[int, str]], list[int]]:
+    def _read_all(
+        self, epoch: int, draws: np.ndarray, seed: Callable[[int], None]
+    ) -> tuple[list[Any], list[tuple[int, str]], list[int]]:
         samples: list[Any] = []
         bad: list[tuple[int, str]] = []
         read: list[int] = []
         for place, draw in enumerate(map(int, draws)):
             index = draw % self._size
-            seed_generators(sample_key(self.seed, epoch, draw))
+            seed(sample_key(self.seed, epoch, draw))
             try:
                 samples.append(self.dataset[index])
                 read.append(place)
@@ -85,18 +100,25 @@ class Fetcher:
 def unwrap_subsets(dataset: Any) -> tuple[Any, np.ndarray | None]:
     """The data set below any `Subset`s, and which of its samples they chose (None: all)."""
     chosen: np.ndarray | None = None
-    while type(dataset) is Subset:
+    while is_subset_itself(dataset):
         indices = np.asarray(dataset.indices, dtype=np.int64)
         chosen = indices if chosen is None else indices[chosen]
         dataset = dataset.dataset
     return dataset, chosen
 
 
-def tensors_of(dataset: Any) -> Sequence[torch.Tensor] | None:
+def is_subset_itself(dataset: Any) -> bool:
+    """Whether a data set is a `Subset`, ours or torch's, and not of a class made from it, which may do anything."""
+    return type(dataset) is Subset or full_name(type(dataset)) == SUBSET
+
+
+def tensors_of(dataset: Any) -> Sequence[Any] | None:
     """The tensors of a data set that is nothing but tensors."""
-    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-        return dataset.tensors
-    return None
+    if not is_a(dataset, TENSORS):
+        return None
+    from torch.utils.data import TensorDataset
+
+    return dataset.tensors if type(dataset).__getitem__ is TensorDataset.__getitem__ else None
 
 
 def reads_batches(dataset: Any) -> bool:

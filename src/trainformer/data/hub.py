@@ -54,3 +54,18 @@ def one_split(loaded: Any, split: str | None, form: str = "data[{!r}]", prefer_t
         advice = f"Pass one of them: {', '.join(form.format(name) for name in loaded)}."
         raise DataError(expected("one split", split or list(loaded), advice))
     return loaded[wanted]
+
+
+def has_shuffle_buffer(stream: Any) -> bool:
+    """Whether a stream of HF `datasets` shuffles samples in a buffer, which is not in the state it saves.
+
+    Such a stream cannot go on where it was: what was in the buffer would be lost.
+    """
+    steps = [getattr(stream, "_ex_iterable", None)]
+    while steps:
+        step = steps.pop()
+        if type(step).__name__.startswith("BufferShuffled"):
+            return True
+        steps += [getattr(step, "ex_iterable", None)] if hasattr(step, "ex_iterable") else []
+        steps += list(getattr(step, "ex_iterables", None) or [])
+    return False

@@ -16,10 +16,10 @@ from trainformer.core.errors import DataError, TrainformerError, expected
 from trainformer.data.targets import (
     CONCATENATION,
     HF_DATASET,
-    SUBSET,
     concatenated,
     is_a,
     is_stream,
+    is_subset,
     labels_of,
     length,
     targets_of,
@@ -175,7 +175,7 @@ def _max_length(dataset: Any, sample: Any) -> int | None:
 
 
 def _token_lengths(dataset: Any) -> np.ndarray | None:
-    if is_a(dataset, SUBSET):
+    if is_subset(dataset):
         lengths = _token_lengths(dataset.dataset)
         return None if lengths is None else lengths[np.asarray(dataset.indices, dtype=np.int64)]
     if is_a(dataset, CONCATENATION):

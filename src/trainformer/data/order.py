@@ -1,19 +1,28 @@
-"""The order of an epoch, and the random numbers of a sample: pure functions of (seed, epoch, sample)."""
+"""The order of an epoch, and the random numbers of a sample: pure functions of (seed, epoch, sample).
+
+Nothing here imports torch. Its generator is seeded and preserved with the others where a program has loaded it: as long
+as it has not, nothing draws from it.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
-import torch
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the step of splitmix64
 
 # Stands in for NumPy's generator where that must stay as it is: to swap two costs nothing, to save a state 250 us.
 _spare = np.random.MT19937(0)
+
+# Of the sample that a thread reads: its key, and its generator once somebody has asked for it.
+_reading = threading.local()
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -80,16 +89,54 @@ def distinct_draws(order: np.ndarray, size: int) -> np.ndarray:
 
 def seed_generators(key: int) -> None:
     """Seed Python's, NumPy's and torch's CPU generator: some 15 us, which decoding an image dwarfs."""
+    begin_sample(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
-    # torch.manual_seed would also seed every accelerator, which a sample has no business with.
-    torch.default_generator.manual_seed(key)
+    if (torch := _torch()) is not None:
+        # torch.manual_seed would also seed every accelerator, which a sample has no business with.
+        torch.default_generator.manual_seed(key)
+
+
+def begin_sample(key: int | None) -> None:
+    """Say which sample this thread reads from now on: where `sample_rng` gets its numbers from."""
+    _reading.key, _reading.generator = key, None
+
+
+def sample_rng() -> np.random.Generator:
+    """The generator of the sample that is being read, for random augmentation in a data set of your own.
+
+    Its numbers belong to (seed, epoch, sample). Unlike those of `random` and `np.random`, which are seeded for each
+    sample as well, they are right also where several threads read at once. Outside of a loader nobody has seeded it.
+
+    >>> begin_sample(sample_key(0, 0, 7))
+    >>> first = sample_rng().random(2).tolist()
+    >>> begin_sample(sample_key(0, 0, 7))
+    >>> [float(sample_rng().random()), float(sample_rng().random())] == first
+    True
+    """
+    if getattr(_reading, "generator", None) is None:
+        _reading.generator = np.random.Generator(np.random.PCG64(getattr(_reading, "key", None)))
+    return _reading.generator
+
+
+def global_draws() -> tuple[Any, ...]:
+    """Something that changes when anybody draws from the process's generators."""
+    name, numbers, place, *rest = np.random.get_state(legacy=True)
+    torch = _torch()
+    cpu = None if torch is None else torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), name, np.asarray(numbers).tobytes(), place, rest, cpu
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Leave the process's CPU generators as they were, whatever happens inside."""
-    python, numpy, cpu = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()  # type: ignore[attr-defined]
+    torch = _torch()
+    python, numpy = random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
+    cpu = None if torch is None else torch.get_rng_state()
     nested = numpy is _spare
     np.random.set_bit_generator(np.random.MT19937(0) if nested else _spare)  # type: ignore[attr-defined]
     try:
@@ -97,4 +144,5 @@ def preserved_generators() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
-        torch.set_rng_state(cpu)
+        if torch is not None:
+            torch.set_rng_state(cpu)

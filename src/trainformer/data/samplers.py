@@ -4,32 +4,30 @@ Owns the samplers; their names are in `sampler_names`. Every order is a pure fun
 alone: no image is read. Batches, workers and the random numbers of a sample are the loader's business.
 
 A sampler serves two masters. The engine asks for `order(epoch, seed)`, the whole epoch, and divides it itself. In a
-`DataLoader` of the user's own it is an ordinary torch sampler that yields the share of this rank.
+`DataLoader` of the user's own it is an ordinary torch sampler that yields the share of this rank; torch asks no more
+of one than to be iterated, so nothing here imports it.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
-import torch
-from torch.utils.data import Sampler
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.targets import is_stream, labels_of, length
-from trainformer.utils.distributed import rank as this_rank
-from trainformer.utils.distributed import world_size
 
 REPEATS = 3  # as in the paper on repeated augmentation for image classifiers, and in DeiT
 # Each sampler has a stream of random numbers of its own, apart from those of plain shuffling with the same seed.
 _BALANCED, _PK, _REPEATED = 0xBA1A, 0x9C, 0x4E9
 
 
-class EpochSampler(Sampler[int], ABC):
+class EpochSampler(ABC):
     """What the samplers share: epochs, ranks, and a position that can be saved.
 
     `order(epoch)` holds the whole epoch, over all ranks. Iterating gives the share of this rank in the epoch that
@@ -44,8 +42,9 @@ class EpochSampler(Sampler[int], ABC):
 
     def __init__(self, seed: int = 0, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.seed = seed
-        self.num_replicas = world_size() if num_replicas is None else num_replicas
-        self.rank = this_rank() if rank is None else rank
+        this_rank, world_size = _place()
+        self.num_replicas = world_size if num_replicas is None else num_replicas
+        self.rank = this_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
             raise BadArgument(expected(f"rank to be from 0 to {self.num_replicas - 1}", self.rank))
         self.epoch = 0
@@ -103,6 +102,15 @@ class EpochSampler(Sampler[int], ABC):
 
     def _random(self, stream: int, epoch: int, seed: int | None) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed if seed is None else seed, stream, epoch]))
+
+
+def _place() -> tuple[int, int]:
+    """The number of this process, and of all that train together, as torch knows them."""
+    if "torch" not in sys.modules:
+        return 0, 1
+    from trainformer.utils.distributed import rank, world_size
+
+    return rank(), world_size()
 
 
 class ClassBalancedSampler(EpochSampler):
@@ -303,7 +311,8 @@ class ListedSampler(EpochSampler):
     process's generators are left as they were, and so is the sampler: some shuffle their own lists in place, and their
     second epoch would depend on the first.
 
-    >>> sampler = ListedSampler(torch.utils.data.RandomSampler(range(5)), size=5)
+    >>> from torch.utils.data import RandomSampler
+    >>> sampler = ListedSampler(RandomSampler(range(5)), size=5)
     >>> sorted(sampler.order(epoch=3).tolist())
     [0, 1, 2, 3, 4]
     """
@@ -332,10 +341,10 @@ class ListedSampler(EpochSampler):
         sampler = self._copy()
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        own = getattr(sampler, "generator", None)
+        own: Any = getattr(sampler, "generator", None)
         with preserved_generators():
             seed_generators(key)
-            if not isinstance(own, torch.Generator):
+            if not hasattr(own, "manual_seed"):  # as torch's have, and NumPy's have not
                 return self._checked(list(sampler))
             before = own.get_state()
             own.manual_seed(key)

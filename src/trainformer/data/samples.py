@@ -13,21 +13,54 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.pixels import ImageTensors
+from trainformer.data.indexed import Arrays
+
+if TYPE_CHECKING:
+    from trainformer.data.pixels import ImageTensors
+
+
+class Sample(NamedTuple):
+    """Images (N, 1, H, W) of bytes, their labels, and the names of the classes."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    classes: list[str]
 
 
 def load_sample(name: str) -> ImageTensors:
-    """The built-in sample of this name.
+    """The built-in sample of this name, as tensors.
 
     >>> len(load_sample("digits"))
     1797
     """
+    import torch
+
+    from trainformer.data.pixels import ImageTensors
+
+    images, labels, classes = read_sample(name)
+    return ImageTensors(torch.from_numpy(images), torch.from_numpy(labels), classes)
+
+
+def sample_arrays(name: str) -> Arrays:
+    """The built-in sample of this name without torch: samples are ``{"image", "label"}``.
+
+    >>> sample_arrays("digits")[0]["image"].shape
+    (1, 8, 8)
+    """
+    images, labels, classes = read_sample(name)
+    data = Arrays({"image": images, "label": labels})
+    data.classes = classes
+    return data
+
+
+def read_sample(name: str) -> Sample:
+    """The images and labels of a built-in sample."""
     if name not in _SAMPLES:
         known = f"Built-in samples: {', '.join(map(repr, sample_names()))}."
         raise BadArgument(
@@ -45,24 +78,21 @@ def sample_names() -> list[str]:
     return sorted(_SAMPLES)
 
 
-def _digits() -> ImageTensors:
+def _digits() -> Sample:
     """1,797 handwritten digits of 8x8 pixels (UCI, by way of scikit-learn); the pixels are 0 to 16 there."""
     data = require("sklearn.datasets", "samples", "for the sample 'digits'").load_digits()
     pixels = np.round(data.images * (255 / 16)).astype(np.uint8)
-    labels = torch.from_numpy(data.target.astype(np.int64))
-    return ImageTensors(torch.from_numpy(pixels).unsqueeze(1), labels, [str(digit) for digit in range(10)])
+    return Sample(pixels[:, None], data.target.astype(np.int64), [str(digit) for digit in range(10)])
 
 
-def _fashion_mnist(part: str) -> ImageTensors:
+def _fashion_mnist(part: str) -> Sample:
     """28x28 pictures of clothes in ten classes, 60,000 to train on and 10,000 to test (Zalando Research)."""
     folder = _fashion_folder(part)
     images = read_idx(folder / f"{part}-images-idx3-ubyte.gz")
     labels = read_idx(folder / f"{part}-labels-idx1-ubyte.gz")
     if images.ndim != 3 or labels.shape != images.shape[:1]:
         raise DataError(expected(f"images and as many labels in '{folder}'", f"{images.shape} and {labels.shape}"))
-    return ImageTensors(
-        torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64)), _FASHION_CLASSES
-    )
+    return Sample(images[:, None], labels.astype(np.int64), list(_FASHION_CLASSES))
 
 
 def _fashion_folder(part: str) -> Path:
@@ -100,7 +130,7 @@ _FASHION_CLASSES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
-_SAMPLES: dict[str, Callable[[], ImageTensors]] = {
+_SAMPLES: dict[str, Callable[[], Sample]] = {
     "digits": _digits,
     "fashion-mnist": partial(_fashion_mnist, "train"),
     "fashion-mnist:test": partial(_fashion_mnist, "t10k"),

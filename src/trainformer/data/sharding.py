@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Origin, Sized
+from trainformer.data.indexed import is_array
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ def undivided(stream: Any) -> Any:
 
 def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
     """Samples `low` to `high` of a nested batch; what has no sample dimension is passed on as it is."""
-    if isinstance(data, Tensor):
-        return data[low:high] if data.ndim > 0 and len(data) == size else data
+    if is_array(data):
+        return data[low:high] if len(data) == size else data
     if isinstance(data, Mapping):
         return {key: slice_batch(value, low, high, size) for key, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(slice_batch(value, low, high, size) for value in data))
     if isinstance(data, (list, tuple)):
-        holds_parts = any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in data)
+        holds_parts = any(is_array(value) or isinstance(value, (Mapping, list, tuple)) for value in data)
         if not holds_parts and len(data) == size:
             return data[low:high]
         return type(data)(slice_batch(value, low, high, size) for value in data)
@@ -115,8 +115,8 @@ def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
 
 
 def _holds_rows(data: Any, size: int) -> bool:
-    if isinstance(data, Tensor):
-        return data.ndim > 0 and len(data) == size
+    if is_array(data):
+        return len(data) == size
     if isinstance(data, Mapping):
         return any(_holds_rows(value, size) for value in data.values())
     return isinstance(data, (list, tuple)) and (len(data) == size or any(_holds_rows(value, size) for value in data))

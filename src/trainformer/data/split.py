@@ -6,16 +6,15 @@ Owns which samples go where: a pure function of the labels, the share and the se
 from __future__ import annotations
 
 import logging
+import sys
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.indexed import Subset
 from trainformer.data.targets import is_stream, labels_of, length
-
-if TYPE_CHECKING:
-    from torch.utils.data import Subset
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +22,17 @@ logger = logging.getLogger(__name__)
 _STREAM = 0x5B117
 
 
-def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Subset, Subset]:
+def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Any, Any]:
     """Split into (train, val), both in the order of `dataset`. The same seed gives the same split.
 
     A float is the share of the validation set, an integer its number of samples. Where labels are known without
-    loading samples, every class is split in proportion, and never so that none of it is left to train on.
+    loading samples, every class is split in proportion, and never so that none of it is left to train on. Both are
+    torch's `Subset`s, or ours in a program without torch.
 
     >>> train, val = split_dataset([(x, x % 2) for x in range(10)], 0.2, seed=0)
     >>> len(train), sorted(label for _, label in val)
     (8, [0, 1])
     """
-    from torch.utils.data import Subset
-
     size = length(dataset)
     if size is None or is_stream(dataset):
         raise DataError(
@@ -49,10 +47,8 @@ def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Subs
     labels = labels_of(dataset)
     in_val = np.zeros(size, dtype=bool)
     in_val[_stratified(labels, val_size, rng) if labels is not None else rng.permutation(size)[:val_size]] = True
-    return (
-        Subset(dataset, np.flatnonzero(~in_val).tolist()),
-        Subset(dataset, np.flatnonzero(in_val).tolist()),
-    )
+    kind = getattr(sys.modules.get("torch.utils.data"), "Subset", Subset)
+    return kind(dataset, np.flatnonzero(~in_val).tolist()), kind(dataset, np.flatnonzero(in_val).tolist())
 
 
 def _val_size(size: int, val_split: float | int) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from trainformer.data.indexed import Arrays, Subset
+
 SUBSET = "torch.utils.data.dataset.Subset"
 CONCATENATION = "torch.utils.data.dataset.ConcatDataset"
 TENSORS = "torch.utils.data.dataset.TensorDataset"
@@ -49,7 +51,7 @@ class Targets:
 
 def targets_of(dataset: Any) -> Targets:
     """All that a data set says about its targets. Only `labels_of` and `extract_info` are meant for others."""
-    if is_a(dataset, SUBSET):
+    if is_subset(dataset):
         return _chosen(targets_of(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64))
     if is_a(dataset, CONCATENATION):
         return _joined([targets_of(part) for part in dataset.datasets])
@@ -65,6 +67,8 @@ def targets_of(dataset: Any) -> Targets:
             names = names if np.array_equal(labels, stored) else None  # they belong to the labels before
         elif is_a(dataset, TENSORS) and len(dataset.tensors) > 1:
             labels, continuous = _tensor_targets(_target_tensor(dataset.tensors))
+        elif isinstance(dataset, Arrays):
+            labels, continuous = _array_targets(dataset.arrays)
     return Targets(labels, continuous, names, _number_of_classes(dataset, labels, names))
 
 
@@ -175,8 +179,16 @@ def _after_target_transform(dataset: Any, labels: np.ndarray) -> np.ndarray:
 
 def _target_tensor(tensors: Sequence[Any]) -> Any:
     """The last tensor, but for marks of queries behind the labels."""
-    marked = len(tensors) == 3 and str(tensors[-1].dtype) == "torch.bool"
+    marked = len(tensors) == 3 and str(tensors[-1].dtype) in ("torch.bool", "bool")
     return tensors[-2] if marked else tensors[-1]
+
+
+def _array_targets(arrays: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Of several arrays the last, as with tensors; of named ones that with a usual name."""
+    if isinstance(arrays, Mapping):
+        name = next((name for name in _LABEL_COLUMNS if name in arrays), None)
+        return (None, None) if name is None else _tensor_targets(arrays[name])
+    return _tensor_targets(_target_tensor(arrays)) if isinstance(arrays, tuple) and len(arrays) > 1 else (None, None)
 
 
 def _tensor_targets(tensor: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -236,7 +248,17 @@ def _column_labels(dataset: Any) -> np.ndarray | None:
 
 def is_a(value: Any, name: str) -> bool:
     """isinstance() by the full name of a class, for classes of packages that need not be installed."""
-    return any(f"{kind.__module__}.{kind.__qualname__}" == name for kind in type(value).__mro__)
+    return any(full_name(kind) == name for kind in type(value).__mro__)
+
+
+def full_name(kind: type) -> str:
+    """The name of a class with that of its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_subset(dataset: Any) -> bool:
+    """Whether a data set is some of the samples of another, `dataset.dataset`: those of `dataset.indices`."""
+    return isinstance(dataset, Subset) or is_a(dataset, SUBSET)
 
 
 def _comes_from(value: Any, package: str) -> bool:

@@ -12,8 +12,12 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.data.text.forms": ["FORMS", "Form", "detect", "form_of"],
         "trainformer.data.text.jsonl": ["JSONLDataset"],
         "trainformer.data.text.packing": ["PackedDataset", "pack"],
+        "trainformer.data.text.preferences": ["PairEncoder"],
+        "trainformer.data.text.prepare": ["causal_tokens", "preference_tokens"],
         "trainformer.data.text.records": ["ChatDataset", "StandardRecords", "TextDataset", "TextFileDataset"],
+        "trainformer.data.text.rows": ["pair_batch", "token_batch"],
         "trainformer.data.text.sources": ["load_text"],
         "trainformer.data.text.store": ["TokenStore", "tokenize"],
+        "trainformer.data.text.tokenizer": ["open_tokenizer"],
     },
 )

@@ -1,22 +1,24 @@
-"""Batches of token sequences: padded, packed, and with sequences of like lengths together.
+"""Batches of token sequences as tensors: padded, packed, and with sequences of like lengths together.
 
-Owns the shapes. What padding is, is told by the lengths of the sequences alone: the id of the padding token may well be
-that of EOS, which is trained on.
+Owns how long the rows of a batch are, and the sampler that keeps like lengths together. What is in the rows is said in
+`rows`. torch is imported when a tensor is made, so that the sampler serves without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.indexed import is_array
 from trainformer.data.samplers import EpochSampler
-from trainformer.data.text.encode import IGNORED
+from trainformer.data.text.rows import check_lengths, packed_rows, padded_rows
 from trainformer.data.text.store import lengths_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GROUPED = 0x1E46  # sets this stream of random numbers apart from those of other samplers with the same seed
 _MEGABATCH = 50  # batches that are sorted together; the more, the less padding and the less chance
@@ -39,22 +41,8 @@ def pad(
     >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
     ([[5, 6, 2], [7, -100, -100]], [[1, 1, 1], [1, 0, 0]])
     """
-    if side not in ("right", "left"):
-        raise BadArgument(expected("side to be 'right' or 'left'", side))
-    lengths = [len(example["input_ids"]) for example in examples]
-    length = _padded_length(max(lengths), multiple_of, max_length)
-    shape = len(examples), length
-    batch = {
-        "input_ids": np.full(shape, pad_id, dtype=np.int64),
-        "labels": np.full(shape, IGNORED, dtype=np.int64),
-        "attention_mask": np.zeros(shape, dtype=np.int64),
-    }
-    for row, (example, size) in enumerate(zip(examples, lengths, strict=True)):
-        place = slice(0, size) if side == "right" else slice(length - size, length)
-        batch["input_ids"][row, place] = example["input_ids"]
-        batch["labels"][row, place] = example.get("labels", example["input_ids"])
-        batch["attention_mask"][row, place] = 1
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
+    length = _padded_length(check_lengths(examples, max_length), multiple_of, max_length)
+    return _tensors(padded_rows(examples, pad_id, length, side=side))
 
 
 def collate_packed(
@@ -79,35 +67,36 @@ def collate_packed(
     >>> collate_packed([one, two], flatten=True)["cu_seqlens"].tolist()
     [0, 2, 3, 4]
     """
-    sizes = [len(example["input_ids"]) for example in examples]
-    names = ("input_ids", "labels", "position_ids")
     if flatten:
-        rows = {name: np.concatenate([np.asarray(example[name]) for example in examples]) for name in names}
-        lengths = np.concatenate([np.asarray(example["lengths"]) for example in examples])
-        return {
-            **{name: torch.from_numpy(row.astype(np.int64)[None]) for name, row in rows.items()},
-            "cu_seqlens": torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)),
-            "max_seqlen": torch.tensor(int(lengths.max())),
-        }
-    width = max(sizes) if length is None else length
-    if max(sizes) > width:
-        raise BadArgument(expected(f"sequences of at most {width} tokens", max(sizes), "Pass length=capacity."))
-    fillers = {"input_ids": pad_id, "labels": IGNORED, "position_ids": 0}
-    batch = {name: np.full((len(sizes), width), fillers[name], dtype=np.int64) for name in names}
-    for row, (example, size) in enumerate(zip(examples, sizes, strict=True)):
-        for name in names:
-            batch[name][row, :size] = example[name]
-        batch["position_ids"][row, size:] = np.arange(width - size)
+        return _flattened(examples)
+    longest = check_lengths(examples, None)
+    if length is not None and longest > length:
+        raise BadArgument(expected(f"sequences of at most {length} tokens", longest, "Pass length=capacity."))
+    return _tensors(packed_rows(examples, pad_id, longest if length is None else length))
+
+
+def _flattened(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    import torch
+
+    names = ("input_ids", "labels", "position_ids")
+    rows = {name: np.concatenate([np.asarray(example[name]) for example in examples]) for name in names}
+    lengths = np.concatenate([np.asarray(example["lengths"]) for example in examples])
+    return {
+        **_tensors({name: row.astype(np.int64)[None] for name, row in rows.items()}),
+        "cu_seqlens": torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)),
+        "max_seqlen": torch.tensor(int(lengths.max())),
+    }
+
+
+def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    import torch
+
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def _padded_length(longest: int, multiple_of: int, max_length: int | None) -> int:
     if multiple_of < 1:
         raise BadArgument(expected("multiple_of to be at least 1", multiple_of))
-    if max_length is not None and longest > max_length:
-        raise DataError(
-            expected(f"sequences of at most {max_length} tokens", longest, "Tokenise with that max_length.")
-        )
     rounded = -(-longest // multiple_of) * multiple_of
     return rounded if max_length is None else min(rounded, max_length)
 
@@ -170,7 +159,7 @@ class LengthGroupedSampler(EpochSampler):
 
 
 def _as_lengths(lengths: Any) -> np.ndarray:
-    is_numbers = isinstance(lengths, (np.ndarray, Tensor)) or (
+    is_numbers = is_array(lengths) or (
         isinstance(lengths, Sequence) and len(lengths) > 0 and not isinstance(lengths[0], Mapping)
     )
     array = np.asarray(lengths) if is_numbers else lengths_of(lengths)

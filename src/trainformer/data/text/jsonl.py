@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from trainformer.core.errors import DataError
+from trainformer.data.indexed import Indexed
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix, digest
 from trainformer.data.text.forms import expected_value, form_of, text_value, value_of
 from trainformer.data.text.tables import JSON, RecordList, parse_json, position, wrapped_list
 
 
-class JSONLDataset(Dataset):
+class JSONLDataset(Indexed):
     """Records of a JSON Lines file: ``{"text": ..., "label": ...}``, the label only where it is there.
 
     A line is parsed when its sample is read; only where lines begin is found out at once (1 GB in about a second). With

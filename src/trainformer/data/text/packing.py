@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.indexed import Indexed
 from trainformer.data.text.encode import IGNORED
 from trainformer.data.text.store import lengths_of
 
@@ -112,7 +112,7 @@ def _check(sizes: np.ndarray, capacity: int) -> None:
         raise DataError(expected("documents of at least one token", f"an empty one, number {int(sizes.argmin())}"))
 
 
-class PackedDataset(Dataset):
+class PackedDataset(Indexed):
     """Sequences of whole documents, from a store (or a `Subset` of one, or any data with `input_ids` and `labels`).
 
     An item has `input_ids` and `labels` one document after the other, `position_ids` that begin at 0 in each, and the

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from trainformer.core.errors import DataError
+from trainformer.data.indexed import Indexed
 from trainformer.data.text.files import LineIndex, Spans, TextFile, character_spans, digest
 from trainformer.data.text.forms import (
     FORMS,
@@ -45,7 +44,7 @@ __all__ = [
 ]
 
 
-class TextFileDataset(Dataset):
+class TextFileDataset(Indexed):
     r"""A text file as texts: its lines that are not blank, or pieces of `chunk_size` characters.
 
     Both are read lazily. Lines come without their ends. Pieces are exact: joined, they are the file, a byte order mark
@@ -76,7 +75,7 @@ class TextFileDataset(Dataset):
         return self._spans.where(index)
 
 
-class _OverRecords(Dataset):
+class _OverRecords(Indexed):
     """What data sets over other records have in common."""
 
     def __init__(self, source: Any, split: str | None) -> None:

@@ -30,10 +30,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.data import Dataset, Subset
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.fetch import unwrap_subsets
+from trainformer.data.fetch import is_subset_itself, unwrap_subsets
+from trainformer.data.indexed import Indexed
 from trainformer.data.text.encode import Encoded, Encoder, Report
 from trainformer.data.text.files import cache_dir as user_cache
 
@@ -49,7 +49,7 @@ _ORPHANED_SECONDS = 0.5  # how often a worker looks whether there is anybody lef
 _MANY_DROPPED = 0.1
 
 
-class TokenStore(Dataset):
+class TokenStore(Indexed):
     """Tokenised pieces in memory-mapped files: items are `{"input_ids", "labels"}`, read-only views of int32.
 
     `lengths` and `supervised` (tokens that enter the loss) have one number per piece, `report` says what became of the
@@ -90,7 +90,7 @@ class TokenStore(Dataset):
         return f"TokenStore({len(self):,} pieces, {int(self.offsets[-1]):,} tokens)"
 
 
-class OverStore(Dataset):
+class OverStore(Indexed):
     """What data sets have in common that make something else of each piece of a store."""
 
     in_memory = True  # as the store is: reading is slicing
@@ -169,7 +169,7 @@ def fingerprint(records: Any) -> str:
     >>> fingerprint([{"text": "a"}]) == fingerprint(({"text": "a"},)), fingerprint(["a", "b"]) == fingerprint(["ab"])
     (True, False)
     """
-    if type(records) is Subset:
+    if is_subset_itself(records):
         indices = np.asarray(records.indices, dtype="<i8").tobytes()
         return _digest("subset", fingerprint(records.dataset), hashlib.blake2b(indices).hexdigest())
     for attribute in ("fingerprint", "_fingerprint"):

@@ -8,6 +8,7 @@ of its own.
 from __future__ import annotations
 
 import glob
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
+from trainformer.data.hub import has_shuffle_buffer
 from trainformer.data.targets import HF_STREAM, is_a
 from trainformer.data.text.encode import Encoded, Encoder, Report
 from trainformer.data.text.files import content_suffix
@@ -58,6 +58,12 @@ def open_stream(name: str) -> Any:
         raise DataError(expected(f"to stream {what}", f"{type(error).__name__}: {error}")) from error
 
 
+def show_to_torch(kind: type) -> None:
+    """Let torch, if a program uses it, know a class as one whose data are iterated; it tells by the class alone."""
+    if (torch := sys.modules.get("torch.utils.data")) is not None:
+        torch.IterableDataset.register(kind)
+
+
 @dataclass
 class _Cursor:
     """Where an iteration is: the source before the records in hand, and what was given out of these."""
@@ -68,13 +74,13 @@ class _Cursor:
     waiting: list[Encoded] = field(default_factory=list)  # pieces taken out but not in a sequence yet
 
 
-class TokenStream(IterableDataset):
+class TokenStream:
     """The pieces of a stream of records, tokenised as they are read: items are `{"input_ids", "labels"}`.
 
     With `capacity` they are packed: items are then those of `PackedDataset`, each filled from some documents that
     wait. `source` is anything that can be iterated again and gives records. Its place is saved by its own `state_dict`
-    where it has one (HF `datasets` do), else it is read again up to the place. Among worker processes records are
-    dealt out, unless the source does that itself.
+    where it has one that tells all (HF `datasets` do, as long as they shuffle in no buffer), else it is read again up
+    to the place. Among worker processes records are dealt out, unless the source does that itself.
 
     >>> from trainformer.data.text.encode import Encoder
     >>> stream = TokenStream([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], Encoder(None, max_length=8), capacity=8)
@@ -98,6 +104,7 @@ class TokenStream(IterableDataset):
         self.capacity = capacity
         self.report = Report()
         self._form: Form | None = None
+        show_to_torch(type(self))
         self._cursor = _Cursor()
         self._restored = False
 
@@ -122,12 +129,12 @@ class TokenStream(IterableDataset):
             "source": cursor.source,
             "records": cursor.records,
             "given": cursor.given,
-            "waiting": [[torch.from_numpy(np.array(part)) for part in piece] for piece in cursor.waiting],
+            "waiting": [[part.tolist() for part in piece] for piece in cursor.waiting],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go there: the next iteration gives the rest."""
-        waiting = [Encoded(*(part.numpy() for part in piece)) for piece in state["waiting"]]
+        waiting = [Encoded(*(np.asarray(part, dtype=np.int32) for part in piece)) for piece in state["waiting"]]
         self._cursor = _Cursor(state["source"], state["records"], state["given"], waiting)
         self._restored = True
 
@@ -161,14 +168,16 @@ class TokenStream(IterableDataset):
         return islice(self._share(iter(self.source)), cursor.records, None)
 
     def _share(self, records: Iterator[Any]) -> Iterator[Any]:
-        worker = get_worker_info()
+        torch = sys.modules.get("torch.utils.data")
+        worker = None if torch is None else torch.get_worker_info()
         if worker is None or is_a(self.source, HF_STREAM):
             return records
         return islice(records, worker.id, None, worker.num_workers)
 
     def _place(self) -> Any:
         say = getattr(self.source, "state_dict", None)
-        return say() if callable(say) and hasattr(self.source, "load_state_dict") else None
+        knows = callable(say) and hasattr(self.source, "load_state_dict") and not has_shuffle_buffer(self.source)
+        return say() if knows and say is not None else None
 
     def _encoded(self, chunk: list[Any], first: int) -> list[Encoded]:
         if self._form is None and not (isinstance(chunk[0], Mapping) and "input_ids" in chunk[0]):

@@ -18,11 +18,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.hub import load_from_hub
+from trainformer.data.indexed import Indexed
 from trainformer.data.text.files import Spans, TextFile, content_suffix, digest
 
 MOST_PARSED = 1 << 30  # bytes of a file that is parsed at once: ten times that in memory, as Python objects
@@ -62,7 +61,7 @@ def fingerprint(records: Any) -> str | None:
     return getattr(records, "fingerprint", None) or getattr(records, "_fingerprint", None)
 
 
-class RecordList(Dataset):
+class RecordList(Indexed):
     """Records in memory, with the file they come from."""
 
     in_memory = True
@@ -83,7 +82,7 @@ class RecordList(Dataset):
         return f"{self._origin}record {index}"
 
 
-class TextFiles(Dataset):
+class TextFiles(Indexed):
     """Whole files, each a document ``{"text"}``, read when asked for."""
 
     def __init__(self, files: Sequence[str | Path]) -> None:
@@ -108,7 +107,7 @@ class TextFiles(Dataset):
         return self.files[index]
 
 
-class TextPieces(Dataset):
+class TextPieces(Indexed):
     """Pieces of one file, lines or paragraphs, each a document ``{"text"}``."""
 
     def __init__(self, spans: Spans) -> None:
@@ -132,7 +131,7 @@ def _plain_ends(text: str) -> str:
     return text.replace("\r\n", "\n")
 
 
-class Joined(Dataset):
+class Joined(Indexed):
     """Several sources one after the other."""
 
     def __init__(self, parts: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
 from trainformer.data.text.encode import Encoder
+from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
@@ -122,7 +123,7 @@ class LanguageTask(Adapted):
 
     def _tokenized(self, dataset: Any, encoder: Encoder, name: str) -> Any:
         """Every record once through the tokenizer, or from the cache."""
-        records: Any = StandardRecords(dataset) if not _has_tokens(dataset) else dataset
+        records: Any = StandardRecords(dataset) if not has_tokens(dataset) else dataset
         return tokenize(records, encoder, cache_dir=self.cache_dir, name=name)
 
     # -- records -------------------------------------------------------------------------------------------
@@ -147,8 +148,3 @@ class LanguageTask(Adapted):
                 written[name] = type(written[name]).__name__
         written["adapter"] = None if self.adapter is None else repr(self.adapter)
         return written
-
-
-def _has_tokens(dataset: Any) -> bool:
-    first = dataset[0] if len(dataset) else {}
-    return isinstance(first, dict) and "input_ids" in first

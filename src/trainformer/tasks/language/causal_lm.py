@@ -7,7 +7,6 @@ padding, packing and accumulation do not change it.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -20,19 +19,15 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
-from trainformer.data.targets import is_stream
 from trainformer.data.text.batches import collate_packed, pad
 from trainformer.data.text.encode import IGNORED, Encoder
-from trainformer.data.text.packing import PackedDataset
-from trainformer.data.text.streams import TokenStream
+from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.token_bytes import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import evaluating
 from trainformer.tasks.language.prediction import TokenPrediction
 from trainformer.tasks.language.writing import WritesOn
-
-logger = logging.getLogger("trainformer")
 
 # No attention mask: padding is on the right, where no token of a causal model looks, and has no labels. With one,
 # transformers asks the device in every step whether anything is masked, and leaves the fastest kernels.
@@ -98,17 +93,8 @@ class CausalLM(WritesOn, TokenPrediction):
             truncation=self.truncation,
             prompt_template=self.prompt_template,
         )
-        if is_stream(dataset):
-            return TokenStream(dataset, encoder, capacity=self.max_length if train and self.packing else None)
-        store = self._tokenized(dataset, encoder, "training data" if train else "validation data")
-        if not (train and self.packing):
-            return store
-        packed = PackedDataset(store, self.max_length)
-        logger.info(
-            "packed %s documents into %s sequences, %.1f %% full",
-            f"{len(store):,}", f"{len(packed):,}", 100 * packed.efficiency,
-        )  # fmt: skip
-        return packed
+        name = "training data" if train else "validation data"
+        return causal_tokens(dataset, encoder, packing=train and self.packing, cache_dir=self.cache_dir, name=name)
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         """Padded sequences, masked by length; or packed ones."""

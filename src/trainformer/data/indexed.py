@@ -1,0 +1,117 @@
+"""Data sets that need no framework: arrays in memory, some of the samples of another set, and what all of ours share.
+
+Owns these classes. They have a length and are read by index, which is all that a torch `DataLoader` asks of data too;
+the readers of files and texts build on them, and serve torch and JAX alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainformer.core.errors import BadArgument, DataError, expected
+
+
+class Indexed:
+    """Data with a length that are read by index."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Any:
+        """One data set after the other, as torch's do it."""
+        from torch.utils.data import ConcatDataset
+
+        parts: list[Any] = [self, other]
+        return ConcatDataset(parts)
+
+
+class Subset(Indexed):
+    """Some samples of a data set, by their numbers: torch's class of this name, without torch.
+
+    >>> Subset(["a", "b", "c"], [2, 0])[0]
+    'c'
+    """
+
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        self.dataset = dataset
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+
+class Arrays(Indexed):
+    """Arrays in memory of one length: a dict of them (samples are dicts), a tuple (tuples), or a single one.
+
+    Anything that NumPy can read is an array. Whole batches are read with one index operation.
+
+    >>> Arrays({"x": [[0.5], [1.5]], "label": [[3], [4]]})[1]
+    {'x': array([1.5]), 'label': array([4])}
+    """
+
+    in_memory = True
+    classes: list[str]  # their names, where somebody has given them
+
+    def __init__(self, arrays: Any) -> None:
+        if isinstance(arrays, Mapping):
+            self.arrays: Any = {key: _as_array(value, repr(key)) for key, value in arrays.items()}
+            lengths = {repr(key): len(value) for key, value in self.arrays.items()}
+        elif isinstance(arrays, tuple):
+            self.arrays = tuple(_as_array(value, f"array {place}") for place, value in enumerate(arrays))
+            lengths = {f"array {place}": len(value) for place, value in enumerate(self.arrays)}
+        else:
+            self.arrays = _as_array(arrays, "the array")
+            lengths = {"the array": len(self.arrays)}
+        if len(set(lengths.values())) != 1:
+            received = ", ".join(f"{length} rows in {name}" for name, length in lengths.items())
+            raise DataError(f"Expected arrays of one length, one row per sample, received {received or 'no array'}.")
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        if not -self._length <= index < self._length:
+            raise IndexError(f"index {index} is out of range for {self._length} samples")
+        return self._each(lambda array: array[index])
+
+    def rows(self, indices: np.ndarray) -> Any:
+        """The samples of these numbers, as a batch."""
+        return self._each(lambda array: array[indices])
+
+    def _each(self, function: Any) -> Any:
+        if isinstance(self.arrays, dict):
+            return {key: function(array) for key, array in self.arrays.items()}
+        if isinstance(self.arrays, tuple):
+            return tuple(function(array) for array in self.arrays)
+        return function(self.arrays)
+
+
+def is_array(value: Any) -> bool:
+    """Whether something is an array or tensor of any framework.
+
+    >>> is_array(np.zeros(2)), is_array([0, 0]), is_array(np.float32(0))
+    (True, False, False)
+    """
+    return hasattr(value, "shape") and hasattr(value, "ndim") and hasattr(value, "dtype") and value.ndim > 0
+
+
+def _as_array(value: Any, name: str) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # rows of unequal length, or a tensor on a device
+        raise DataError(expected(f"{name} to be an array", error, "Rows of unequal length must be padded.")) from error
+    if array.ndim == 0 or array.dtype.kind not in "biufcV":
+        received = f"{type(value).__name__} ({array.dtype}, {array.ndim} dimensions)"
+        do = "Pass records that hold text as a list of dicts."
+        raise BadArgument(expected(f"{name} to be an array of numbers, one row per sample", received, do))
+    return array
