@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,10 @@ class ModelCheckpoint:
         self._best_scores = sorted([*kept, (value, path)], key=lambda s: s[0], reverse=self.mode == "max")
         while len(self._best_scores) > self.save_top_k:
             _, dropped = self._best_scores.pop()
-            dropped.unlink(missing_ok=True)
+            if dropped.is_dir():  # a run on JAX has no single file
+                shutil.rmtree(dropped)
+            else:
+                dropped.unlink(missing_ok=True)
 
     def _name(self, trainer: TrainerLike, value: float) -> str:
         state = trainer.state

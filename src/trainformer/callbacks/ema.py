@@ -25,6 +25,7 @@ class EMA:
     whose metrics are named ``val/without_ema/...``.
     """
 
+    needs_torch = True
     makes_requests = False  # of the loop, at any step: ranks need not compare them
 
     decay: float = 0.9999

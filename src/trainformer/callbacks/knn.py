@@ -20,6 +20,8 @@ class OnlineKNN:
     that predicts embeddings (`SSL`, `MetricLearning`). `every`: with each so-many-th evaluation only.
     """
 
+    needs_torch = True
+
     k: int = 20
     temperature: float = 0.07
     max_train: int | None = 50_000

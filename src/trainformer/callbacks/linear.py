@@ -25,6 +25,7 @@ class OnlineLinear:
     features change their scale all through a run. Several processes train the same layer, on the features of all.
     """
 
+    needs_torch = True
     makes_requests = False
 
     lr: float = 0.1

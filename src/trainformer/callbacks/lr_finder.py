@@ -21,6 +21,8 @@ class LRFinder:
     the default included), it is only reported, as ``suggested_lr`` in the run's config.
     """
 
+    needs_torch = True
+
     min_lr: float = 1e-7
     max_lr: float = 10.0
     num_steps: int = 100

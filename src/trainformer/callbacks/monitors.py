@@ -20,6 +20,8 @@ logger = logging.getLogger("trainformer")
 class LRMonitor:
     """Add the learning rate of every parameter group to each log record (``train/lr``, ``train/lr_1``, ...)."""
 
+    needs_torch = True
+
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         """Add to the record that is about to be written."""
         for index, group in enumerate(trainer.active_optimizer.param_groups):
@@ -79,6 +81,7 @@ class GradientMonitor:
     device; in between it only keeps references. The mean norm is in every record anyway.
     """
 
+    needs_torch = True
     makes_requests = False
 
     log_every: int = 100

@@ -38,6 +38,8 @@ class Throughput:
     needs the peak: known for common GPUs, else given as `peak_flops`.
     """
 
+    needs_torch = True
+
     flops_per_sample: float | None = None
     peak_flops: float | None = None
     measure_flops: bool = True

@@ -15,16 +15,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
+from trainformer.backends.jax.any_rows import AnyRowsStep
 from trainformer.backends.jax.backend import JaxBackend, StepHooks
 from trainformer.backends.jax.mesh import data_shards, make_mesh
 from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
+from trainformer.backends.jax.processes import join, peers_on, rows_of_process
 from trainformer.backends.jax.remat import resolve_remat
 from trainformer.backends.jax.sharding import create_sharded, init_sharded
 from trainformer.backends.jax.step import JittedStep, jit_eval_step, jit_train_step, make_eval_step, make_train_step
+from trainformer.backends.jax.told import telling
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.numpy_inputs import numpy_source
+from trainformer.data.sharding import Shard
 from trainformer.data.stacking import stack_samples
 from trainformer.engine import Event
 from trainformer.jax.arguments import TrainingArguments
@@ -33,7 +37,7 @@ from trainformer.jax.outputs import (
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
 )
-from trainformer.jax.saving import save_assets, save_trainer
+from trainformer.jax.saving import save_assets, save_trainer, save_weights
 from trainformer.session.handle import CommonHandle
 from trainformer.session.jax.session import JaxSession
 from trainformer.session.jax.settings import JaxSettings
@@ -64,6 +68,10 @@ class BaseTrainer(CommonHandle):
     1.0
     """
 
+    #: Whether the loss leaves out rows for which ``batch["_valid"]`` is False. If so, a last batch that is smaller than
+    #: the others is filled up with such rows; if not, the step is compiled once more for its size.
+    leaves_out_padding = False
+
     def __init__(
         self,
         arguments: TrainingArguments,
@@ -84,7 +92,10 @@ class BaseTrainer(CommonHandle):
         self.dataset_train = _one_of("dataset_train", dataset_train, "train_dataset", train_dataset)
         self.dataset_eval = _one_of("dataset_eval", dataset_eval, "eval_dataset", eval_dataset)
         self.data_collator = data_collator
+        join()  # before anything asks for devices
         self.mesh = make_mesh(arguments.sharding_array) if mesh is None else mesh
+        self.processes = peers_on(self.mesh)
+        self._rows = rows_of_process(self.mesh)
         self.batch_sizes = arguments.resolve(data_shards(self.mesh))
         self.dtype = resolve_dtype(arguments.dtype)
         self.model = model
@@ -98,10 +109,10 @@ class BaseTrainer(CommonHandle):
         """Everything in the order in which one part needs the other: data, their length, state, functions."""
         arguments, sizes = self.arguments, self.batch_sizes
         loaders = TrainerConfigureDataloaderOutput(*self.configure_dataloaders())
-        train = _as_source(loaders.dataloader_train, sizes.total, arguments.seed)
+        train = _as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._rows)
         val = None
         if loaders.dataloader_eval is not None:
-            val = _as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed)
+            val = _as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._rows)
         if train is None:
             raise BadArgument("Expected data to train on, received none. Pass dataset_train.")
         self.steps_per_epoch = train.batches_per_epoch
@@ -111,10 +122,9 @@ class BaseTrainer(CommonHandle):
         self.scheduler = configured.scheduler
         self._state = configured.state
         functions = TrainerConfigureFunctionOutput(*self.configure_functions())
-        sources: tuple[Any, ...] = (train, val)
-        for source in sources:
-            if hasattr(source, "pad_last") and not source.drop_last:
-                source.pad_last = isinstance(functions.train_step_fn, JittedStep)
+        for source, function in ((train, functions.train_step_fn), (val, functions.eval_step_fn)):
+            if hasattr(source, "pad_last") and not getattr(source, "drop_last", False):
+                source.pad_last = isinstance(function, JittedStep) and not isinstance(function, AnyRowsStep)
         backend = JaxBackend(
             configured.state,
             functions.train_step_fn,
@@ -131,7 +141,8 @@ class BaseTrainer(CommonHandle):
         values |= {"precision": self.dtype.name, "sharding_array": tuple(self.mesh.shape.values())}
         settings = JaxSettings(**{name: value for name, value in values.items() if name in JaxSettings.defaults()})
         console = Console()
-        if "console" in _as_list(settings.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
+        shows = self.processes.is_main and "console" in _as_list(settings.log)
+        if shows and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
         return JaxSession(
             self,
@@ -141,9 +152,10 @@ class BaseTrainer(CommonHandle):
             val_source=val,
             callbacks=callbacks,
             data=self.dataset_train,
-            passed=frozenset(settings.values()) if not arguments.passed else _passed(arguments, values),
+            passed=_passed(arguments, values),
             console=console,
             derive=self.derive_metrics,
+            processes=self.processes,
         )
 
     # -- what a subclass may say otherwise -----------------------------------------------------------------------
@@ -186,6 +198,7 @@ class BaseTrainer(CommonHandle):
                 seed=arguments.seed,
                 collate=None if collect is None else _stacking(collect),
                 drop_last=train and arguments.drop_last,
+                shard=self._rows,
                 threads=arguments.dataloader_num_workers,
                 kept=2,  # the backend takes one ahead
             )
@@ -200,7 +213,7 @@ class BaseTrainer(CommonHandle):
             state = self._given_state
             return TrainerConfigureModelOutput(self.model or state.model, state, getattr(state, "tx", tx), scheduler)
         model = self.load_model(self.model)
-        key, frozen = jax.random.key(arguments.seed), arguments.frozen_parameters
+        key, frozen = jax.random.key(arguments.seed), self.frozen_patterns()
         if isinstance(model, nnx.Module):
             self.prepare_model(model)
             state, _ = create_sharded(model, tx, key, self.mesh, frozen=frozen)
@@ -224,6 +237,11 @@ class BaseTrainer(CommonHandle):
         do = "Pass a module, a function of nnx.Rngs that builds one, or a folder; or override configure_model."
         raise BadArgument(expected("a model to train", "nothing" if model is None else repr(model), do))
 
+    def frozen_patterns(self) -> list[str]:
+        """Regular expressions of the parameters that are not trained."""
+        frozen = self.arguments.frozen_parameters
+        return [frozen] if isinstance(frozen, str) else list(frozen or [])
+
     def prepare_model(self, model: nnx.Module) -> nnx.Module:
         """Tell a model that can be told how to compute: rematerialisation, attention, unrolled layers."""
         arguments = self.arguments
@@ -245,16 +263,26 @@ class BaseTrainer(CommonHandle):
         arguments, state = self.arguments, self._state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         told = hasattr(type(state.model), "configure")  # it computes its layers again by itself
-        train = make_train_step(
-            self.compute_loss,
-            accumulation=self.batch_sizes.accumulation,
-            compute_dtype=self.dtype,
-            clip=arguments.max_grad_norm or None,
-            remat=None if told else arguments.gradient_checkpointing,
-        )
+
+        def train(accumulation: int) -> Callable[..., Any]:
+            step = make_train_step(
+                self.compute_loss,
+                accumulation=accumulation,
+                compute_dtype=self.dtype,
+                clip=arguments.max_grad_norm or None,
+                remat=None if told else arguments.gradient_checkpointing,
+            )
+            return telling(step)
+
         evaluate = make_eval_step(self.compute_metrics, compute_dtype=self.dtype)
+        mesh, sizes = self.mesh, self.batch_sizes
+        if self.leaves_out_padding:
+            return TrainerConfigureFunctionOutput(
+                jit_train_step(train(sizes.accumulation), mesh, shardings), jit_eval_step(evaluate, mesh, shardings)
+            )
         return TrainerConfigureFunctionOutput(
-            jit_train_step(train, self.mesh, shardings), jit_eval_step(evaluate, self.mesh, shardings)
+            AnyRowsStep(train, mesh, shardings, per_device=sizes.per_device, train=True),
+            AnyRowsStep(lambda _: evaluate, mesh, shardings, per_device=sizes.per_device, train=False),
         )
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -329,6 +357,12 @@ class BaseTrainer(CommonHandle):
         """
         return str(save_trainer(self, Path(ckpt_path), state))
 
+    save = save_pretrained  # what callbacks call it
+
+    def save_weights(self, folder: Path, state: Any) -> list[str]:
+        """Write the weights of a state to a folder; the names of the files."""
+        return save_weights(self, folder, state)
+
     def save_assets(self, folder: Path) -> list[str]:
         """Write what belongs beside the state of a checkpoint; the names of the files."""
         return save_assets(self, folder)
@@ -391,10 +425,10 @@ def _stacking(collect: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
     return collate
 
 
-def _as_source(loader: Any, batch_size: int, seed: int) -> Any:
+def _as_source(loader: Any, batch_size: int, seed: int, rows: Shard) -> Any:
     if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
         return loader
-    return numpy_source(loader, batch_size, seed=seed, batched=True, kept=2)
+    return numpy_source(loader, batch_size, seed=seed, batched=True, shard=rows, kept=2)
 
 
 def _unroll(asked: int | bool | None, mesh: Mesh) -> int | bool:

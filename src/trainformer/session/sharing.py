@@ -15,7 +15,7 @@ _OF_A_RANK = re.compile(r"\.rank(\d+)\.[^.]+$")
 def is_ours(component: StateComponent, ranks: Any) -> bool:
     """Whether this rank writes a component, or its part of it."""
     pattern = component.sharing_pattern
-    if component.format == "sharded" or pattern is SharingPattern.PER_RANK:
+    if component.format in ("sharded", "orbax") or pattern is SharingPattern.PER_RANK:
         return True
     if pattern is SharingPattern.PER_NODE:
         return ranks.local_rank == 0

@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 
 from trainformer.backends.jax.any_rows import AnyRowsStep
 from trainformer.backends.jax.placement import Placer
+from trainformer.backends.jax.processes import Asking
 from trainformer.backends.jax.step import JittedStep
+from trainformer.backends.jax.told import added_up, read_parts, told_by
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.core.types import Entry, EvalResult, Placed, Sized, StepResult
 from trainformer.engine.scalar import LazyScalar
@@ -80,9 +82,10 @@ class JaxBackend:
         self._guards = isinstance(train_step, JittedStep)
         # A step that is told which rows count (`_valid`) has one size of batch; others get every batch as it is.
         fixed = self._guards and not isinstance(train_step, AnyRowsStep)
-        self._placer = Placer(mesh, accumulation if fixed else 1, whole_shards=fixed)
+        self._placer = Placer(mesh, accumulation if fixed else 1, whole_shards=fixed, on_host=self._guards)
         self._batch: Placed | None = None
         self._watched = _Watched()
+        self._asking = Asking(mesh) if jax.process_count() > 1 else None
 
     # -- batches -------------------------------------------------------------------------------------------
 
@@ -140,9 +143,11 @@ class JaxBackend:
                 self._note(step, jnp.isfinite(losses[0]))
             self.grad_norm = output.get("grad_norm")
             return entries
-        self._note(step, output["finite"])
-        self.grad_norm = norm = output["grad_norm"]
-        return [*_own_entries(output), Entry("grad_norm", norm, 1, True)]
+        finite, norm, pairs = told_by(output)
+        self._note(step, finite)
+        self.grad_norm = output["grad_norm"]
+        entries = [Entry(name, total, weight, False) for name, (total, weight) in pairs.items()]
+        return [*entries, Entry("grad_norm", norm, 1, True)]
 
     def _after(self, state: Any, output: Mapping[str, Any], step: int, entries: list[Entry]) -> tuple[Any, list[Entry]]:
         """Let the user's hook see, and change, what the step gave."""
@@ -166,8 +171,8 @@ class JaxBackend:
         self._batch = None
 
     def others_ask(self) -> bool:
-        """Asked only where several processes train together."""
-        return False
+        """Whether a process has a request: what was asked with the step before, the same answer on all of them."""
+        return self._asking is not None and self._asking(self.asks())
 
     # -- whether it was finite -------------------------------------------------------------------------------
 
@@ -215,11 +220,11 @@ class JaxBackend:
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
         """Values of device scalars and plain numbers, in one transfer."""
-        return [float(value) for value in jax.device_get([_local(scalar) for scalar in scalars])]
+        return read_parts(scalars)
 
     def fold(self, scalars: Sequence[Any]) -> Any:
         """Their sum, on the device."""
-        return jnp.sum(jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]))
+        return added_up(scalars)
 
     def join_rows(self, pieces: list[Any]) -> Any:
         """Rows of several batches as one array of the host."""
@@ -286,10 +291,3 @@ def _pair(returned: Any) -> tuple[Any, Mapping[str, Any]]:
 
 def _unless_none(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _local(scalar: Any) -> Any:
-    """What this process can see of a scalar that all of them have."""
-    if isinstance(scalar, jax.Array) and not scalar.is_fully_addressable:
-        return scalar.addressable_data(0)
-    return scalar

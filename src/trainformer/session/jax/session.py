@@ -12,14 +12,16 @@ from rich.console import Console
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.callbacks.base import CallbackList, handlers_of, name_of
 from trainformer.callbacks.dialects import original
-from trainformer.core.errors import BadArgument
+from trainformer.core.errors import BadArgument, DataError
 from trainformer.engine import Event
-from trainformer.engine.checkpoint import StateComponent
+from trainformer.engine.checkpoint import Checkpoint, CheckpointStore, StateComponent
+from trainformer.engine.checkpoint.store import is_named
 from trainformer.engine.evaluation import evaluate
-from trainformer.engine.peers import Alone
+from trainformer.engine.peers import Alone, Peers
 from trainformer.engine.protocols import Source
 from trainformer.loggers.registry import make_loggers
 from trainformer.session.checkpoints import Assets
+from trainformer.session.folder import RunFolder
 from trainformer.session.habits import Habits
 from trainformer.session.jax.components import state_components
 from trainformer.session.jax.settings import JaxSettings
@@ -51,6 +53,7 @@ class JaxSession(Run):
         passed: frozenset[str] = frozenset(),
         console: Console | None = None,
         derive: Callable[[dict[str, float]], dict[str, float]] | None = None,
+        processes: Peers | None = None,
     ) -> None:
         settings.validate()
         make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
@@ -58,7 +61,7 @@ class JaxSession(Run):
             owner,
             settings,
             data=data,
-            ranks=Alone(),
+            ranks=processes or Alone(),
             callbacks=callbacks,
             passed=passed,
             console=console,
@@ -132,6 +135,16 @@ class JaxSession(Run):
         """The trainer's own hooks."""
         return self.owner.listeners()
 
+    def _newest_of(self, store: CheckpointStore, folder: RunFolder) -> Checkpoint | None:
+        """The newest checkpoint that is whole. If none of those that are there is, the run does not begin anew."""
+        found = super()._newest_of(store, folder)
+        if found is None and self.settings.resume == "auto" and _has_any(store):
+            raise DataError(
+                f"There are checkpoints in {store.root}, and none of them can be read: they are damaged, as the "
+                "warnings say. Nothing was changed. Pass resume=None to begin anew, or another output_dir."
+            )
+        return found
+
     def record_derived(self) -> None:
         """Lengths."""
         record_length(self.context.config, self, self.settings.warmup_ratio)
@@ -160,3 +173,8 @@ class JaxSession(Run):
         if self._derive is not None:
             metrics |= self._derive(metrics)
         return {f"val/{name}": value for name, value in metrics.items()}
+
+
+def _has_any(store: CheckpointStore) -> bool:
+    """Whether there is anything that is named like a checkpoint, be it whole or not."""
+    return store.root.is_dir() and any(is_named(path) and path.is_dir() for path in store.root.iterdir())

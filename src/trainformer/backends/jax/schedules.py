@@ -1,0 +1,177 @@
+"""Learning-rate schedules of the JAX side: functions of the optimizer step, and of nothing else.
+
+Owns the names and their formulas, which are those of the torch side. A schedule takes a number of the host, and answers
+with one, or a step inside a jitted function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+Schedule = Callable[[Any], Any]
+Factor = Callable[[Any, Any], Any]  # of the step and of the array module that suits it: numpy or jax.numpy
+
+
+def constant(total: float, warmup: float) -> Factor:
+    """Linear warm-up, then the full rate."""
+    return lambda step, xp: _after_warmup(step, warmup, 1.0, xp)
+
+
+def linear(total: float, warmup: float, end: float = 0.0) -> Factor:
+    """Linear warm-up, then a straight line to `end`."""
+    return lambda step, xp: _after_warmup(step, warmup, 1.0 - (1.0 - end) * _share(step, total, warmup, xp), xp)
+
+
+def cosine(total: float, warmup: float, end: float = 0.0) -> Factor:
+    """Linear warm-up, then half a cosine to `end`."""
+    return lambda step, xp: _after_warmup(step, warmup, _half_cosine(1.0, end, _share(step, total, warmup, xp), xp), xp)
+
+
+def onecycle(total: float, warmup: float, end: float = 1 / 25e4, start: float = 1 / 25) -> Factor:
+    """Half a cosine up from 1/25 of the rate, then one down to 1/250,000 of it (Smith's one-cycle policy)."""
+    peak = warmup - 1.0
+    last = max(total - 1.0, 1.0)
+
+    def factor(step: Any, xp: Any) -> Any:
+        up = step / peak if peak > 0 else 1.0
+        down = xp.minimum((step - peak) / (last - peak), 1.0) if last > peak else 1.0
+        return xp.where(step <= peak, _half_cosine(start, 1.0, up, xp), _half_cosine(1.0, end, down, xp))
+
+    return factor
+
+
+def inverse_sqrt(total: float, warmup: float, timescale: float | None = None) -> Factor:
+    """Linear warm-up, then the rate falls as the square root of the steps grows, on and on."""
+    scale = timescale or warmup or 10_000.0
+    return lambda step, xp: _after_warmup(step, warmup, xp.sqrt(scale / xp.maximum(step - warmup + scale, scale)), xp)
+
+
+def wsd(total: float, warmup: float, end: float = 0.0, decay_ratio: float = 0.2) -> Factor:
+    """Linear warm-up, the full rate, and a straight line to `end` in the last fifth of the run."""
+    begin = max(total - math.ceil(decay_ratio * total), warmup)
+    return lambda step, xp: _after_warmup(
+        step, warmup, 1.0 - (1.0 - end) * xp.maximum(_share(step, total, begin, xp), 0.0), xp
+    )
+
+
+# name: how it is made, and the options it takes besides the length, the warm-up and the end
+SCHEDULES: dict[str, tuple[Callable[..., Factor], tuple[str, ...]]] = {
+    "constant": (constant, ()),
+    "linear": (linear, ()),
+    "cosine": (cosine, ()),
+    "onecycle": (onecycle, ("start",)),
+    "inversesqrt": (inverse_sqrt, ("timescale",)),
+    "wsd": (wsd, ("decay_ratio",)),
+}
+NAMES = ("constant", "linear", "cosine", "onecycle", "inverse_sqrt", "wsd")
+_ALIASES = {
+    "none": "constant",
+    "constantwithwarmup": "constant",
+    "warmuplinear": "linear",
+    "warmupcosine": "cosine",
+    "warmupstabledecay": "wsd",
+}
+_ENDLESS = ("constant", "inversesqrt")
+
+
+def make_schedule(
+    spec: str | Schedule | None,
+    lr: float,
+    total_steps: int | None = None,
+    *,
+    warmup_steps: int = 0,
+    warmup_ratio: float = 0.0,
+    end: float | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Schedule:
+    """The learning rate as a function of the steps done so far, from a name or a function that is one already.
+
+    `end` is the rate at the end of the run. Where the length of the run is not known (None), only schedules that do not
+    need it can be made.
+
+    >>> rate = make_schedule("linear", 0.1, 10, warmup_steps=2)
+    >>> [round(float(rate(step)), 4) for step in (0, 1, 2, 6, 10)]
+    [0.05, 0.1, 0.1, 0.05, 0.0]
+    """
+    if spec is not None and not isinstance(spec, str):
+        return _own(spec, bool(warmup_steps or warmup_ratio), end, options)
+    name = _canonical(spec or "constant")
+    if warmup_steps and warmup_ratio:
+        raise BadArgument("Expected warmup_steps or warmup_ratio, received both. Keep the one you mean.")
+    if total_steps is None and (name not in _ENDLESS or warmup_ratio):
+        raise BadArgument(
+            f"The {spec!r} schedule needs the number of steps, but the data have no length. "
+            "Pass max_steps=..., or scheduler='constant' with warmup_steps instead of warmup_ratio."
+        )
+    total = total_steps or 1
+    # torch's OneCycleLR takes a share of the total that need not be whole; the others count whole warm-up steps.
+    warmup = warmup_steps or (warmup_ratio * total if name == "onecycle" else int(warmup_ratio * total))
+    factor = SCHEDULES[name][0](total, warmup, **_checked(spec, name, lr, end, options))
+
+    def rate(step: Any) -> Any:
+        # Asked by the host, the answer must not wait for a device; inside jit it must be traced.
+        return lr * factor(step, jnp if isinstance(step, jax.Array) else np)
+
+    return rate
+
+
+def _own(spec: Any, warms_up: bool, end: float | None, options: Mapping[str, Any] | None) -> Schedule:
+    if not callable(spec):
+        raise BadArgument(expected(f"scheduler to be one of {', '.join(NAMES)}, or a function of the step", spec))
+    if warms_up or end is not None or options:
+        raise BadArgument(
+            "Expected a scheduler that is a function to come alone, received a warm-up, an end or options as well. "
+            "They belong into the function."
+        )
+    return spec
+
+
+def _canonical(spec: str) -> str:
+    name = spec.lower().replace("_", "").replace("-", "")
+    name = _ALIASES.get(name, name)
+    if name not in SCHEDULES:
+        hint = did_you_mean(spec.lower(), (*NAMES, *_ALIASES))
+        raise BadArgument(expected(f"scheduler to be one of {', '.join(NAMES)}, or a function of the step", spec, hint))
+    return name
+
+
+def _checked(
+    spec: str | None, name: str, lr: float, end: float | None, options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Options of a schedule by name; the end is a rate here, and a share of the full one to the formulas."""
+    given = dict(options or {})
+    known = SCHEDULES[name][1]
+    for unknown in sorted(given.keys() - set(known)):
+        takes = f"It takes {', '.join(known)}." if known else "It takes none."
+        raise BadArgument(expected(f"options that the schedule {spec!r} takes", unknown, takes))
+    for option, value in given.items():
+        least_fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        if not least_fits or (option == "decay_ratio" and value > 1):
+            raise BadArgument(expected(f"{option} of the schedule {spec!r} to be a positive number", value))
+    if end is None:
+        return given
+    if name in _ENDLESS:
+        do = "Leave out learning_rate_end, or use 'linear' or 'cosine'."
+        raise BadArgument(expected("a schedule that has an end", spec, do))
+    return {**given, "end": end / lr}
+
+
+def _after_warmup(step: Any, warmup: float, after: Any, xp: Any) -> Any:
+    # The first step already moves: a rate of zero would waste it.
+    return xp.where(step < warmup, (step + 1) / max(warmup, 1), after)
+
+
+def _share(step: Any, total: float, begin: float, xp: Any) -> Any:
+    return xp.minimum((step - begin) / max(total - begin, 1), 1.0)
+
+
+def _half_cosine(low: float, high: float, share: Any, xp: Any) -> Any:
+    return high + (low - high) / 2.0 * (1.0 + xp.cos(math.pi * share))

@@ -1,0 +1,35 @@
+"""The way in for users of EasyDeL, on JAX: arguments, a trainer to subclass, and trainers for text and images.
+
+Torch is never imported.
+
+>>> from trainformer.jax import BaseTrainer, TrainingArguments
+"""
+
+from typing import Any
+
+from trainformer.core.lazy import lazy_exports
+from trainformer.core.optional import require
+
+_lazy, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.jax.arguments": ["TrainingArguments"],
+        "trainformer.jax.base_trainer": ["BaseTrainer"],
+        "trainformer.jax.outputs": [
+            "TrainerConfigureDataloaderOutput",
+            "TrainerConfigureFunctionOutput",
+            "TrainerConfigureModelOutput",
+        ],
+        "trainformer.jax.sft": ["SFTConfig", "SFTTrainer"],
+        "trainformer.jax.dpo": ["DPOConfig", "DPOTrainer"],
+        "trainformer.jax.image_classification": ["ImageClassificationTrainer"],
+        "trainformer.backends.jax.state": ["EasyDeLState", "TrainState"],
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for package in ("jax", "flax", "optax"):
+            require(package, "jax", "for trainformer.jax")
+    return _lazy(name)

@@ -1,0 +1,252 @@
+"""Image classification on JAX: a small Vision Transformer, or any classifier of flax.
+
+Owns the trainer: images and labels in whatever form they come, normalising on the device, the loss and the accuracy.
+The Vision Transformer itself is in `models.jax`. Reading image files is left to whoever passes the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trainformer.backends.jax.precision import resolve_dtype
+from trainformer.backends.jax.step import VALID
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.types import Loss
+from trainformer.data.indexed import Arrays, Indexed
+from trainformer.data.numpy_inputs import as_data
+from trainformer.data.samples import sample_arrays
+from trainformer.data.targets import is_stream, labels_of
+from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.base_trainer import BaseTrainer
+from trainformer.losses.jax.tokens import IGNORED, TokenLoss, row_sums
+from trainformer.models.jax.base import Model
+from trainformer.models.jax.vit import ViT, ViTConfig
+
+_IMAGES = ("image", "img", "pixel_values", "images", "x")
+_LABELS = ("label", "labels", "target", "targets", "y")
+_CHANNELS = (1, 3, 4)
+_PREPROCESSOR = "preprocessor_config.json"
+
+
+class ImageClassificationTrainer(BaseTrainer):
+    """Trains a classifier of images.
+
+    `model` is a `ViTConfig` (its `num_labels` is that of the data), the folder of a ViT in HuggingFace's format (which
+    gets a new head if it has another number of classes), any module that makes logits of images
+    ``(rows, height, width, channels)``, a function that builds one, or None: a small ViT that fits the images.
+
+    Data are ``{"image": ..., "label": ...}`` of arrays, a tuple of both, a list or data set of such samples, or the name
+    of a built-in sample such as ``"digits"``. Images of bytes are scaled to 0..1 and normalised by `mean` and `std`, on
+    the device; those of floating-point numbers are taken as they are.
+    """
+
+    leaves_out_padding = True
+
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        model: Any = None,
+        *,
+        num_classes: int | None = None,
+        label_smoothing: float = 0.0,
+        mean: float | Sequence[float] = 0.5,
+        std: float | Sequence[float] = 0.5,
+        **options: Any,
+    ) -> None:
+        if isinstance(label_smoothing, bool) or not 0 <= label_smoothing < 1:
+            raise BadArgument(expected("label_smoothing of at least 0 and below 1", label_smoothing))
+        if np.any(np.asarray(std, np.float32) <= 0):
+            raise BadArgument(expected("std to be positive", std))
+        if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 2):
+            raise BadArgument(expected("num_classes to be a whole number of at least 2", num_classes))
+        self.num_classes = num_classes
+        self.label_smoothing = label_smoothing
+        self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+        self._image_shape: tuple[int, ...] = ()
+        super().__init__(arguments, model, **options)
+
+    # -- data --------------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Samples of an image and a label; their classes are counted."""
+        data = _named(dataset)
+        if is_stream(data):
+            raise DataError(expected("images with a length", type(data).__name__, "Pass arrays or a list of samples."))
+        labels = _labels(data)
+        if train:
+            self.num_classes = self.num_classes or int(labels.max()) + 1
+            self._image_shape = pixels_of(np.asarray(data[0]["image"])[None]).shape[1:]
+        if self.num_classes is not None and labels.size and (labels.min() < 0 or labels.max() >= self.num_classes):
+            wrong = int(labels.min() if labels.min() < 0 else labels.max())
+            raise DataError(expected(f"labels from 0 to {self.num_classes - 1}", wrong, "Pass num_classes."))
+        return data
+
+    # -- model -------------------------------------------------------------------------------------------------
+
+    def load_model(self, model: Any) -> Any:
+        """A module or a function that builds one, with as many classes as the data."""
+        classes = self.num_classes
+        if isinstance(model, (str, Path)):
+            from trainformer.models.jax import load_model
+
+            return load_model(model, dtype=resolve_dtype(self.arguments.param_dtype), num_labels=classes)
+        if model is None or isinstance(model, ViTConfig):
+            assert classes is not None, "counted with the data"
+            config = dataclasses.replace(model or _small(self._image_shape), num_labels=classes)
+            return lambda rngs: ViT(config, rngs=rngs)
+        return super().load_model(model)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
+        """Cross-entropy, summed over the images."""
+        return _measured(self._sums(model, batch, key, self.label_smoothing))
+
+    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
+        """The same without dropout and smoothing."""
+        return _measured(self._sums(model, batch, None, 0.0))
+
+    def _sums(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> TokenLoss:
+        images, labels = self.normalised(batch["image"]), batch["label"].astype(jnp.int32)
+        options = {"deterministic": key is None, "key": key} if isinstance(model, Model) else {}
+        logits = model(images, **options)
+        if logits.ndim != 2 or logits.shape[-1] < (self.num_classes or 2):
+            what = f"logits (rows, {self.num_classes}) from {type(model).__name__}"
+            raise BadArgument(
+                expected(what, tuple(logits.shape), "Build it with as many outputs as there are classes.")
+            )
+        if VALID in batch:
+            labels = jnp.where(batch[VALID], labels, IGNORED)
+        return row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing).total()
+
+    def normalised(self, images: jax.Array) -> jax.Array:
+        """Images (rows, height, width, channels) of floating-point numbers."""
+        images = pixels_of(images)
+        if not jnp.issubdtype(images.dtype, jnp.integer):
+            return images.astype(jnp.float32)
+        return (images.astype(jnp.float32) / 255.0 - self.mean) / self.std
+
+    def predict(self, images: Any) -> np.ndarray:
+        """Probabilities (rows, classes) of images, as they are in the data; all of them go through the model at once."""
+        with self._session.backend.run_context():
+            return np.asarray(jax.jit(self._predict)(self.model_state, jnp.asarray(images)))
+
+    def _predict(self, state: Any, images: jax.Array) -> jax.Array:
+        model: Any = state.model
+        model.eval()
+        return jax.nn.softmax(model(self.normalised(images)).astype(jnp.float32), axis=-1)
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def save_weights(self, folder: Path, state: Any) -> list[str]:
+        """The weights; beside those of a ViT, how images are made ready for it."""
+        files = super().save_weights(folder, state)
+        config = getattr(getattr(state, "model", None), "config", None)
+        if isinstance(config, ViTConfig):
+            (folder / _PREPROCESSOR).write_text(json.dumps(self._preprocessor(config), indent=2) + "\n")
+            files.append(_PREPROCESSOR)
+        return files
+
+    def _preprocessor(self, config: ViTConfig) -> dict[str, Any]:
+        side, channels = config.image_size, config.num_channels
+        return {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": side, "width": side},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": np.broadcast_to(self.mean, channels).tolist(),
+            "image_std": np.broadcast_to(self.std, channels).tolist(),
+        }
+
+
+def _measured(found: TokenLoss) -> Loss:
+    return Loss(found.sum, found.weight, {"accuracy": (found.correct, found.weight)})
+
+
+# -- images and labels -----------------------------------------------------------------------------------------------
+
+
+def pixels_of(images: Any) -> Any:
+    """Images with the channels last; gray ones get a channel.
+
+    >>> pixels_of(np.zeros((2, 8, 8))).shape, pixels_of(np.zeros((2, 3, 8, 8))).shape
+    ((2, 8, 8, 1), (2, 8, 8, 3))
+    """
+    if images.ndim == 3:
+        return images[..., None]
+    if images.ndim != 4:
+        what = "images of shape (rows, height, width, channels)"
+        raise DataError(expected(what, tuple(images.shape), "Gray ones may lack the channels."))
+    if images.shape[-1] in _CHANNELS or images.shape[1] not in _CHANNELS:
+        return images
+    return images.transpose(0, 2, 3, 1)
+
+
+def _named(data: Any) -> Any:
+    """Samples with an `image` and a `label`, whatever they are called in the data."""
+    if isinstance(data, (str, Path)):
+        if Path(data).exists():
+            do = "Read the files into arrays: {'image': (N, height, width, channels), 'label': (N,)}."
+            raise BadArgument(expected("arrays, samples, or the name of a built-in sample", str(data), do))
+        return sample_arrays(str(data))
+    data = as_data(data)
+    if not isinstance(data, Arrays) or not isinstance(data.arrays, (Mapping, tuple)):
+        return data if is_stream(data) else _ImageSamples(data)
+    images, labels = _parts(data.arrays)
+    return Arrays({"image": images, "label": labels})
+
+
+class _ImageSamples(Indexed):
+    """Samples of any data set as dicts of an `image` and a `label`."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label = _parts(self.samples[index])
+        return {"image": np.asarray(image), "label": label}
+
+
+def _parts(sample: Any) -> tuple[Any, Any]:
+    if isinstance(sample, Mapping):
+        found = [next((sample[name] for name in names if name in sample), None) for names in (_IMAGES, _LABELS)]
+        if found[0] is not None and found[1] is not None:
+            return found[0], found[1]
+    elif isinstance(sample, (tuple, list)) and len(sample) == 2:
+        return sample[0], sample[1]
+    received = list(sample) if isinstance(sample, Mapping) else type(sample).__name__
+    raise DataError(expected("samples with an 'image' and a 'label', or tuples of both", received))
+
+
+def _labels(data: Any) -> np.ndarray:
+    """The label of every sample: as the data know it, or by reading them all."""
+    known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)
+    labels = np.asarray([data[i]["label"] for i in range(len(data))] if known is None else known)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        received = f"{labels.dtype} of shape {labels.shape}"
+        raise DataError(expected("labels that are whole numbers, one per image", received))
+    return labels
+
+
+def _small(shape: tuple[int, ...]) -> ViTConfig:
+    """A ViT of some 0.2 M parameters that sees about 8 x 8 patches of an image."""
+    side, channels = shape[0], shape[-1]
+    if shape[0] != shape[1]:
+        raise BadArgument(expected("square images for the model that is built by default", shape, "Pass a model."))
+    patch = max(size for size in range(1, max(2, side // 8) + 1) if side % size == 0)
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return ViTConfig(image_size=side, patch_size=patch, num_channels=channels, **sizes)  # type: ignore[arg-type]

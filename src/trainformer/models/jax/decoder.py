@@ -1,0 +1,161 @@
+"""One decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3) and GPT-2; a configuration tells them apart.
+
+Owns embeddings, the stack of blocks and the head. It keeps no random state and no cache: a key for dropout is passed
+with each call. Reading and writing HF's folders is left to `huggingface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainformer.core.errors import BadArgument, expected
+from trainformer.models.jax.attention import Rope, positions_of, segments_of
+from trainformer.models.jax.base import Model
+from trainformer.models.jax.block import BLOCK_RULES, NORMS, Block, BlockConfig, Rules, run_layers
+from trainformer.models.jax.layers import Embedding, Key, Linear, dropout, key_source
+from trainformer.models.jax.layout import constrain
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(BlockConfig):
+    """A decoder. ``rope=None`` means learned positions. `source` is the text of the ``config.json`` it was read from.
+
+    >>> DecoderConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    ...     num_attention_heads=4).head_width
+    8
+    """
+
+    vocab_size: int
+    model_type: str = "llama"
+    max_position_embeddings: int = 2048
+    rope: Rope | None = field(default_factory=Rope)
+    tie_word_embeddings: bool = False
+    embedding_dropout: float = 0.0
+    source: str = field(default="", repr=False)
+
+
+class Decoder(Model):
+    """``model(input_ids)`` gives logits of shape (batch, sequence, vocabulary).
+
+    `attention_mask` marks padding (0), on either side; a causal model whose batches are padded on the right needs none,
+    since no token sees what comes after it. `segment_ids` keeps packed texts apart; positions restart in each. Dropout
+    is on only with ``deterministic=False`` and a `key`.
+    """
+
+    partition_rules: Rules = (
+        *BLOCK_RULES,
+        (r"embed_tokens/embedding$", ("tp", "fsdp")),
+        (r"embed_positions/embedding$", (None, "fsdp")),
+        (r"lm_head/kernel$", ("fsdp", "tp")),
+        (r"lm_head/lora_a$", ("fsdp", None)),
+        (r"lm_head/lora_b$", (None, "tp")),
+        (r".*", ()),
+    )
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config)
+        scale = config.initializer_range
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, scale=scale)
+        self.embed_positions = nnx.data(
+            None
+            if config.rope
+            else Embedding(config.max_position_embeddings, config.hidden_size, rngs=rngs, scale=scale)
+        )
+        self.layers = Block(config, rngs, (config.num_hidden_layers,))
+        self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
+        self.lm_head = nnx.data(
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, rngs=rngs, bias=False, scale=scale)
+        )
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        deterministic: bool = True,
+        key: Key = None,
+    ) -> jax.Array:
+        states = self.hidden_states(
+            input_ids, attention_mask, position_ids, segment_ids, deterministic=deterministic, key=key
+        )
+        return self.head(states)
+
+    def hidden_states(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        deterministic: bool = True,
+        key: Key = None,
+    ) -> jax.Array:
+        """What the head is applied to: after the last norm, (batch, sequence, hidden_size)."""
+        config = self.config
+        self._check(input_ids, counted=position_ids is None and segment_ids is None)
+        keys = key_source(None if deterministic else key)
+        if position_ids is None:
+            position_ids = positions_of(input_ids.shape, attention_mask, segment_ids)
+        x = self.embed_tokens(input_ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(position_ids)
+        x = constrain(dropout(x, config.embedding_dropout, next(keys)), "batch", "sequence", None)
+        tables = None if config.rope is None else config.rope.tables(position_ids, config.head_width)
+        segments = segments_of(attention_mask, segment_ids)
+        return self.norm(run_layers(self.layers, x, segments, tables, self.running, next(keys)))
+
+    def head(self, states: jax.Array) -> jax.Array:
+        """Logits of hidden states, in their type; cast before a softmax."""
+        logits = self.embed_tokens.logits(states) if self.lm_head is None else self.lm_head(states)
+        return constrain(logits, "batch", "sequence", "features")
+
+    def _check(self, input_ids: jax.Array, counted: bool) -> None:
+        if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
+            received = f"{input_ids.dtype}{list(input_ids.shape)}"
+            raise BadArgument(expected("input_ids of whole numbers, (batch, sequence)", received))
+        limit = self.config.max_position_embeddings
+        # Beyond the table jax would give NaN. Positions that restart may be within it all the same.
+        if counted and self.embed_positions is not None and input_ids.shape[1] > limit:
+            do = "Cut the texts, or pack them with segment_ids."
+            raise BadArgument(
+                expected(f"at most {limit} tokens, as many as positions were learned", input_ids.shape[1], do)
+            )
+
+
+def generate(
+    model: Decoder, input_ids: jax.Array, max_new_tokens: int, attention_mask: jax.Array | None = None
+) -> jax.Array:
+    """The likeliest continuation, with the prompt: (batch, prompt + max_new_tokens). Pad prompts on the left.
+
+    It keeps no cache and reads the whole text for every token: for looking at samples, not for serving.
+    """
+    graph, state = nnx.split(model)
+    if attention_mask is None:
+        attention_mask = jnp.ones_like(input_ids)
+    return _generate(graph, state, input_ids, attention_mask, max_new_tokens)
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _generate(graph: Any, state: Any, ids: jax.Array, mask: jax.Array, count: int) -> jax.Array:
+    model, start = nnx.merge(graph, state), ids.shape[1]
+    ids = jnp.pad(ids, ((0, 0), (0, count)))
+    mask = jnp.pad(mask, ((0, 0), (0, count)), constant_values=1)
+
+    def one(number: jax.Array, ids: jax.Array) -> jax.Array:
+        at = start + number
+        states = model.hidden_states(ids, mask)
+        last = jax.lax.dynamic_slice_in_dim(states, at - 1, 1, axis=1)
+        chosen = jnp.argmax(model.head(last), axis=-1).astype(ids.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(ids, chosen, at, axis=1)
+
+    return jax.lax.fori_loop(0, count, one, ids)

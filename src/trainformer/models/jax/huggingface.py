@@ -1,0 +1,280 @@
+"""Models out of HF folders and back into them: ``config.json`` and ``model.safetensors``, opened by transformers too.
+
+Owns the way between a folder and a model with stacked layers. Families know the names, `weight_files` the files. A name
+of the hub is looked up through huggingface_hub; nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.optional import require
+from trainformer.models.jax.families import Family, Weight, family_of
+from trainformer.models.jax.weight_files import Weights, open_weights, write_weights
+
+CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+Place = Callable[[str, np.ndarray], jax.Array]
+AnyFolder = str | os.PathLike[str]
+
+
+def load_model(
+    folder: AnyFolder,
+    dtype: Any = jnp.float32,
+    *,
+    place: Place | None = None,
+    num_labels: int | None = None,
+    seed: int = 0,
+    kind: type | None = None,
+) -> Any:
+    """The model of an HF folder, or of a name of the hub, with its weights in `dtype` (None: as they were saved).
+
+    `place` is given each parameter (its path and a NumPy array) and puts it onto the devices, so that no device ever
+    holds more than its part. `num_labels` gives a classifier a new head where the saved one has another size, or there
+    is none.
+    """
+    path = find_folder(folder)
+    config = read_json(path / CONFIG)
+    family = family_of(config.get("model_type"))
+    if kind is not None and family.build is not kind:
+        raise BadArgument(expected(f"a model for {kind.__name__}", config["model_type"], "Use load_model instead."))
+    made = family.read_config(config)
+    replaced: tuple[str, ...] = ()
+    if num_labels is not None:
+        made, replaced = _with_labels(made, num_labels)
+    model = nnx.eval_shape(lambda: family.build(made, rngs=nnx.Rngs(params=seed)))
+    graph, state = nnx.split(model)
+    shapes = nnx.to_flat_state(state)
+    place = place or (lambda _, array: jnp.asarray(array))
+    fresh = _Fresh(made, seed)
+    with open_weights(path) as weights:
+        read = _reader(weights, family, made, replaced, dtype)
+        filled = []
+        for parts, variable in shapes:
+            own = "/".join(map(str, parts))
+            array = read(own, variable.shape)
+            filled.append((parts, variable.replace(place(own, fresh[own] if array is None else array))))
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+class _Fresh:
+    """Random weights of a new model, made when one is asked for."""
+
+    def __init__(self, config: Any, seed: int) -> None:
+        self._make = lambda: flat_params(model_from_config(config, seed))
+        self._made: dict[str, Any] | None = None
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        if self._made is None:
+            self._made = self._make()
+        return np.asarray(self._made[path])
+
+
+def _reader(
+    weights: Weights, family: Family, config: Any, replaced: tuple[str, ...], dtype: Any
+) -> Callable[[str, tuple[int, ...]], np.ndarray | None]:
+    """A function that reads a parameter of ours; None for one of a head that is to be new."""
+    table = {weight.path: weight for weight in family.weights(config)}
+    spelled = _spelling(weights, family, table)
+    names = {path: _names(weight, config, spelled) for path, weight in table.items()}
+    missing = [name for path, found in names.items() for name in found if name not in weights and path not in replaced]
+    known = {name for found in names.values() for name in found}
+    # A tied model's file may hold its embedding twice, and a body may bring what its own head alone uses.
+    ignored = [*family.ignored, *([r"^lm_head\.weight$"] if getattr(config, "tie_word_embeddings", False) else [])]
+    extra = [name for name in weights if name not in known and not any(re.search(rule, name) for rule in ignored)]
+    if missing or extra:
+        raise DataError(_mismatch(weights.folder, missing, extra))
+
+    def read(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        weight = table[path]
+        if path in replaced and not _fits(weights, names[path], weight, shape):
+            return None
+        return _read(weights, weight, names[path], shape, dtype)
+
+    return read
+
+
+def _spelling(weights: Weights, family: Family, table: Mapping[str, Weight]) -> Callable[[str], str]:
+    """How the file spells a name: one of the body alone has no prefix (as GPT-2's on the hub)."""
+    inside = any(name.startswith(family.prefix) for name in weights)
+    return (lambda name: name) if inside else (lambda name: name.removeprefix(family.prefix))
+
+
+def _names(weight: Weight, config: Any, spelled: Callable[[str], str]) -> list[str]:
+    layers = range(config.num_hidden_layers) if weight.stacked else [0]
+    return [spelled(weight.name.format(number)) for number in layers]
+
+
+def _fits(weights: Weights, names: list[str], weight: Weight, shape: tuple[int, ...]) -> bool:
+    return names[0] in weights and weight.ours(weights[names[0]]).shape == shape
+
+
+def _read(weights: Weights, weight: Weight, names: list[str], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    out: np.ndarray | None = None
+    for number, name in enumerate(names):
+        array = weight.ours(weights[name])
+        wanted = shape[1:] if weight.stacked else shape
+        if array.shape != wanted:
+            what = f"{name} of shape {list(weight.theirs(np.broadcast_to(0, wanted)).shape)}, as config.json says"
+            raise DataError(
+                expected(what, list(weights[name].shape), "Do config.json and the weights belong together?")
+            )
+        if out is None:
+            out = np.empty(shape, array.dtype if dtype is None else dtype)
+        out[number if weight.stacked else ...] = array
+    assert out is not None
+    return out
+
+
+def _mismatch(folder: Path, missing: list[str], extra: list[str]) -> str:
+    parts = []
+    for what, names in (("missing", missing), ("not expected", extra)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            parts.append(f"{what}: {', '.join(names[:3])}{more}")
+    hint = did_you_mean(missing[0], extra) if missing and extra else ""
+    text = f"The weights in {folder} are not those that its {CONFIG} describes ({'; '.join(parts)})."
+    return f"{text} {hint}".rstrip()
+
+
+def _with_labels(config: Any, count: int) -> tuple[Any, tuple[str, ...]]:
+    if not hasattr(config, "num_labels"):
+        raise BadArgument(expected("num_labels for a classifier only", config.model_type, "Leave it out."))
+    return replace(config, num_labels=count), ("classifier/kernel", "classifier/bias")
+
+
+def model_from_config(config: Any, seed: int = 0, dtype: Any = jnp.float32) -> Any:
+    """A model with random weights, from the content of a ``config.json`` (a dict) or one of our configurations."""
+    if isinstance(config, Mapping):
+        config = family_of(config.get("model_type")).read_config(config)
+    elif not hasattr(config, "model_type"):
+        do = "Pass the content of a config.json, a DecoderConfig or a ViTConfig; for a folder use load_model."
+        raise BadArgument(expected("a configuration", config, do))
+    build = family_of(config.model_type).build
+    graph, _ = nnx.split(nnx.eval_shape(lambda: build(config, rngs=nnx.Rngs(params=seed))))
+    return nnx.merge(graph, _random(build, config, jnp.dtype(dtype), jax.random.key(seed)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _random(build: Callable[..., Any], config: Any, dtype: Any, key: jax.Array) -> Any:
+    """Compiled as one: op by op it takes seconds even for a small model."""
+    state = nnx.state(build(config, rngs=nnx.Rngs(params=key)))
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+
+
+def save_model(
+    model: Any, folder: AnyFolder, params: Mapping[str, Any] | None = None, *, largest_shard: int | None = None
+) -> Path:
+    """Write a folder that transformers and `load_model` open; `params` (a nested dict) instead of the model's own.
+
+    Weights keep their types. LoRA must be merged first. On several processes all must call it; the first one writes.
+    """
+    flat = flat_params(model) if params is None else flatten(params)
+    lora = [path for path in flat if path.endswith(("/lora_a", "/lora_b"))]
+    if lora:
+        do = "Call merge_lora first for a plain model, or save_lora for the adapter alone."
+        raise BadArgument(expected("a model without LoRA", lora[0], do))
+    config, family = model.config, family_of(model.config.model_type)
+    table = family.weights(config)
+    unknown = sorted({weight.path for weight in table} ^ set(flat))
+    if unknown:
+        raise BadArgument(expected(f"the parameters of this {type(model).__name__}", unknown[:4], "Which are amiss."))
+    target, first = Path(folder), jax.process_index() == 0
+    options = {} if largest_shard is None else {"largest": largest_shard}
+    if first:
+        target.mkdir(parents=True, exist_ok=True)
+    write_weights(_saved(table, flat), target, write=first, **options)
+    if first:
+        text = json.dumps(saved_config(config, family, str(flat[table[0].path].dtype)), indent=2, sort_keys=True)
+        (target / CONFIG).write_text(text + "\n", encoding="utf-8")
+    return target
+
+
+def _saved(table: Any, flat: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and arrays as HF has them, one parameter on the host at a time."""
+    for weight in table:
+        array = to_host(flat[weight.path])
+        if not weight.stacked:
+            yield weight.name, weight.theirs(array)
+            continue
+        for number, layer in enumerate(array):
+            yield weight.name.format(number), weight.theirs(layer)
+
+
+def saved_config(config: Any, family: Family, dtype: str) -> dict[str, Any]:
+    """The configuration as it was read, with every field of its own, but for what has changed since."""
+    described = family.write_config(config)
+    if config.source:
+        source = json.loads(config.source)
+        before = family.write_config(family.read_config(source))
+        changed = {name: value for name, value in described.items() if before.get(name) != value}
+        described = {**source, **changed}
+    described["architectures"] = family.write_config(config)["architectures"]
+    described["dtype"] = dtype
+    if "torch_dtype" in described:
+        described["torch_dtype"] = dtype
+    return described
+
+
+def to_host(array: Any) -> np.ndarray:
+    """The whole of an array as NumPy, also of one that other processes hold parts of."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
+
+
+def flat_params(model: nnx.Module) -> dict[str, jax.Array]:
+    """Parameters by path, as rules and frozen patterns see them: ``layers/attention/q_proj/kernel``."""
+    return flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def flatten(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{before}{name}"
+        found.update(flatten(value, f"{path}/") if isinstance(value, Mapping) else {path: value})
+    return found
+
+
+def find_folder(source: AnyFolder) -> Path:
+    """A folder as it is; anything else is a name of the hub, downloaded or found in its cache."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists() or not _HUB_NAME.fullmatch(str(source)):
+        raise DataError(expected("a folder with a model, or a name of the Hugging Face hub", str(source)))
+    hub = require("huggingface_hub", "jax", "to fetch a model by its name")
+    try:
+        return Path(hub.snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of the network, the hub, or the file system: many types
+        raise DataError(
+            f"Expected a folder or a model of the Hugging Face hub, received {str(source)!r} "
+            f"({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}). Is the name right, and can the hub "
+            "be reached? What was loaded once is found without it."
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(
+            f"Expected {path.name} in {path.parent}, which has none. Is this the folder of a model?"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{path} is no valid JSON: it is damaged. ({error})") from error

@@ -1,0 +1,294 @@
+"""LoRA: small trainable matrices beside frozen linear layers, in peft's folders.
+
+`apply_lora` puts them in, `merge_lora` adds them to the kernels, `save_lora` and `load_lora` write and read what
+`peft.PeftModel` opens on the same model of transformers. What is frozen is told as a regular expression over paths; it
+is for whoever trains to heed it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.models.jax.base import LoraSettings, Model
+from trainformer.models.jax.families import Family, Weight, family_of
+from trainformer.models.jax.huggingface import find_folder, flat_params, flatten, read_json, to_host
+from trainformer.models.jax.layers import Linear
+from trainformer.models.jax.weight_files import Weights, open_weights, write_file
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+# As peft: the queries and values.
+DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
+_HEADS = ("lm_head", "classifier")
+# What would have to be computed otherwise.
+_VARIANTS = (
+    *("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication"),
+    *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+)
+_PREFIX = "base_model.model."
+_LAYER = re.compile(r"^.*\.\{\}\.")
+
+Targets = str | Sequence[str] | None
+AnyFolder = str | os.PathLike[str]
+
+
+def apply_lora(
+    model: Model,
+    r: int = 8,
+    alpha: float = 16,
+    dropout: float = 0.0,
+    targets: Targets = None,
+    *,
+    modules_to_save: Sequence[str] = (),
+    seed: int = 0,
+) -> str:
+    """Put LoRA onto chosen linear layers of `model`, in place; the regular expression of what is frozen then.
+
+    `targets` are names of layers, ours or HF's (``["q_proj", "v_proj"]``, ``["c_attn"]``), a regular expression over
+    paths (``"layers/mlp/.*"``), or "all-linear" for all but the head. `modules_to_save` names layers outside the stack
+    that are trained in full, such as a new ``classifier``. The model computes what it did before, until it is trained.
+    """
+    if not isinstance(r, int) or r < 1:
+        raise BadArgument(expected("r to be a positive integer", r))
+    if not 0.0 <= dropout < 1.0:
+        raise BadArgument(expected("dropout to be at least 0 and below 1", dropout))
+    _check_plain(model)
+    layers = _linear_layers(model)
+    chosen = _chosen(model, layers, targets)
+    full = tuple(_named(model, layers, name, "modules_to_save")[0] for name in modules_to_save)
+    settings = LoraSettings(r, float(alpha), float(dropout), tuple(chosen), full)
+    for number, path in enumerate(chosen):
+        kernel = layers[path].kernel[...]
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        bound = 1.0 / math.sqrt(kernel.shape[-2])
+        a = jax.random.uniform(key, (*kernel.shape[:-1], r), jnp.float32, -bound, bound)
+        b = jnp.zeros((*kernel.shape[:-2], r, kernel.shape[-1]), jnp.float32)
+        _attach(layers[path], a, b, settings.alpha / r, settings.dropout)
+    model.lora = settings
+    return frozen_pattern(model)
+
+
+def frozen_pattern(model: Model) -> str:
+    """Matches the path of every parameter that LoRA leaves as it is."""
+    full = "".join(f"|{re.escape(path)}/(?:kernel|bias)" for path in (model.lora.modules_to_save if model.lora else ()))
+    return rf"^(?!(?:.*/lora_[ab]{full})$).*$"
+
+
+def merge_lora(model: Model) -> Model:
+    """Add the products to the kernels and take the small matrices out, in place; the same model, for chaining."""
+    for layer in _linear_layers(model).values():
+        if layer.lora_a is None:
+            continue
+        kernel = layer.kernel[...]
+        added = layer.lora_a[...].astype(jnp.float32) @ layer.lora_b[...].astype(jnp.float32) * layer.lora_scale
+        layer.kernel[...] = (kernel.astype(jnp.float32) + added).astype(kernel.dtype)
+        _detach(layer)
+    model.lora = None
+    return model
+
+
+def save_lora(
+    model: Model, folder: AnyFolder, params: Mapping[str, Any] | None = None, *, base_model: str | None = None
+) -> Path:
+    """Write the adapter alone, as a folder of peft; `base_model` is where the model under it comes from.
+
+    `params` (a nested dict, trained elsewhere) are taken instead of the model's own.
+    """
+    settings = model.lora
+    if settings is None:
+        raise BadArgument(expected("a model with LoRA", type(model).__name__, "Call apply_lora first."))
+    flat = flat_params(model) if params is None else flatten(params)
+    family, names = _family(model), _module_names(model)
+    arrays: dict[str, np.ndarray] = {}
+    for path in settings.targets:
+        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+            array = to_host(flat[f"{path}/{ours}"])
+            stacked = "{}" in names[path]
+            for number, layer in enumerate(array if stacked else [array]):
+                arrays[f"{_PREFIX}{names[path].format(number)}.{theirs}.weight"] = np.ascontiguousarray(layer.T)
+    for weight in _saved_in_full(family, model, settings.modules_to_save):
+        array = weight.theirs(to_host(flat[weight.path]))
+        arrays[f"{_PREFIX}{weight.name}"] = np.ascontiguousarray(array)
+    target = Path(folder)
+    if jax.process_index() == 0:
+        target.mkdir(parents=True, exist_ok=True)
+        write_file(arrays, target / WEIGHTS)
+        text = json.dumps(_peft_config(family, settings, names, base_model), indent=2, sort_keys=True)
+        (target / CONFIG).write_text(text + "\n", encoding="utf-8")
+    return target
+
+
+def load_lora(model: Model, folder: AnyFolder) -> str:
+    """Put the adapter of a peft folder onto a plain `model`, in place; the pattern of what is frozen then."""
+    _check_plain(model)
+    path = find_folder(folder)
+    config = read_json(path / CONFIG)
+    _check_config(config)
+    alpha, r = float(config["lora_alpha"]), int(config["r"])
+    scale = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+    layers, names, family = _linear_layers(model), _module_names(model), _family(model)
+    full = tuple(_named(model, layers, name, "modules_to_save")[0] for name in config.get("modules_to_save") or ())
+    settings = LoraSettings(r, scale * r, float(config.get("lora_dropout") or 0.0), (), full)
+    with open_weights(path, WEIGHTS) as weights:
+        left, found = set(weights), []
+        for own, name in names.items():
+            pair = [_side(weights, model, name, letter, left) for letter in "AB"]
+            if pair[0] is not None and pair[1] is not None:
+                _attach(layers[own], jnp.asarray(pair[0]), jnp.asarray(pair[1]), scale, settings.dropout)
+                found.append(own)
+                # peft writes the layer under it too where that is an output layer; it is the one the model has.
+                left.discard(f"{_PREFIX}{name}.base_layer.weight")
+        for weight in _saved_in_full(family, model, full):
+            key = f"{_PREFIX}{weight.name}"
+            if key not in weights:
+                raise DataError(f"Expected {key} in {path / WEIGHTS}, since modules_to_save names it.")
+            left.discard(key)
+            layer = layers[weight.path.rsplit("/", 1)[0]]
+            variable: Any = layer.kernel if weight.path.endswith("kernel") else layer.bias
+            variable[...] = jnp.asarray(weight.ours(weights[key])).astype(variable.dtype)
+    if left or not found:
+        what = f"an adapter for this {type(model).__name__} in {path}"
+        raise DataError(expected(what, sorted(left)[:3], "Which weights belong to no linear layer of it."))
+    model.lora = replace(settings, targets=tuple(found))
+    return frozen_pattern(model)
+
+
+# -- layers and their names --------------------------------------------------------------------------------
+
+
+def _linear_layers(model: Model) -> dict[str, Linear]:
+    found = ((path, module) for path, module in nnx.iter_graph(model) if isinstance(module, Linear))
+    return {"/".join(map(str, path)): module for path, module in sorted(found, key=lambda pair: str(pair[0]))}
+
+
+def _chosen(model: Model, layers: Mapping[str, Linear], targets: Targets) -> list[str]:
+    if targets is None:
+        return [path for path in layers if path.rsplit("/", 1)[-1] in DEFAULT_TARGETS]
+    if targets == ALL_LINEAR:
+        return [path for path in layers if path not in _HEADS]
+    if isinstance(targets, str):
+        matched = [path for path in layers if re.fullmatch(targets, path)]
+        return matched or _named(model, layers, targets, "targets")
+    wanted = [path for name in targets for path in _named(model, layers, name, "targets")]
+    if not wanted:
+        raise BadArgument(
+            expected("targets to name at least one layer", list(targets), "Leave it out for the defaults.")
+        )
+    return [path for path in layers if path in wanted]
+
+
+def _named(model: Model, layers: Mapping[str, Linear], name: str, argument: str) -> list[str]:
+    """Layers by the end of our path or of HF's name."""
+    theirs = {path: _LAYER.sub("", full) for path, full in _module_names(model).items()}
+    ours = name.replace(".", "/")
+    found = [path for path in layers if f"/{path}".endswith(f"/{ours}") or f".{theirs[path]}".endswith(f".{name}")]
+    if not found:
+        known = sorted(
+            {path.rsplit("/", 1)[-1] for path in layers} | {full.rsplit(".", 1)[-1] for full in theirs.values()}
+        )
+        do = did_you_mean(name, known) or f"It has {', '.join(known)}."
+        raise BadArgument(expected(f"{argument} to name linear layers of this {type(model).__name__}", name, do))
+    return found
+
+
+def _family(model: Model) -> Family:
+    return family_of(model.config.model_type)
+
+
+def _module_names(model: Model) -> dict[str, str]:
+    family = _family(model)
+    table = {weight.path: weight for weight in family.weights(model.config)}
+    return {path: family.module_name(table[f"{path}/kernel"]) for path in _linear_layers(model)}
+
+
+def _saved_in_full(family: Family, model: Model, modules: Sequence[str]) -> list[Weight]:
+    chosen = [weight for weight in family.weights(model.config) if weight.path.rsplit("/", 1)[0] in modules]
+    for weight in chosen:
+        if weight.stacked:
+            raise BadArgument(
+                expected("modules_to_save outside the stacked layers", weight.path, "Use LoRA for those.")
+            )
+    return chosen
+
+
+def _attach(layer: Linear, a: jax.Array, b: jax.Array, scale: float, dropout: float) -> None:
+    kernel = layer.kernel[...].shape
+    if a.shape[:-1] != kernel[:-1] or b.shape[-1] != kernel[-1]:
+        what = f"LoRA matrices for a kernel of shape {list(kernel)}"
+        raise DataError(expected(what, [list(a.shape), list(b.shape)], "Is it the adapter of this model?"))
+    layer.lora_a, layer.lora_b = nnx.Param(a), nnx.Param(b)
+    layer.lora_scale, layer.lora_dropout = scale, dropout
+
+
+def _detach(layer: Linear) -> None:
+    layer.lora_a = layer.lora_b = nnx.data(None)
+    layer.lora_scale = layer.lora_dropout = 0.0
+
+
+def _check_plain(model: Model) -> None:
+    if not isinstance(model, Model):
+        raise BadArgument(expected("a model of trainformer.models.jax", type(model).__name__))
+    if model.lora is not None:
+        raise BadArgument(expected("a model without LoRA", model.lora, "Call merge_lora first."))
+
+
+# -- peft's files ------------------------------------------------------------------------------------------
+
+
+def _side(weights: Weights, model: Model, name: str, letter: str, left: set[str]) -> np.ndarray | None:
+    """A or B of all layers; None if no layer has one. All are one stack here, so some cannot be without."""
+    count = model.config.num_hidden_layers if "{}" in name else 1
+    keys = [f"{_PREFIX}{name.format(number)}.lora_{letter}.weight" for number in range(count)]
+    there = [key for key in keys if key in weights]
+    if not there:
+        return None
+    if len(there) < count:
+        missing = next(key for key in keys if key not in weights)
+        raise DataError(f"Expected LoRA on every layer or on none, received none for {missing}.")
+    left.difference_update(keys)
+    arrays = [weights[key].T.astype(np.float32) for key in keys]
+    return np.stack(arrays) if "{}" in name else arrays[0]
+
+
+def _peft_config(
+    family: Family, settings: LoraSettings, names: Mapping[str, str], base_model: str | None
+) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": family.task_type,
+        "base_model_name_or_path": base_model,
+        "r": settings.r,
+        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": [_LAYER.sub("", names[path]) for path in settings.targets],
+        "modules_to_save": [names[path] for path in settings.modules_to_save] or None,
+        "fan_in_fan_out": family.fan_in_fan_out,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    for name in ("r", "lora_alpha"):
+        if name not in config:
+            raise DataError(expected(f"{name!r} in {CONFIG}", sorted(config)[:6], "Is it an adapter of LoRA?"))
+    if config.get("peft_type", "LORA") != "LORA" or config.get("bias", "none") != "none":
+        received = {name: config.get(name) for name in ("peft_type", "bias")}
+        raise DataError(expected("an adapter of LoRA without trained biases", received))
+    for name in _VARIANTS:
+        if config.get(name):
+            do = "The JAX models compute plain LoRA; ignoring this would give other logits."
+            raise DataError(expected(f"an adapter without {name}", config[name], do))

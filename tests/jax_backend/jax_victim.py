@@ -1,0 +1,219 @@
+"""A training process on JAX that is meant to be killed, with everything on that could break an exact resume.
+
+Samples are augmented at random, the order is shuffled, three micro-batches make a step, the last batch of an epoch is
+smaller, and there are dropout, batch statistics, Adam, early stopping, evaluations, and saves and log records at steps
+that do not coincide. What kills it, and compares what it leaves, is `tests/faults/harness.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SAMPLES = 102  # as the victim on torch has: 8 batches of 12 and one of 6
+STEPS_PER_EPOCH = 9
+
+
+@dataclass(frozen=True)
+class JaxCase:
+    """One command. The same case always means the same training, whatever else happens to it."""
+
+    data: str = "arrays"  # or grain, huggingface, generator
+    save_async: bool = False
+    epochs: int = 3
+    save_steps: int = 4
+    devices: int = 2
+    width: int = 32
+    dropout: float = 0.5
+    resume: str | None = "auto"
+
+    # What is done to it; none of this may change the result.
+    pause: float = 0.0  # seconds that a step takes longer
+    slow: float = 0.0  # seconds that syncing a file of a checkpoint takes longer
+    die_at: int | None = None  # end by SIGKILL at this file operation
+    signals: tuple[tuple[int, int], ...] = ()  # (step, signal) that the process gets just after that step
+
+
+class Augmented:
+    """Samples that look different in every epoch; each says which it is."""
+
+    def __init__(self, size=SAMPLES, random_too=True):
+        self.x = np.random.default_rng(7).standard_normal((size, 8)).astype(np.float32)
+        self.y = self.x[:, :4].argmax(-1).astype(np.int32)
+        self.random_too = random_too
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        noise = 0.1 * np.random.standard_normal(8).astype(np.float32) if self.random_too else 0.0
+        return {"x": self.x[index] + noise, "y": self.y[index], "index": np.int32(index)}
+
+
+def training_data(kind):
+    """The same samples with a length and an index, or as one of three kinds of streams."""
+    plain = Augmented(random_too=False)
+    if kind == "generator":
+        return lambda: (plain[i] for i in range(SAMPLES))
+    if kind == "grain":
+        import grain
+
+        return grain.MapDataset.source([plain[i] for i in range(SAMPLES)]).shuffle(seed=3).to_iter_dataset()
+    if kind == "huggingface":
+        import datasets
+
+        rows = [{name: value.tolist() for name, value in plain[i].items()} for i in range(SAMPLES)]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+    return Augmented()
+
+
+class Recorder:
+    """Writes down which samples every step was trained on (one line per step, in one system call), then signals."""
+
+    def __init__(self, path, case):
+        self.path, self.signals, self.pause = path, dict(case.signals), case.pause
+        self.rows = []
+
+    def on_after_update(self, trainer, step):
+        self.rows = np.asarray(trainer._session.backend._batch.data["index"]).tolist()
+
+    def on_step_end(self, trainer, step, loss):
+        line = {"step": step, "epoch": trainer.state.epoch, "samples": self.rows}
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, (json.dumps(line) + "\n").encode())
+        os.close(descriptor)
+        time.sleep(self.pause)
+        if step in self.signals:
+            os.kill(os.getpid(), self.signals[step])
+
+
+def make_trainer(case, callbacks=()):
+    """The trainer of a case, with records in the working directory."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    from trainformer.backends.jax.mesh import make_mesh
+    from trainformer.callbacks import EarlyStopping
+    from trainformer.jax import BaseTrainer, TrainingArguments
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = nnx.Linear(8, case.width, rngs=rngs)
+            self.norm = nnx.BatchNorm(case.width, rngs=rngs)
+            self.drop = nnx.Dropout(case.dropout, rngs=rngs)
+            self.outer = nnx.Linear(case.width, 4, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.norm(self.inner(x)) if case.dropout else jnp.tanh(self.inner(x))
+            return self.outer(self.drop(x))
+
+    class Classes(BaseTrainer):
+        def compute_loss(self, model, batch, key):
+            return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+    arguments = TrainingArguments(
+        output_dir="run",
+        num_train_epochs=case.epochs,
+        total_batch_size=12 if case.dropout else 16,
+        gradient_accumulation_steps=3 if case.dropout else 2,
+        learning_rate=0.01,
+        scheduler="constant",
+        logging_steps=5,
+        save_steps=case.save_steps,
+        save_total_limit=3,
+        save_async=case.save_async,
+        evaluation_strategy="epoch",
+        metric_for_best_model="loss",
+        resume=case.resume,
+        log="none",
+        dtype="fp32",
+    )
+    return Classes(
+        arguments,
+        model=lambda rngs: Net(rngs),
+        dataset_train=training_data(case.data),
+        dataset_eval=Augmented(size=20, random_too=False),
+        callbacks=[EarlyStopping(patience=10), Recorder(Path("samples.jsonl").absolute(), case), *callbacks],
+        mesh=make_mesh((1, -1, 1, 1), jax.devices()[: case.devices]),
+    )
+
+
+def train(case, callbacks=()):
+    """Train to the end, with the faults that the case asks for."""
+    slow_down_saves(case.slow)
+    operations = count_operations(Path.cwd(), case.die_at)
+    trainer = make_trainer(case, callbacks)
+    try:
+        trainer.train()
+    finally:  # not reached by who is killed
+        Path("end.json").write_text(json.dumps({"operations": operations[0]}))
+
+
+def slow_down_saves(seconds):
+    """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
+    from trainformer.backends.jax import orbax_files
+    from trainformer.engine.checkpoint import store
+
+    if seconds:
+        really = store.sync
+        store.sync = orbax_files.sync = lambda path: (time.sleep(seconds), really(path))
+
+
+def count_operations(folder, die_at):
+    """Count what happens to files below a folder, as far as Python hears of it, and die just before one of them."""
+    count, prefix = [0], str(folder)
+    watched = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+    def hook(event, args):
+        if event in watched and isinstance(args[0], (str, os.PathLike)) and os.path.abspath(args[0]).startswith(prefix):
+            count[0] += 1
+            if count[0] == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return count
+
+
+def start(case, folder, *callbacks):
+    """Train in a folder, as the whole life of a process that was forked for it; output goes to a file there."""
+    import jax
+
+    os.chdir(folder)
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={case.devices}"  # before jax looks for devices
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a victim is to live soon
+    output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.setpgid(0, 0)
+    train(case, callbacks)
+
+
+def final_state(folder):
+    """All components of the newest checkpoint as plain values, arrays as their bytes; nothing that the clock decides."""
+    from harness import output, run_folder, without_clock
+
+    from trainformer.backends.jax.orbax_import import ocp, quiet
+    from trainformer.engine.checkpoint import CheckpointStore
+    from trainformer.session.jax.state_files import JaxFiles
+
+    newest = CheckpointStore(run_folder(folder) / "checkpoints").newest()
+    assert newest is not None, f"there is no checkpoint in {folder}:\n{output(folder)}"
+    found = {}
+    for key, files in newest.manifest.components.items():
+        if key == "state":
+            with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                arrays = checkpointer.restore((newest.path / "state").absolute())
+            found |= {name: (str(array.dtype), np.asarray(array).tobytes()) for name, array in arrays.items()}
+        elif key in newest.manifest.formats:
+            names = [file.name for file in files]
+            found[key] = without_clock(JaxFiles().read(newest.path, names, newest.manifest.formats[key]))
+    return found

@@ -1,0 +1,199 @@
+"""Meshes and where arrays lie on them."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from backend_toys import CLASSES, INPUTS, TX, WIDTH, Net, Noisy, are_equal, new_state
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from trainformer.backends.jax import sharding
+from trainformer.backends.jax.mesh import AXES, data_shards, make_mesh, resolve_dims
+from trainformer.backends.jax.state import TrainState
+from trainformer.core.errors import BadArgument, DataError
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [
+        ((1, -1, 1, 1), (1, 8, 1, 1)),
+        ((-1, 1, 2, 1), (4, 1, 2, 1)),
+        ([2, 1, 2, 2], (2, 1, 2, 2)),
+        ((1, 8, 1, -1), (1, 8, 1, 1)),
+    ],
+)
+def test_the_axis_that_is_left_open_takes_what_the_others_leave(asked, got):
+    assert resolve_dims(asked, 8) == got
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ((1, -1, -1, 1), "at most one -1"),
+        ((1, -1, 1), "four positive"),
+        ((1, 0, 1, 1), "four positive"),
+        ((1, -2, 1, 1), "four positive"),
+        ((1.5, 1, 1, 1), "four positive"),
+        (("1", "x", 1, 1), "four positive"),
+        (8, "four positive"),
+        ((3, -1, 1, 1), "divide 8 devices, received 3"),
+        ((2, 2, 1, 1), "multiply to the 8 devices there are, received 4"),
+    ],
+)
+def test_axes_that_cannot_be_are_refused(asked, message):
+    with pytest.raises(BadArgument, match=message):
+        resolve_dims(asked, 8)
+
+
+def test_a_mesh_has_four_auto_axes_and_divides_data_over_two():
+    mesh = make_mesh((2, -1, 2, 1))
+    assert mesh.axis_names == AXES
+    assert mesh.axis_types == (AxisType.Auto,) * 4
+    assert data_shards(mesh) == 4
+    assert make_mesh((1, -1, 1, 1), jax.devices()[:4]).devices.size == 4
+
+
+def specs(tree):
+    return {sharding.joined(path): s.spec for path, s in sharding.flat(tree)}
+
+
+def shapes(**sizes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
+
+
+def test_the_first_rule_counts_and_stacked_layers_are_padded_on_the_left():
+    mesh = make_mesh((1, 2, 4, 1))
+    params = shapes(q=(3, 8, 8), q_bias=(3, 8), other=(8, 8))
+    rules = [("q_bias", ("tp",)), ("q", ("fsdp", "tp")), ("q|other", ("tp", "fsdp"))]
+    assert specs(sharding.param_shardings(params, mesh, rules)) == {
+        "q": PartitionSpec(None, "fsdp", "tp"),
+        "q_bias": PartitionSpec(None, "tp"),
+        "other": PartitionSpec("tp", "fsdp"),
+    }
+
+
+def test_axes_that_do_not_divide_are_left_out_and_named_once(caplog):
+    mesh = make_mesh((1, 4, 2, 1))
+    params = shapes(a=(6, 8), b=(6, 4), c=(8, 8), d=(12, 2))
+    rules = [("d", (("fsdp", "tp"), None)), (".", ("fsdp", ("tp", "sp", "dp")))]
+    with caplog.at_level(logging.INFO, logger="trainformer"):
+        found = specs(sharding.param_shardings(params, mesh, rules))
+    assert found["a"] == found["b"] == PartitionSpec(None, "tp")
+    assert found["c"] == PartitionSpec("fsdp", "tp")
+    assert found["d"] == PartitionSpec("fsdp", None)  # 12 divides by 4, not by 8
+    (record,) = caplog.records
+    assert "fsdp (4): a, b" in record.getMessage()
+    assert "tp (2): d" in record.getMessage()
+    assert "dp (1)" not in record.getMessage()  # an axis of size 1 divides nothing anyway
+
+
+def test_what_no_rule_names_is_divided_along_its_largest_dimension():
+    mesh = make_mesh((1, 4, 2, 1))
+    params = shapes(wide=(64, 100), tall=(30, 66), odd=(33, 35), small=(8, 8), scalar=())
+    assert specs(sharding.param_shardings(params, mesh)) == {
+        "wide": PartitionSpec(None, "fsdp"),
+        "tall": PartitionSpec(None, None),
+        "odd": PartitionSpec(None, None),
+        "small": PartitionSpec(None, None),
+        "scalar": PartitionSpec(),
+    }
+    assert specs(sharding.param_shardings(shapes(tall=(32, 66)), mesh))["tall"] == PartitionSpec("fsdp", None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("a", ("fsdq",)), "Did you mean 'fsdp'"),
+        (("a(", ("fsdp",)), "regular expressions"),
+        (("a", ("fsdp", None, None)), "at most 2 dimensions"),
+        (("a", "fsdp"), "tuple of axes"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(rule, message):
+    with pytest.raises(BadArgument, match=message):
+        sharding.param_shardings(shapes(a=(8, 8)), make_mesh(), [rule])
+
+
+def test_every_device_holds_its_part_of_weights_and_moments():
+    _, state, _ = new_state((1, 4, 2, 1))
+    adam = state.opt_state[0]
+    for tree in (state.params, adam.mu, adam.nu):
+        assert {s.data.shape for s in tree["layers"]["kernel"].addressable_shards} == {(2, WIDTH // 4, WIDTH // 2)}
+        assert {s.data.shape for s in tree["inner"]["kernel"].addressable_shards} == {(INPUTS, WIDTH // 8)}
+        assert {s.data.shape for s in tree["outer"]["kernel"].addressable_shards} == {(WIDTH // 4, CLASSES)}
+        assert {s.data.shape for s in tree["outer"]["bias"].addressable_shards} == {(CLASSES,)}
+    assert adam.count.sharding.is_fully_replicated
+    assert state.step.sharding.is_fully_replicated
+
+
+def moments(tx):
+    """Shape and spec of everything the optimizer keeps, on a mesh that divides layers three ways."""
+    state = jax.eval_shape(lambda: TrainState.create(Net(nnx.Rngs(0)), tx))
+    found = sharding.state_shardings(state, make_mesh((1, 4, 2, 1)), Net.partition_rules)
+    pairs = zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(found.opt_state), strict=True)
+    return [(leaf.shape, where.spec) for leaf, where in pairs]
+
+
+def test_moments_are_found_inside_wrapped_optimizers():
+    wrapped = optax.chain(
+        optax.clip(1.0), optax.masked(optax.adam(1e-3), {"inner": False, "layers": True, "outer": True})
+    )
+    layers = [spec for shape, spec in moments(wrapped) if shape == (2, WIDTH, WIDTH)]
+    assert layers == [PartitionSpec(None, "fsdp", "tp")] * 2
+
+
+def test_moments_of_another_shape_than_the_parameter_are_on_every_device():
+    found = moments(optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9))
+    factored = [spec for shape, spec in found if shape == (2, WIDTH)]
+    assert factored == [PartitionSpec()] * 2  # the row and the column moment of the stacked layers
+    assert [spec for shape, spec in found if shape == (2, WIDTH, WIDTH)] == [PartitionSpec(None, "fsdp", "tp")]
+
+
+def test_the_same_weights_are_drawn_on_every_mesh():
+    _, one, _ = new_state((1, 1, 1, 1), Noisy)
+    _, many, _ = new_state((2, 2, 2, 1), Noisy)
+    assert are_equal(one.params, many.params)
+    assert are_equal(one.variables, many.variables)
+
+
+def test_a_model_with_weights_is_copied_onto_the_mesh_and_stays_alive():
+    mesh = make_mesh((1, 4, 1, 1), jax.devices()[:4])
+    model, key = Net(nnx.Rngs(3)), jax.random.key(1)
+    before = np.array(model.layers.kernel[...])
+    state, shardings = sharding.create_sharded(model, TX, key, mesh)
+    assert are_equal(state.params, TrainState.create(model, TX, key).params)
+    assert state.params["layers"]["kernel"].addressable_shards[0].data.shape == (2, WIDTH // 4, WIDTH)
+    assert jax.tree.structure(state) == jax.tree.structure(shardings)
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # as a step does that is given the state
+    assert np.array_equal(model.layers.kernel[...], before)
+    assert np.array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(1)))
+
+
+def test_loaded_weights_are_placed_part_by_part():
+    mesh = make_mesh()
+    host = {"a": np.arange(64, dtype=np.float32).reshape(16, 4)}
+    placed = sharding.place_params(host, sharding.param_shardings(host, mesh, [("a", ("fsdp", None))]))
+    assert np.array_equal(placed["a"], host["a"])
+    assert {s.data.shape for s in placed["a"].addressable_shards} == {(2, 4)}
+
+
+def test_rows_that_do_not_divide_are_refused_with_advice():
+    mesh = make_mesh((2, 2, 2, 1))
+    sharding.check_rows(8, mesh, accumulation=2)
+    with pytest.raises(DataError, match=r"4 devices .* 2 micro-batches, received 12 rows.*multiple of 8"):
+        sharding.check_rows(12, mesh, accumulation=2)
+
+
+def test_rows_are_constrained_only_where_a_mesh_is_in_use():
+    assert sharding.constrain_rows({"x": jnp.ones((8, 2))})["x"].sharding.is_fully_replicated
+    with jax.set_mesh(make_mesh((2, 2, 2, 1))):
+        x = jax.jit(sharding.constrain_rows)(jnp.ones((8, 2)))
+        odd = jax.jit(sharding.constrain_rows)(jnp.ones((3, 2)))
+    assert x.addressable_shards[0].data.shape == (2, 2)
+    assert odd.shape == (3, 2)

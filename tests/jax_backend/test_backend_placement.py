@@ -1,0 +1,196 @@
+"""Batches on the mesh, names of number formats and checkpoint policies."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from trainformer.backends.jax import precision, remat
+from trainformer.backends.jax.mesh import make_mesh
+from trainformer.backends.jax.placement import Placer, processes_of_rows
+from trainformer.core.errors import BadArgument, DataError
+from trainformer.core.types import Sized
+
+MESH_DIMS = (2, 2, 2, 1)
+
+
+def text_batch(rows=8):
+    ids = np.arange(rows * 6).reshape(rows, 6)
+    return {"input_ids": ids, "attention_mask": (ids % 3 > 0).astype(np.int32)}
+
+
+def test_rows_are_divided_over_the_data_axes_and_counted_on_the_host():
+    mesh = make_mesh(MESH_DIMS)
+    batch = text_batch()
+    placed = Placer(mesh).place(Sized(batch, 7, 1, None, 9, 8))
+    ids = placed.data["input_ids"]
+    assert np.array_equal(ids, batch["input_ids"])
+    assert {s.data.shape for s in ids.addressable_shards} == {(2, 6)}
+    assert placed._replace(data=None) == (None, 7, int(batch["attention_mask"].sum()), 1, False, 9, 8)
+    del batch["attention_mask"]
+    assert Placer(mesh).place(Sized(batch, 8)).tokens == 48
+    assert Placer(mesh).place(Sized({"x": np.ones((8, 2))}, 8)).tokens == 0
+    assert Placer(mesh).place(Sized(batch, 0)).tokens == 0  # only there to take part
+
+
+def test_batches_come_in_order_and_one_is_taken_ahead():
+    taken = []
+
+    def source():
+        for number in range(4):
+            taken.append(number)
+            yield Sized({"x": np.full((8, 1), number)}, 8)
+
+    feed = Placer(make_mesh(MESH_DIMS)).feed(source())
+    seen = []
+    for placed in feed:
+        number = int(placed.data["x"][0, 0])
+        assert taken[-1] == min(number + 1, 3)
+        seen.append(number)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_scalar_goes_to_every_device():
+    placed = Placer(make_mesh(MESH_DIMS)).place(Sized({"x": np.ones((8, 2)), "temperature": np.float32(0.5)}, 8))
+    assert placed.data["temperature"].sharding.is_fully_replicated
+    assert float(placed.data["temperature"]) == 0.5
+
+
+def test_columns_of_text_stay_on_the_host_and_are_named_once(caplog):
+    placer = Placer(make_mesh(MESH_DIMS))
+    data = {"x": np.ones(8), "text": np.array(["a"] * 8), "meta": [{"a": 1}] * 8, "half": jnp.ones(8, jnp.bfloat16)}
+    with caplog.at_level(logging.INFO, logger="trainformer"):
+        first, second = (placer.place(Sized(data, 8)).data for _ in range(2))
+    assert set(first) == set(second) == {"x", "half"}
+    (record,) = caplog.records
+    assert "meta, text" in record.getMessage()
+    assert placer.place(Sized({"h": np.ones(8, jnp.bfloat16)}, 8)).data["h"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("data", "accumulation", "message"),
+    [
+        ({"x": np.ones((6, 2))}, 1, "received 6 rows.*multiple of 4"),
+        ({"x": np.ones((12, 2))}, 2, "received 12 rows.*multiple of 8"),
+        ({"x": np.ones((8, 2)), "y": np.ones(4)}, 1, "equally many rows"),
+        ({"text": ["a"] * 8}, 1, "at least one column of numbers"),
+        ({"x": [[1, 2], [3]]}, 1, "column 'x'"),
+        ([np.ones(8)], 1, "mapping of names"),
+    ],
+)
+def test_batches_that_cannot_be_placed_are_refused(data, accumulation, message):
+    with pytest.raises(DataError, match=message):
+        list(Placer(make_mesh(MESH_DIMS), accumulation).feed([Sized(data, 8)]))
+
+
+def test_evaluation_batches_need_not_divide_into_micro_batches():
+    feed = Placer(make_mesh(MESH_DIMS), accumulation=2).feed([Sized({"x": np.ones(12)}, 12)], train=False)
+    assert next(feed).size == 12
+
+
+def test_one_process_brings_all_rows():
+    assert processes_of_rows(make_mesh(MESH_DIMS)) == 1
+
+
+# -- precision -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("no", jnp.float32), ("fp32", jnp.float32), ("BF16", jnp.bfloat16), ("float16", jnp.float16),
+        (None, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (np.dtype("float32"), jnp.float32), ("auto", jnp.float32),
+    ],
+)  # fmt: skip
+def test_names_of_formats(name, dtype):
+    assert precision.resolve_dtype(name) == dtype
+
+
+def test_auto_is_narrow_where_a_device_is_good_at_it():
+    assert [precision.resolve_dtype("auto", on).name for on in ("gpu", "tpu", "cpu")] == ["bfloat16"] * 2 + ["float32"]
+
+
+@pytest.mark.parametrize(("name", "message"), [("bf61", "Did you mean"), (jnp.int32, "floating"), (object(), "format")])
+def test_formats_that_cannot_be_are_refused(name, message):
+    with pytest.raises(BadArgument, match=message):
+        precision.resolve_dtype(name)
+
+
+def test_the_fast_kernel_is_for_narrow_numbers_on_a_gpu():
+    kernels = [
+        precision.attention_kernel(fast, dtype, on)
+        for fast, dtype, on in [
+            (True, jnp.bfloat16, "gpu"), (True, jnp.float16, "gpu"), (True, jnp.float32, "gpu"),
+            (True, jnp.bfloat16, "cpu"), (True, jnp.bfloat16, "tpu"), (False, jnp.bfloat16, "gpu"),
+        ]
+    ]  # fmt: skip
+    assert kernels == ["cudnn", "cudnn", "xla", "xla", "xla", "xla"]
+    assert precision.attention_kernel(True, jnp.bfloat16) == "xla"  # here
+
+
+def test_matmul_precisions():
+    assert precision.resolve_matmul("highest") == "highest"
+    assert precision.resolve_matmul(None) is None
+    with pytest.raises(BadArgument, match="Did you mean 'highest'"):
+        precision.resolve_matmul("higest")
+    with jax.default_matmul_precision(precision.resolve_matmul("float32")):
+        assert float(jnp.ones((2, 2)) @ jnp.ones((2, 2)) @ jnp.ones(2) @ jnp.ones(2)) == 8
+
+
+def test_casting_leaves_whole_numbers_flags_and_keys():
+    tree = {"w": jnp.ones(2), "n": jnp.ones(2, jnp.int32), "b": jnp.ones(2, bool), "k": jax.random.key(0)}
+    cast = precision.cast_floating(tree, jnp.bfloat16)
+    assert {name: leaf.dtype == tree[name].dtype for name, leaf in cast.items()} == {
+        "w": False, "n": True, "b": True, "k": True,
+    }  # fmt: skip
+    assert cast["w"].dtype == jnp.bfloat16
+
+
+def test_layers_that_chose_a_format_keep_it():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.open = nnx.Linear(2, 2, rngs=rngs)
+            self.wide = nnx.Linear(2, 2, dtype=jnp.float32, rngs=rngs)
+
+    model = Two(nnx.Rngs(0))
+    precision.compute_in(model, jnp.dtype(jnp.bfloat16))
+    assert model.open(jnp.ones((1, 2))).dtype == jnp.bfloat16
+    assert model.wide(jnp.ones((1, 2))).dtype == jnp.float32
+
+
+# -- remat ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("off", [None, "", "none", "None", False])
+def test_names_that_mean_off(off):
+    assert remat.resolve_remat(off) is None
+
+
+def test_names_of_policies():
+    policies = jax.checkpoint_policies
+    assert remat.resolve_remat("nothing_saveable") is policies.nothing_saveable
+    assert remat.resolve_remat(True) is policies.nothing_saveable
+    assert remat.resolve_remat("checkpoint_dots") is policies.checkpoint_dots
+    assert remat.resolve_remat("everything") is policies.everything_saveable
+    own = policies.save_only_these_names("a")
+    assert remat.resolve_remat(own) is own
+    with pytest.raises(BadArgument, match="Did you mean 'nothing_saveable'"):
+        remat.resolve_remat("nothing_savable")
+    with pytest.raises(BadArgument, match="Use one of none, nothing_saveable"):
+        remat.resolve_remat("qqqq")
+
+
+def test_a_model_that_can_be_told_is_told():
+    class Told:
+        def configure(self, remat=None, attention="xla", unroll=1):
+            self.how = remat, attention, unroll
+
+    told = Told()
+    assert remat.configure_model(told, remat="dots", attention="cudnn")
+    assert told.how == (jax.checkpoint_policies.dots_saveable, "cudnn", 1)
+    assert not remat.configure_model(object(), remat="dots")

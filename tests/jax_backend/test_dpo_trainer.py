@@ -1,0 +1,167 @@
+"""DPO on JAX: the losses and weights of the torch task, and a reference that is asked once and never changes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import text_toys as toys
+from text_trainer_toys import batch_of, devices, furthest_weight, make_folder, torch_run, trainer_of
+from trainformer.core.errors import BadArgument, DataError
+from trainformer.jax import DPOConfig, DPOTrainer
+from trainformer.jax.text_trainer import LoRAConfig
+from trainformer.models.jax import apply_lora, load_model, save_lora
+from trainformer.tasks.language.dpo import DPO
+
+PAIRS = toys.preferences()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def other(folder, tmp_path_factory):
+    """Another model of the same shape."""
+    made = tmp_path_factory.mktemp("other")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    model.save_pretrained(made)
+    return made
+
+
+def dpo(folder, where, data=PAIRS, **given):
+    return trainer_of(DPOTrainer, DPOConfig, folder, data, where, **given)
+
+
+def check_against_torch(mine, wanted):
+    """All metrics of an evaluation here are those of the torch side."""
+    assert {name.removeprefix("eval_") for name in mine} == {name.removeprefix("val/") for name in wanted}
+    for name, value in mine.items():
+        assert value == pytest.approx(wanted[f"val/{name.removeprefix('eval_')}"], abs=1e-4), name
+
+
+def test_two_steps_give_the_weights_of_the_torch_task(folder, tmp_path):
+    task = DPO(str(folder), max_length=32, cache_dir=tmp_path / "t", label_smoothing=0.1)
+    theirs = torch_run(task, PAIRS, tmp_path / "torch")
+    mine = dpo(folder, tmp_path, optimizer="sgd", label_smoothing=0.1, options={"eval_dataset": PAIRS})
+    assert mine.eval() == pytest.approx({"eval_loss": np.log(2), **_rewards(0.0)}, abs=1e-5)
+    mine.train()
+    found = mine.eval()
+    check_against_torch(found, theirs.evaluate())
+    assert found["eval_loss"] < np.log(2) - 0.1
+    assert furthest_weight(mine.save_pretrained(tmp_path / "saved"), theirs.task.model) <= 1e-4
+
+
+def _rewards(value):
+    return {f"eval_rewards/{name}": value for name in ("accuracy", "chosen", "margin", "rejected")}
+
+
+@pytest.mark.parametrize("loss", ["ipo", pytest.param("orpo", marks=pytest.mark.slow), "simpo"])
+def test_other_losses_and_another_reference_are_those_of_torch(folder, other, tmp_path, loss):
+    reference = {"reference": str(other)} if loss == "ipo" else {}
+    task = DPO(str(folder), max_length=32, cache_dir=tmp_path / "t", loss=loss, **reference)
+    wanted = toys.trainer_for(task, PAIRS, val_data=PAIRS).evaluate()
+    named = {"reference_model": str(other)} if loss == "ipo" else {}
+    # 13 pairs in batches of 8: the rows that fill up the last batch count nothing.
+    mine = dpo(folder, tmp_path, loss_type=loss, eval_batch_size=8, options={"eval_dataset": PAIRS, **named})
+    check_against_torch(mine.eval(), wanted)
+    fewer = dpo(folder, tmp_path, loss_type=loss, eval_batch_size=8, options={"eval_dataset": PAIRS[:13], **named})
+    whole = dpo(folder, tmp_path, loss_type=loss, eval_batch_size=13, options={"eval_dataset": PAIRS[:13], **named})
+    assert fewer.eval() == pytest.approx(whole.eval(), abs=1e-5)
+
+
+def test_what_the_reference_says_is_the_log_probability_of_single_answers(folder, other, tmp_path):
+    trainer = dpo(folder, tmp_path, shuffle=False, options={"reference_model": load_model(other)})
+    batch, model = batch_of(trainer), AutoModelForCausalLM.from_pretrained(other)
+    wanted = np.empty((len(PAIRS), 2))
+    with torch.no_grad():
+        for place in np.ndindex(wanted.shape):
+            row = [torch.as_tensor(batch[name][place]) for name in ("input_ids", "labels", "attention_mask")]
+            found, learned = toys.next_token_log_probs(model, *row)
+            wanted[place] = float((found * learned).sum())
+    np.testing.assert_allclose(batch["reference"], wanted, atol=1e-4)
+
+
+def test_the_reference_is_asked_once_and_a_resumed_run_has_the_same(folder, tmp_path, monkeypatch):
+    def run(model, steps, **options):
+        fields = {"max_steps": steps, "resume": "auto", "total_batch_size": 4, "num_train_epochs": 3}
+        return dpo(model, tmp_path, optimizer="sgd", **fields, options=options)
+
+    first = run(folder, 2)
+    (kept,) = (tmp_path / "tokens").glob("*-reference-*.npy")
+    written = kept.stat().st_mtime_ns
+    first.train()
+    monkeypatch.setattr("trainformer.jax.reference.NumpySource", None)  # nobody is to be asked again
+    again = run(folder, 4)
+    assert kept.stat().st_mtime_ns == written
+    np.testing.assert_array_equal(batch_of(again)["reference"], batch_of(first)["reference"])
+    assert again.train().step == 4
+    monkeypatch.undo()
+    # The model that was trained meanwhile is another reference.
+    changed = run(first.save_pretrained(tmp_path / "trained"), 6)
+    with pytest.raises(DataError, match="reference model that the run began with"):
+        changed.train()
+
+
+def test_with_lora_the_reference_is_the_model_without_it(folder, tmp_path):
+    model = load_model(folder)
+    apply_lora(model, r=4, targets="all-linear")
+    for layer in (model.layers.attention.q_proj, model.layers.mlp.up_proj):
+        layer.lora_b[...] = 0.3 + layer.lora_b[...]
+    adapter = save_lora(model, tmp_path / "adapter")
+    plain = dpo(folder, tmp_path / "plain", shuffle=False, optimizer="sgd")
+    options = {"lora": LoRAConfig(folder=adapter), "eval_dataset": PAIRS}
+    adapted = dpo(folder, tmp_path / "adapted", shuffle=False, optimizer="sgd", options=options)
+    np.testing.assert_allclose(batch_of(adapted)["reference"], batch_of(plain)["reference"], atol=1e-5)
+    before = adapted.eval()
+    assert abs(before["eval_rewards/chosen"]) > 0.01  # the adapter itself does count
+    state = adapted.train()
+    assert adapted.eval()["eval_loss"] < before["eval_loss"]
+    assert all(path.endswith(("lora_a", "lora_b")) for path in state.trainable)
+    assert (Path(adapted.save_pretrained(tmp_path / "saved")) / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_nothing(folder, tmp_path):
+    def trained(dims):
+        options = {"eval_dataset": PAIRS, "mesh": devices(dims)}
+        sizes = {"total_batch_size": 8, "gradient_accumulation_steps": 2, "eval_batch_size": 8}
+        trainer = dpo(folder, tmp_path / str(dims), optimizer="sgd", options=options, **sizes)
+        trainer.train()
+        return trainer.eval()
+
+    assert trained((2, 1, 2, 1)) == pytest.approx(trained((1, 1, 1, 1)), abs=1e-4)
+
+
+def test_without_a_reference_all_answers_are_equally_likely(folder, tmp_path):
+    trainer = dpo(folder, tmp_path, reference_free=True)
+    assert "reference" not in batch_of(trainer)
+    assert not list((tmp_path / "tokens").glob("*-reference-*"))
+
+
+def test_what_cannot_be_is_told(folder, tmp_path):
+    for wrong, words in (
+        ({"loss_type": "sigmod"}, "Did you mean 'sigmoid'"),
+        ({"beta": 0.0}, "beta to be a positive number"),
+        ({"label_smoothing": 0.5}, "less than 0.5"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "takes every label at its word"),
+        ({"packing": True}, "packing=False"),
+        ({"truncation": "split"}, "truncate"),
+    ):
+        with pytest.raises(BadArgument, match=words):
+            DPOConfig(**wrong)
+    with pytest.raises(BadArgument, match="no reference_model"):
+        dpo(folder, tmp_path, loss_type="simpo", options={"reference_model": folder})
+    model = load_model(folder)
+    with pytest.raises(BadArgument, match="other than the model"):
+        dpo(model, tmp_path, options={"reference_model": model, "processing_class": folder})
+    with pytest.raises(DataError, match="preference"):
+        dpo(folder, tmp_path, [{"text": "nothing to compare"}])
+    assert DPOConfig(loss_type="simpo").beta == 2.0

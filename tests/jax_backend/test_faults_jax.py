@@ -1,0 +1,149 @@
+"""Runs on JAX that are killed, stopped, moved to other devices: they go on exactly, or say why they do not."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "live"))
+
+import harness
+import jax_victim
+from controlled import Gate, asked, wait_at
+from harness import (
+    check_epochs,
+    complete,
+    differences,
+    finish,
+    kill_at_operation,
+    kill_in_save,
+    launch,
+    output,
+    records,
+)
+from jax_victim import STEPS_PER_EPOCH, JaxCase
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+harness._SERVER.set_forkserver_preload(  # of no effect, and no harm, where a server was started before
+    [
+        "numpy.random",
+        "torch.testing",
+        "jax",
+        "flax.nnx",
+        "optax",
+        "trainformer.jax.base_trainer",
+        "trainformer.callbacks",
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def on_jax(monkeypatch):
+    """The harness starts victims of this side, and reads their checkpoints."""
+    monkeypatch.setattr(harness, "start", jax_victim.start)
+    monkeypatch.setattr(harness, "final_state", jax_victim.final_state)
+    # How often a process compiled is its own affair, like the time it took.
+    is_clock = harness._is_clock
+    monkeypatch.setattr(harness, "_is_clock", lambda name: is_clock(name) or name == "train/recompilations")
+
+
+_REFERENCES = {}
+
+
+@pytest.fixture
+def reference(tmp_path_factory, on_jax):
+    """For a case, the folder of a run left in peace."""
+
+    def run(case):
+        if case not in _REFERENCES:
+            _REFERENCES[case] = complete(case, tmp_path_factory.mktemp("reference"))
+        return _REFERENCES[case]
+
+    return run
+
+
+def killed_after(step, case, folder):
+    case = replace(case, signals=((step, signal.SIGKILL),))
+    assert finish(launch(case, folder), folder) == -signal.SIGKILL, output(folder)
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_killed_run_ends_like_one_left_in_peace(tmp_path, reference, save_async):
+    """Inside a save, at a file operation, after a step: each chosen at random."""
+    case, rng = JaxCase(save_async=save_async), random.Random(f"kill {save_async}")
+    peaceful, tally = reference(case), harness.Tally()
+    operations = json.loads((peaceful / "end.json").read_text())["operations"]
+    slow = replace(case, slow=0.03)
+    assert kill_in_save(slow, tmp_path, rng.uniform(0, 0.3), rng.randint(1, 2)), output(tmp_path)
+    tally.note_kill(tmp_path)
+    assert kill_at_operation(case, tmp_path, rng.randint(operations // 8, operations // 3)), output(tmp_path)
+    tally.note_kill(tmp_path)
+    killed_after(rng.randint(2 * STEPS_PER_EPOCH, 3 * STEPS_PER_EPOCH - 1), case, tmp_path)
+    tally.note_kill(tmp_path)
+    complete(case, tmp_path)
+    assert differences(peaceful, tmp_path) == []
+    assert tally.kills == 3
+    assert tally.inside_saves > 0, "no kill hit a half-written checkpoint"
+
+
+@pytest.mark.parametrize("data", ["generator", "grain", "huggingface"])
+def test_a_killed_run_over_a_stream_goes_on_in_its_place(tmp_path, reference, data):
+    case, rng = JaxCase(data=data, epochs=2), random.Random(data)
+    killed_after(rng.randint(5, 8), case, tmp_path)
+    killed_after(rng.randint(STEPS_PER_EPOCH + 4, 2 * STEPS_PER_EPOCH - 1), case, tmp_path)
+    complete(case, tmp_path)
+    assert differences(reference(case), tmp_path) == []
+    assert "going on from run/checkpoints/step_0000001" in (tmp_path / "run/log.txt").read_text()
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_run_goes_on_on_other_devices(tmp_path, reference, devices):
+    case = JaxCase(devices=4, dropout=0.0, epochs=2)
+    killed_after(9, case, tmp_path)
+    complete(replace(case, devices=devices), tmp_path)
+    assert check_epochs(tmp_path) == []
+    wanted, found = records(reference(case)), records(tmp_path)
+    assert [sorted(record) for record in found] == [sorted(record) for record in wanted]
+    for name in ("train/loss", "val/loss"):
+        ours, theirs = ([r[name] for r in of if name in r] for of in (found, wanted))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "4 x cpu" in log
+    assert f"{devices} x cpu" in log
+
+
+def test_sigterm_saves_and_leaves_with_143(tmp_path, reference):
+    case = JaxCase()
+    stopped = replace(case, signals=((7, signal.SIGTERM), (STEPS_PER_EPOCH, signal.SIGINT)))
+    assert finish(launch(stopped, tmp_path), tmp_path) == 143, output(tmp_path)
+    assert (tmp_path / "run/checkpoints/step_00000007/manifest.json").exists()
+    assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "interrupted"
+    assert finish(launch(stopped, tmp_path), tmp_path) == 130, output(tmp_path)
+    complete(case, tmp_path)
+    assert differences(reference(case), tmp_path, retention=False) == []
+
+
+def test_a_running_job_obeys_ctl(tmp_path):
+    """`trainformer ctl` from another process: look, save, stop."""
+    case, gate = JaxCase(save_steps=100), Gate({3: 1, 5: 1, 6: 1})
+    process = harness._SERVER.Process(target=jax_victim.start, args=(case, str(tmp_path), gate))
+    process.start()
+    wait_at(process, tmp_path, 3)
+    assert asked(tmp_path, "status", "run")["step"] == 3
+    wait_at(process, tmp_path, 5)
+    asked(tmp_path, "save", "run")
+    wait_at(process, tmp_path, 6)
+    assert (tmp_path / "run/checkpoints/step_00000005/manifest.json").exists()
+    asked(tmp_path, "stop", "run")
+    assert finish(process, tmp_path) == 0, output(tmp_path)
+    assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "stopped"
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000006"

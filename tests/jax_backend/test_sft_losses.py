@@ -1,0 +1,132 @@
+"""Losses on JAX against those of the torch side, values and gradients; chunks do not change them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from trainformer.core.errors import BadArgument
+from trainformer.losses import preference as on_torch
+from trainformer.losses import tokens as tokens_on_torch
+from trainformer.losses.jax import dpo_loss, head_cross_entropy, orpo_loss, preference_rewards, row_sums, simpo_loss
+from trainformer.losses.jax import token_cross_entropy as cross_entropy
+
+ROWS, LENGTH, WIDTH, WORDS = 3, 7, 5, 11
+
+
+@pytest.fixture(scope="module")
+def made():
+    rng = np.random.default_rng(0)
+    states = rng.standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32)
+    head = rng.standard_normal((WIDTH, WORDS)).astype(np.float32)
+    labels = rng.integers(0, WORDS, (ROWS, LENGTH))
+    labels[0, :3], labels[2, 4:] = -100, -100
+    return states, head, labels
+
+
+@pytest.mark.parametrize("options", [{}, {"shift": False}, {"z_loss": 0.1, "label_smoothing": 0.2}])
+def test_tokens_have_the_loss_of_torch(made, options):
+    states, head, labels = made
+    logits = torch.tensor(states @ head, requires_grad=True)
+    theirs = tokens_on_torch.token_cross_entropy(logits, torch.as_tensor(labels), **options)
+    theirs.sum.backward()
+
+    def loss(logits):
+        found = cross_entropy(logits, jnp.asarray(labels), **options)
+        return found.sum, found
+
+    (total, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(states @ head)
+    assert float(total) == pytest.approx(float(theirs.sum.detach()), rel=1e-5)
+    assert (float(found.weight), float(found.correct)) == (float(theirs.weight), float(theirs.correct))
+    np.testing.assert_allclose(gradient, logits.grad.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+def test_chunks_change_neither_loss_nor_gradients(made, chunks):
+    states, head, labels = made
+
+    def loss(states, head, chunks):
+        return head_cross_entropy(states, jnp.asarray(labels), lambda x: x @ head, chunks=chunks, z_loss=0.1)
+
+    def with_gradients(chunks):
+        def total(*given):
+            found = loss(*given, chunks)
+            return found.sum, found
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(states, head)
+
+    whole, pieces = with_gradients(1), with_gradients(chunks)
+    for mine, wanted in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+    assert whole[0][1].weight == 13
+
+
+def test_logits_of_all_tokens_never_exist_with_chunks(made):
+    """The largest array of the compiled gradient has the logits of a chunk, not of the sequence."""
+    states, head, labels = (np.tile(made[0], (1, 8, 1)), made[1], np.tile(made[2], (1, 8)))
+
+    def largest(chunks):
+        gradient = jax.grad(
+            lambda states, head: row_sums(states, jnp.asarray(labels), lambda x: x @ head, chunks=chunks).total().sum,
+            argnums=(0, 1),
+        )
+        text = str(jax.make_jaxpr(gradient)(states, head))
+        return f"{ROWS},{8 * LENGTH},{WORDS}]" in text, f"{ROWS},{2 * LENGTH},{WORDS}]" in text
+
+    assert largest(1) == (True, False)
+    assert largest(4) == (False, True)
+
+
+def test_what_is_no_batch_is_told(made):
+    states, _, labels = made
+    with pytest.raises(BadArgument, match=r"\(3, 7, 5\) and \(3, 6\)"):
+        row_sums(jnp.asarray(states), jnp.asarray(labels[:, 1:]))
+    with pytest.raises(BadArgument, match="chunks"):
+        row_sums(jnp.asarray(states), jnp.asarray(labels), chunks=0)
+
+
+def test_preferences_have_the_losses_of_torch():
+    rng = np.random.default_rng(1)
+    values = -rng.uniform(0.01, 6, (4, 16)).astype(np.float32)
+    values[:2, 0] = -1e-9  # a certain answer
+
+    kinds = {
+        **{v: (lambda p, r, v=v: dpo_loss(p, r, 0.3, variant=v)) for v in ("sigmoid", "hinge", "ipo")},
+        "smoothed": lambda p, r: dpo_loss(p, r, 0.3, label_smoothing=0.2),
+        "orpo": lambda p, r: orpo_loss(p, 0.3),
+        "simpo": lambda p, r: simpo_loss(p, 2.0, 0.7, label_smoothing=0.1),
+    }
+    theirs = {
+        **{v: (lambda *g, v=v: on_torch.dpo_loss(*g, 0.3, variant=v, reduction="none")) for v in ("sigmoid", "hinge")},
+        "ipo": lambda *g: on_torch.dpo_loss(*g, 0.3, variant="ipo", reduction="none"),
+        "smoothed": lambda *g: on_torch.dpo_loss(*g, 0.3, label_smoothing=0.2, reduction="none"),
+        "orpo": lambda c, r, *_: on_torch.orpo_loss(c, r, 0.3, reduction="none"),
+        "simpo": lambda c, r, *_: on_torch.simpo_loss(c, r, 2.0, 0.7, label_smoothing=0.1, reduction="none"),
+    }
+    assert kinds.keys() == theirs.keys()
+    for name, mine in kinds.items():
+        policy = [torch.tensor(row, requires_grad=True) for row in values[:2]]
+        wanted = theirs[name](*policy, *map(torch.tensor, values[2:]))
+        wanted.sum().backward()
+        known = tuple(map(jnp.asarray, values[2:]))
+
+        def total(given, mine=mine, known=known):
+            losses = mine(given, known)
+            return losses.sum(), losses
+
+        gradients, found = jax.jit(jax.grad(total, has_aux=True))(tuple(map(jnp.asarray, values[:2])))
+        np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
+        for gradient, p in zip(gradients, policy, strict=True):
+            np.testing.assert_allclose(gradient, p.grad.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_rewards_are_those_of_torch():
+    values = np.random.default_rng(2).standard_normal((4, 8)).astype(np.float32)
+    values[:, 0] = 0.0  # a tie
+    mine = preference_rewards((values[0], values[1]), (values[2], values[3]), 0.3)
+    theirs = on_torch.preference_rewards(*map(torch.tensor, values), 0.3)
+    for name in ("chosen", "rejected", "margin", "correct"):
+        np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name).numpy(), atol=1e-6)
+    with pytest.raises(BadArgument, match="sigmoid"):
+        dpo_loss((values[0], values[1]), (values[2], values[3]), variant="sigmod")

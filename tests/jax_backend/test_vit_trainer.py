@@ -1,0 +1,147 @@
+"""Image classification on JAX: it learns; images in any form give one loss; folders for transformers."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from transformers import AutoModelForImageClassification
+
+from text_trainer_toys import QUIET, devices
+from trainformer.core.errors import BadArgument, DataError
+from trainformer.data.samples import sample_arrays
+from trainformer.data.split import split_dataset
+from trainformer.jax import ImageClassificationTrainer, TrainingArguments
+from trainformer.models.jax import ViTConfig
+
+TINY = ViTConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=2,
+    num_channels=1, initializer_range=0.2,
+)  # fmt: skip
+
+
+def trainer_of(data, model=TINY, dims=(1, 1, 1, 1), held_out=None, options=None, **fields):
+    defaults = {"total_batch_size": 64, "eval_batch_size": 8, "learning_rate": 3e-3, "max_steps": 2}
+    arguments = TrainingArguments(**{**QUIET, **defaults, **fields})
+    given = {"dataset_train": data, "dataset_eval": held_out, "mesh": devices(dims), **(options or {})}
+    return ImageClassificationTrainer(arguments, model, **given)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    found = sample_arrays("digits").arrays
+    return found["image"][:, 0], found["label"]
+
+
+@pytest.mark.slow
+def test_a_tiny_vit_learns_digits():
+    train, held_out = split_dataset(sample_arrays("digits"), 0.2, seed=0)
+    fields = {"max_steps": -1, "num_train_epochs": 12, "eval_batch_size": 64, "scheduler": "cosine"}
+    trainer = trainer_of(train, held_out=held_out, options={"label_smoothing": 0.1}, **fields)
+    trainer.train()
+    assert trainer.eval()["eval_accuracy"] > 0.9
+
+
+def test_images_in_any_form_have_the_loss_that_numpy_computes(digits):
+    images, labels = digits[0][:11], digits[1][:11]
+    scaled = (images[..., None] / 255.0 - 0.25) / 0.5
+    options = {"mean": 0.25, "std": 0.5, "num_classes": 10}
+    forms = [
+        {"image": images, "label": labels},
+        (images[:, None], labels),
+        [{"img": image, "labels": int(label)} for image, label in zip(images, labels, strict=True)],
+        list(zip(images[..., None], labels, strict=True)),
+        {"pixel_values": scaled.astype(np.float32), "label": labels},
+    ]
+    # Eleven images in batches of eight: the rows that fill up the last one count nothing.
+    found = [trainer_of("digits", held_out=form, options=options).eval() for form in forms]
+    trainer = trainer_of("digits", held_out=forms[0], options=options)
+    probabilities = trainer.predict(images)
+    np.testing.assert_allclose(probabilities, trainer.predict(scaled.astype(np.float32)), atol=1e-6)
+    assert found[0]["eval_loss"] == pytest.approx(-np.log(probabilities[np.arange(11), labels]).mean(), abs=1e-5)
+    assert found[0]["eval_accuracy"] == pytest.approx((probabilities.argmax(-1) == labels).mean(), abs=1e-6)
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-5)
+
+
+def test_a_trained_vit_opens_in_transformers_and_is_trained_on_with_other_classes(digits, tmp_path):
+    images = np.repeat(digits[0][..., None], 3, -1)
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
+    )
+    trainer = trainer_of({"image": images, "label": digits[1]}, config, (1, 2, 1, 1))
+    assert trainer.num_classes == 10
+    start = jax.tree.map(np.array, trainer.model_state.params)
+    state = trainer.train()
+    assert not np.array_equal(start["classifier"]["kernel"], state.params["classifier"]["kernel"])
+    folder = Path(trainer.save_pretrained(tmp_path / "saved"))
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    recipe = json.loads((folder / "preprocessor_config.json").read_text())
+    pixels = (images[:5] * recipe["rescale_factor"] - recipe["image_mean"]) / recipe["image_std"]
+    with torch.no_grad():
+        wanted = model(torch.tensor(pixels.transpose(0, 3, 1, 2), dtype=torch.float32)).logits.softmax(-1).numpy()
+    np.testing.assert_allclose(trainer.predict(images[:5]), wanted, atol=1e-5)
+    fewer = trainer_of({"image": images[:64], "label": digits[1][:64] % 3}, folder)
+    assert fewer.predict(images[:2]).shape == (2, 3)
+    kept, old = fewer.model_state.params["patches"]["kernel"], state.params["patches"]["kernel"]
+    np.testing.assert_array_equal(kept, old)
+
+
+def test_any_network_can_be_trained_and_dropout_is_off_in_evaluations(digits):
+    class Plain(nnx.Module):
+        def __init__(self, rngs):
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+            self.out = nnx.Linear(64, 10, rngs=rngs)
+
+        def __call__(self, images):
+            return self.out(self.drop(images.reshape(images.shape[0], -1)))
+
+    data = {"image": digits[0][:256], "label": digits[1][:256]}
+    fields = {"max_steps": 60, "learning_rate": 0.02, "eval_batch_size": 64}
+    trainer = trainer_of(data, lambda rngs: Plain(rngs), held_out=data, **fields)
+    assert trainer.eval() == trainer.eval()
+    trainer.train()
+    assert trainer.eval()["eval_accuracy"] > 0.8
+
+
+def test_smoothing_is_for_training_alone(digits):
+    data = {"image": digits[0][:64], "label": digits[1][:64]}
+    seen = []
+
+    class Noting:
+        def on_step_end(self, trainer, step, loss):
+            seen.append(float(loss))
+
+    for smoothing in (0.0, 0.3):
+        options = {"label_smoothing": smoothing, "callbacks": [Noting()]}
+        trainer = trainer_of(data, held_out=data, max_steps=1, shuffle=False, eval_batch_size=64, options=options)
+        plain = trainer.eval()["eval_loss"]
+        logs = np.log(trainer.predict(data["image"]))
+        wanted = -((1 - smoothing) * logs[np.arange(64), data["label"]] + smoothing * logs.mean(-1)).mean()
+        trainer.train()
+        assert seen[-1] == pytest.approx(wanted, abs=1e-5)
+    assert plain == pytest.approx(seen[0], abs=1e-5)
+
+
+def test_what_is_no_image_or_label_is_told(digits, tmp_path):
+    images, labels = digits[0][:16], digits[1][:16]
+    with pytest.raises(DataError, match="whole numbers"):
+        trainer_of({"image": images, "label": labels / 2})
+    with pytest.raises(DataError, match="labels from 0 to 9"):
+        trainer_of("digits", held_out={"image": images, "label": labels + 5})
+    with pytest.raises(DataError, match="'image' and a 'label'"):
+        trainer_of({"picture": images, "label": labels})
+    with pytest.raises(BadArgument, match="Read the files into arrays"):
+        trainer_of(tmp_path)
+    with pytest.raises(BadArgument, match="Did you mean"):
+        trainer_of("digit")
+    with pytest.raises(BadArgument, match="square images"):
+        trainer_of({"image": images[:, :6], "label": labels}, None)
+    with pytest.raises(BadArgument, match="label_smoothing"):
+        trainer_of("digits", options={"label_smoothing": 1.0})
+    trainer = trainer_of("digits", lambda rngs: nnx.Conv(1, 4, (8, 8), padding="VALID", rngs=rngs))
+    with pytest.raises(BadArgument, match=r"logits \(rows, 10\) from Conv"):
+        trainer.train()
