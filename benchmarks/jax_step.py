@@ -100,7 +100,7 @@ def mlp() -> Work:
 
 #: Hidden size, intermediate size, layers, heads, key/value heads, vocabulary; rows and length of a batch; format.
 PRESETS = {
-    "tiny": ((64, 128, 2, 4, 2, 256), (8, 64), "fp32"),
+    "tiny": ((64, 128, 2, 4, 2, 256), (4, 32), "fp32"),
     "135m": ((576, 1536, 30, 9, 3, 49_152), (16, 1024), "bf16"),
 }
 
@@ -370,7 +370,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--preset", choices=list(PRESETS), default="tiny", help="the size of the Llama")
     parser.add_argument("--only", choices=["mlp", "llama"], help="one of the two models")
-    parser.add_argument("--rounds", type=int, default=15, help="turns that every contestant gets")
+    parser.add_argument("--rounds", type=int, default=9, help="turns that every contestant gets")
     parser.add_argument("--steps", type=int, default=100, help="of a turn; a log record is due after so many")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for machines that are not idle")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")

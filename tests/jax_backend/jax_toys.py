@@ -79,7 +79,8 @@ def mesh_on(dims, devices=4):
 def arguments(**options):
     """Arguments of a short run without an end of its own on the console."""
     given = {"total_batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-2, "weight_decay": 0.0}
-    given |= {"output_dir": "run", "log": "none", "logging_steps": 1, "dtype": "fp32", "save_strategy": "no"}
+    given |= {"output_dir": "run", "log": "none", "logging_steps": 1, "dtype": "fp32"}
+    given |= {} if "save_steps" in options else {"save_strategy": "no"}
     return TrainingArguments(**given | options)
 
 

@@ -198,7 +198,7 @@ def start(case, folder, *callbacks):
 
 
 def final_state(folder):
-    """All components of the newest checkpoint as plain values, arrays as their bytes; nothing that the clock decides."""
+    """All components of the newest checkpoint as plain values, arrays as bytes; nothing that the clock decides."""
     from harness import output, run_folder, without_clock
 
     from trainformer.backends.jax.orbax_import import ocp, quiet
@@ -213,7 +213,7 @@ def final_state(folder):
             with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 arrays = checkpointer.restore((newest.path / "state").absolute())
             found |= {name: (str(array.dtype), np.asarray(array).tobytes()) for name, array in arrays.items()}
-        elif key in newest.manifest.formats:
+        elif key in newest.manifest.formats and key != "data":  # a place can be said in several ways
             names = [file.name for file in files]
             found[key] = without_clock(JaxFiles().read(newest.path, names, newest.manifest.formats[key]))
     return found

@@ -59,11 +59,12 @@ def train(folder: Path, kind: str, options: dict) -> None:
     chosen = kinds[options.pop("trainer", "mean")]
     data, waits = options.pop("rows", 64), options.pop("waits", 0.0)
     is_text = chosen is jax_toys.TokenTrainer
+    rate = 0.1 if chosen is jax_toys.MeanTrainer else 0.0  # a mask goes by a row's place, which filling up changes
     make = jax_toys.texts if is_text else jax_toys.samples
     given = {"output_dir": str(folder / "run"), "save_strategy": "steps", "save_steps": 4, "optimizer": "adamw"}
     trainer = chosen(
         jax_toys.arguments(**given | options),
-        model=jax_toys.llama if is_text else lambda rngs: jax_toys.Mlp(rngs, rate=0.1),
+        model=jax_toys.llama if is_text else lambda rngs: jax_toys.Mlp(rngs, rate=rate),
         dataset_train=make(data),
         dataset_eval=make(24, seed=1),
         callbacks=[Waits(folder, waits)] if waits else [],

@@ -15,7 +15,7 @@ from trainformer.backends.jax.processes import launched, peers_on, rows_of_proce
 from trainformer.core.errors import BadArgument
 from trainformer.data.sharding import ALL
 
-TEXTS = {"trainer": "tokens", "rows": 32, "num_train_epochs": 3}
+TEXTS = {"trainer": "tokens", "rows": 32, "num_train_epochs": 3, "scheduler": "constant"}
 
 
 def run(folder, processes, kind="plain", codes=0, **options):
@@ -27,9 +27,11 @@ def run(folder, processes, kind="plain", codes=0, **options):
 
 
 def assert_same(ours, theirs):
+    """Sums in another order differ in the last digit, which Adam makes more of where gradients are next to nothing."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        np.testing.assert_allclose(value, theirs[name], atol=1e-6, rtol=1e-5, err_msg=name)
+        tolerance = 1e-6 if name in ("losses", "eval_loss") else 2e-5
+        np.testing.assert_allclose(value, theirs[name], atol=tolerance, rtol=1e-6, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +113,13 @@ def test_rows_that_cannot_be_shared_are_an_error_in_all_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_processes_goes_on(tmp_path, texts_of_one, before, after):
-    wide = {**TEXTS, "scheduler": "constant"}
-    run(tmp_path, before, "begun", **wide, max_steps=8)
-    results = run(tmp_path, after, "ended", **wide, max_steps=12)
-    (reference,) = run(tmp_path / "whole", 1, **wide, max_steps=12)
-    for result in results:
-        assert_same(result, reference)
-    assert reference["losses"][0] == pytest.approx(texts_of_one["losses"][0])  # 12 records: resumed, not begun anew
+def test_another_number_of_processes_goes_on(tmp_path, texts_of_one):
+    run(tmp_path, 2, "begun", **TEXTS, max_steps=5)
+    run(tmp_path, 1, "going", **TEXTS, max_steps=9)
+    first, second = run(tmp_path, 2, "ended", **TEXTS)
+    assert len(first["losses"]) == 12  # resumed, not begun anew
+    assert_same(first, texts_of_one)
+    assert_same(second, texts_of_one)
 
 
 @pytest.mark.slow

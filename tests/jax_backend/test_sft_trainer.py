@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax_model_toys import tokens, torch_logits
+from text_trainer_toys import batch_of, devices, furthest_weight, make_folder, pairs, torch_run, trainer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import text_toys as toys
-from jax_model_toys import tokens, torch_logits
-from text_trainer_toys import batch_of, devices, furthest_weight, make_folder, pairs, torch_run, trainer_of
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.jax import SFTConfig, SFTTrainer, TrainingArguments
 from trainformer.jax.text_trainer import LoRAConfig
@@ -30,6 +30,11 @@ def folder(tmp_path_factory):
 
 def sft(folder, where, data=None, **given):
     return trainer_of(SFTTrainer, SFTConfig, folder, pairs() if data is None else data, where, **given)
+
+
+def tiny(vocab_size=320):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return DecoderConfig(vocab_size=vocab_size, **sizes)
 
 
 def test_two_steps_give_the_weights_of_the_torch_backend(folder, tmp_path):
@@ -121,9 +126,7 @@ def test_lora_trains_its_matrices_alone_and_opens_in_peft(folder, tmp_path):
     }
     layers = ("attention/q_proj", "mlp/up_proj")
     assert changed == {f"layers/{layer}/lora_{letter}" for layer in layers for letter in "ab"}
-    adapter, merged = (
-        Path(trainer.save_pretrained(tmp_path / name, merge=name == "merged")) for name in ("own", "merged")
-    )
+    adapter, merged = Path(trainer.save_pretrained("adapter")), trainer.save_pretrained("merged", merge=True)
     assert not (adapter / "model.safetensors").exists()
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
     opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
@@ -133,8 +136,7 @@ def test_lora_trains_its_matrices_alone_and_opens_in_peft(folder, tmp_path):
     again = sft(folder, tmp_path / "again", options={"lora": adapter, "eval_dataset": pairs()})
     assert again.eval()["eval_loss"] == pytest.approx(trainer.eval()["eval_loss"], abs=1e-5)
     assert again.eval()["eval_loss"] < before["eval_loss"] - 0.01
-    built = sft(DecoderConfig(vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2), tmp_path / "built", options={"lora": True, "processing_class": folder})  # fmt: skip
+    built = sft(tiny(), tmp_path / "built", options={"lora": True, "processing_class": folder})
     assert set(built.model_state.trainable) == {f"layers/attention/{p}_proj/lora_{x}" for p in "qv" for x in "ab"}
 
 
@@ -171,9 +173,7 @@ def test_contradictions_and_misfits_are_told(folder, tmp_path):
     with pytest.raises(BadArgument, match="Did you mean 'alpha'"):
         sft(folder, tmp_path, options={"lora": {"alph": 3}})
     with pytest.raises(BadArgument, match="at most 100 tokens"):
-        small = DecoderConfig(vocab_size=100, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-            num_attention_heads=2)  # fmt: skip
-        sft(small, tmp_path, options={"processing_class": folder})
+        sft(tiny(vocab_size=100), tmp_path, options={"processing_class": folder})
     with pytest.raises(DataError, match="one record at a time"):
         sft(folder, tmp_path, options={"formatting_func": lambda record: [record["prompt"]]})
     with pytest.raises(BadArgument, match="a tokenizer for data"):

@@ -224,8 +224,8 @@ class Line(BaseTrainer):
 x = np.linspace(-1, 1, 22, dtype=np.float32)[:, None]
 data = {"x": x, "y": 2 * x}
 arguments = TrainingArguments(
-    num_train_epochs=2, total_batch_size=8, output_dir="run", save_steps=2, evaluation_strategy="epoch", save_async=True,
-    save_total_limit=2, metric_for_best_model="loss",
+    num_train_epochs=2, total_batch_size=8, output_dir="run", save_steps=2, evaluation_strategy="epoch",
+    save_async=True, save_total_limit=2, metric_for_best_model="loss",
 )
 for expected in (6, 6):  # the second time it resumes, and finds that all is done
     trainer = Line(arguments, model=nnx.Linear(1, 1, rngs=nnx.Rngs(0)), dataset_train=data, dataset_eval=data)
@@ -238,6 +238,7 @@ print("found", found)
 """
 
 
+@pytest.mark.slow
 def test_torch_is_never_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

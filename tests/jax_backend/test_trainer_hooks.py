@@ -22,8 +22,7 @@ from trainformer.callbacks import (
     OnlineLinear,
 )
 from trainformer.core.errors import BadArgument
-from trainformer.loggers.jsonl import JsonlLogger
-from trainformer.loggers.jsonl import read_jsonl
+from trainformer.loggers.jsonl import JsonlLogger, read_jsonl
 from trainformer.mini import BaseHook
 
 # -- the trainer's own ---------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax_model_toys import save_random
 from transformers import AutoModelForCausalLM
 
 import text_toys
-from jax_model_toys import save_random
 from trainformer.backends.jax.mesh import make_mesh
 
 QUIET = {"log": "none", "save_strategy": "no", "resume": None, "weight_decay": 0.0, "scheduler": "constant"}
@@ -33,20 +33,12 @@ def devices(dims: tuple[int, ...] = (1, 1, 1, 1)) -> Any:
 
 
 def trainer_of(
-    kind: Any,
-    arguments: Any,
-    model: Any,
-    data: Any,
-    where: Path,
-    *,
-    options: dict[str, Any] | None = None,
-    **fields: Any,
+    kind: Any, arguments: Any, model: Any, data: Any, where: Path, *, options: Any = None, **fields: Any
 ) -> Any:
     """A trainer on one device; all data are one batch, unless the fields say otherwise."""
-    defaults = {"total_batch_size": len(data), "max_steps": 2, "learning_rate": 0.1, "max_sequence_length": 32}
-    made = arguments(
-        **{**QUIET, **defaults, "cache_dir": str(where / "tokens"), "output_dir": str(where / "run"), **fields}
-    )
+    sizes = {"total_batch_size": len(data), "max_steps": 2, "learning_rate": 0.1, "max_sequence_length": 32}
+    folders = {"cache_dir": str(where / "tokens"), "output_dir": str(where / "run")}
+    made = arguments(**{**QUIET, **sizes, **folders, **fields})
     return kind(made, model, **{"train_dataset": data, "mesh": devices(), **(options or {})})
 
 

@@ -122,7 +122,8 @@ class BaseTrainer(CommonHandle):
         self.scheduler = configured.scheduler
         self._state = configured.state
         functions = TrainerConfigureFunctionOutput(*self.configure_functions())
-        for source, function in ((train, functions.train_step_fn), (val, functions.eval_step_fn)):
+        pairs: tuple[tuple[Any, Any], ...] = (train, functions.train_step_fn), (val, functions.eval_step_fn)
+        for source, function in pairs:
             if hasattr(source, "pad_last") and not getattr(source, "drop_last", False):
                 source.pad_last = isinstance(function, JittedStep) and not isinstance(function, AnyRowsStep)
         backend = JaxBackend(
@@ -385,6 +386,13 @@ class BaseTrainer(CommonHandle):
     def was_set(self, name: str) -> bool:
         """Whether the user passed a setting."""
         return name in self._session.passed
+
+    def __getattr__(self, name: str) -> Any:
+        """The settings of the run, by the names that all runs share: callbacks look for them."""
+        session = self.__dict__.get("_session")
+        if session is None or name not in session.settings.defaults():
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(session.settings, name)
 
     @property
     def active_optimizer(self) -> Any:

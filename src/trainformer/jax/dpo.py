@@ -82,8 +82,8 @@ class DPOTrainer(TextTrainer):
     Records have a `prompt`, a `chosen` and a `rejected` answer: texts, or messages; where both answers are whole
     conversations, their common beginning is the prompt. Prompts are not learned.
 
-    `reference_model` (a folder, a module, a function that builds one) is what the model is compared with, by default the
-    model as it is before training; with LoRA, without the adapter. What it says of the answers never changes. It is
+    `reference_model` (a folder, a module, a function that builds one) is what the model is compared with, by default
+    the model as it is before training; with LoRA, without the adapter. What it says of the answers never changes. It is
     computed once, when the trainer is made, kept beside the tokens, and read with the data: in training there is one
     model on the devices. A run that goes on from a checkpoint checks that it has the same reference as before.
     """

@@ -44,9 +44,9 @@ class ImageClassificationTrainer(BaseTrainer):
     gets a new head if it has another number of classes), any module that makes logits of images
     ``(rows, height, width, channels)``, a function that builds one, or None: a small ViT that fits the images.
 
-    Data are ``{"image": ..., "label": ...}`` of arrays, a tuple of both, a list or data set of such samples, or the name
-    of a built-in sample such as ``"digits"``. Images of bytes are scaled to 0..1 and normalised by `mean` and `std`, on
-    the device; those of floating-point numbers are taken as they are.
+    Data are ``{"image": ..., "label": ...}`` of arrays, a tuple of both, a list or data set of such samples, or the
+    name of a built-in sample such as ``"digits"``. Images of bytes are scaled to 0..1 and normalised by `mean` and
+    `std`, on the device; those of floating-point numbers are taken as they are.
     """
 
     leaves_out_padding = True
@@ -121,9 +121,7 @@ class ImageClassificationTrainer(BaseTrainer):
         logits = model(images, **options)
         if logits.ndim != 2 or logits.shape[-1] < (self.num_classes or 2):
             what = f"logits (rows, {self.num_classes}) from {type(model).__name__}"
-            raise BadArgument(
-                expected(what, tuple(logits.shape), "Build it with as many outputs as there are classes.")
-            )
+            raise BadArgument(expected(what, tuple(logits.shape), "Build it with one output for each class."))
         if VALID in batch:
             labels = jnp.where(batch[VALID], labels, IGNORED)
         return row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing).total()
@@ -136,7 +134,7 @@ class ImageClassificationTrainer(BaseTrainer):
         return (images.astype(jnp.float32) / 255.0 - self.mean) / self.std
 
     def predict(self, images: Any) -> np.ndarray:
-        """Probabilities (rows, classes) of images, as they are in the data; all of them go through the model at once."""
+        """Probabilities (rows, classes) of images, in any form that data have; all of them at once."""
         with self._session.backend.run_context():
             return np.asarray(jax.jit(self._predict)(self.model_state, jnp.asarray(images)))
 

@@ -96,6 +96,7 @@ def save_weights(trainer: BaseTrainer, folder: Path, state: Any) -> list[str]:
 @contextmanager
 def new_files(folder: Path) -> Iterator[list[str]]:
     """A list that in the end holds the names of the files that were written to a folder meanwhile."""
-    before, written = set(folder.iterdir()), []
+    before = set(folder.iterdir())
+    written: list[str] = []
     yield written
     written += sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())

@@ -63,9 +63,7 @@ class SFTConfig(TextArguments):
         said = {name: kind for name, kind in asked.items() if kind is not None}
         if len({kind == "all" for kind in said.values()}) > 1:
             given = ", ".join(f"{name}={getattr(self, name)}" for name in said)
-            raise BadArgument(
-                f"Expected one answer to whether prompts are learned, received {given}. Keep one of them."
-            )
+            raise BadArgument(f"Expected one word on whether prompts are learned, received {given}. Keep one of them.")
 
     @property
     def train_on(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,8 +104,8 @@ class LoRAConfig:
         """Put it on a model, in place; the regular expression of what is frozen."""
         if self.folder is not None:
             return load_lora(model, self.folder)
-        options = {"modules_to_save": tuple(self.modules_to_save), "seed": seed}
-        return apply_lora(model, self.r, self.alpha, self.dropout, self.targets, **options)
+        saved = tuple(self.modules_to_save)
+        return apply_lora(model, self.r, self.alpha, self.dropout, self.targets, modules_to_save=saved, seed=seed)
 
 
 class TextTrainer(BaseTrainer):
@@ -266,8 +266,8 @@ class TextTrainer(BaseTrainer):
     def save_pretrained(self, ckpt_path: str | Path, state: Any = None, *, merge: bool = False) -> str:
         """Write the state, the arguments, the tokenizer and the weights to a folder, all or nothing.
 
-        The weights open in transformers. With LoRA it is the adapter that is written, for peft; `merge` writes the whole
-        model instead, with the adapter added to its weights.
+        The weights open in transformers. With LoRA it is the adapter that is written, for peft; `merge` writes the
+        whole model instead, with the adapter added to its weights.
         """
         return str(save_trainer(self, Path(ckpt_path), state, partial(self.save_weights, merge=merge)))
 

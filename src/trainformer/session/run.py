@@ -28,6 +28,7 @@ from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.loggers.multi import MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.session.announcing import announce_start, announce_stop
+from trainformer.session.batches import Batches
 from trainformer.session.checkpoints import (
     Assets,
     Checkpointer,
@@ -172,6 +173,17 @@ class Run(ABC):
             return self.settings.max_steps
         steps = self.steps_per_epoch()
         return None if steps is None else steps * self.settings.epochs
+
+    # -- its batches -----------------------------------------------------------------------------------------
+
+    def train_batches(self) -> Batches:
+        """The batches of the training data, as a loader."""
+        return Batches(self.train_source, self.settings.batch_size)
+
+    def val_batches(self) -> Batches | None:
+        """Those of the validation data, if there are any."""
+        size = self.settings.eval_batch_size or self.settings.batch_size
+        return None if self.val_source is None else Batches(self.val_source, size)
 
     # -- training ------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Steps for batches of any number of rows: what a loss function needs that knows nothing of rows that do not count.
 
 The last batch of an epoch is smaller than the others. Filled up, it would change the mean of its rows; so it is taken
-as it is, by a step compiled for its size. Rows that do not divide over the devices go to all of them, and a batch is cut
-into micro-batches that are never larger, on any device, than those of a full batch: no size needs more memory.
+as it is, by a step compiled for its size. Rows that do not divide over the devices go to all of them, and a batch is
+cut into micro-batches that are never larger, on any device, than those of a full batch: no size needs more memory.
 """
 
 from __future__ import annotations

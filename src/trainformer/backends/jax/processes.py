@@ -188,7 +188,7 @@ def rows_of_process(mesh: Mesh) -> Shard:
         return ALL
     shards = data_shards(mesh)
     held = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
-    places = sorted({index[0].start or 0 for index in held})
+    places = sorted({index[0].start or 0 for index in held if index is not None})
     first, count = places[0], len(places)
     if places != list(range(first, first + count)) or first % count:
         raise BadArgument(

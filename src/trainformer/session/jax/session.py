@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from trainformer.session.jax.state_files import JaxFiles
 from trainformer.session.progress import showing_progress
 from trainformer.session.provenance import record_length, record_settings, size_of
 from trainformer.session.run import Run
+
+logger = logging.getLogger("trainformer")
 
 #: What happens inside a compiled step: nobody can be told of it.
 _INSIDE_A_STEP = {Event.SUBSTEP_END: "each micro-batch", Event.BEFORE_UPDATE: "the gradients before the update"}
@@ -67,6 +70,11 @@ class JaxSession(Run):
             console=console,
             habits=Habits(begin_anew="pass resume=None in the arguments"),
         )
+        if settings.save_async and not self.ranks.is_alone:
+            # orbax lets processes wait for each other, which must not happen behind the back of a step that does, too.
+            settings.save_async = False
+            if self.ranks.is_main:
+                logger.warning("save_async is for one process; with %d of them saves are waited for", self.ranks.world)
         self.backend = backend
         self.files = JaxFiles()
         self.train_source = train_source

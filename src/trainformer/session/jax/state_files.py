@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import optax
 
 from trainformer.backends.jax.orbax_files import snapshot, write_state
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine.checkpoint import StateComponent
 from trainformer.engine.peers import Peers
 from trainformer.utils.tree_files import read_tree, write_tree
@@ -29,8 +30,8 @@ class JaxFiles:
     """See `session.state_files.StateFiles`."""
 
     def snapshot(self, component: StateComponent, state: Any) -> Any:
-        """A copy on the host: the next step gives up the memory of these very arrays."""
-        return snapshot(state) if component.format == "orbax" else state
+        """A copy on the host: the next step gives up the memory of these very arrays, and callbacks go on counting."""
+        return snapshot(state) if component.format == "orbax" else copy.deepcopy(state)
 
     def write(self, folder: Path, component: StateComponent, state: Any, ranks: Peers) -> list[str]:
         """Write a component in its format. What orbax makes of a full disk is an `OSError`."""
@@ -43,6 +44,10 @@ class JaxFiles:
 
     def read(self, folder: Path, names: list[str], format: str) -> Any:
         """Plain values at once, arrays when they are given back."""
+        if format not in ("orbax", "tree", "json"):
+            raise DataError(
+                f"{folder} is no checkpoint of a run on JAX, but of one on torch: {names[0]} is written as {format!r}."
+            )
         if format == "orbax":
             return SavedArrays(folder / Path(names[0]).parts[0])
         return read_tree(folder, names)

@@ -27,7 +27,7 @@ from trainformer.session.habits import Habits
 from trainformer.session.provenance import size_of
 from trainformer.session.run import Run
 from trainformer.session.torch.components import TRAINED, state_components
-from trainformer.session.torch.data import Batches, Source, load_training_data, make_source
+from trainformer.session.torch.data import Source, load_training_data, make_source
 from trainformer.session.torch.evaluation import Evaluation
 from trainformer.session.torch.inference import Inference
 from trainformer.session.torch.launched import refuse_to_part
@@ -164,15 +164,6 @@ class Session(Run):
     def evaluate_on(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data, or on other data; on the first `most` batches, if that is given."""
         return self._evaluation.evaluate(data, batch_size, most)
-
-    def train_batches(self) -> Batches:
-        """The batches of the training data, as a loader."""
-        return Batches(self.train_source, self.settings.batch_size)
-
-    def val_batches(self) -> Batches | None:
-        """Those of the validation data, if there are any."""
-        size = self.settings.eval_batch_size or self.settings.batch_size
-        return None if self.val_source is None else Batches(self.val_source, size)
 
     def evaluate_trained(self) -> dict[str, float]:
         """Evaluate the weights that are trained, also where a callback offers others (an average) for evaluation."""

@@ -1,0 +1,281 @@
+"""Evaluations, what is kept, where the data are, and going on from folders: exactly, or not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backend_toys import are_equal, on_host
+from flax import nnx
+from jax_toys import Dies, Dying, MeanTrainer, Mlp, Seen, StepsTrainer, arguments, mesh_on, mlp_trainer, samples
+from safetensors.numpy import load_file
+from torch.utils.data import TensorDataset
+
+from toys import MeanTask, classes
+from trainformer import Trainer
+from trainformer.core.errors import BadArgument, DataError
+from trainformer.core.types import Loss
+from trainformer.jax import TrainingArguments, TrainState
+from trainformer.session.jax import state_files
+
+# -- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def mean_by_numpy(params, data):
+    params = on_host(params)
+    hidden = np.tanh(data["x"] @ params["inner"]["kernel"] + params["inner"]["bias"])
+    logits = hidden @ params["outer"]["kernel"] + params["outer"]["bias"]
+    shifted = logits - logits.max(-1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return -logs[np.arange(len(logits)), data["y"]].mean()
+
+
+@pytest.mark.parametrize("kind", [MeanTrainer, StepsTrainer])
+@pytest.mark.parametrize(("size", "devices"), [(8, 4), (8, 1), (5, 1), (13, 1)])
+def test_an_evaluation_is_exact_whatever_its_batches(kind, size, devices):
+    """13 rows: the last batch is smaller, and on four devices it divides over none of them."""
+    data = samples(13, seed=1)
+    mesh = mesh_on((1, -1, 1, 1), devices)
+    trainer = mlp_trainer(kind, dataset_eval=data, eval_batch_size=size, mesh=mesh)
+    assert trainer.eval()["eval_loss"] == pytest.approx(mean_by_numpy(trainer.model_state.params, data), rel=1e-5)
+
+
+def test_another_state_can_be_evaluated():
+    data = samples(13, seed=1)
+    trainer = mlp_trainer(dataset_eval=data, eval_batch_size=8)
+    other = TrainState.create(Mlp(nnx.Rngs(5)), trainer.tx)
+    own = mean_by_numpy(trainer.model_state.params, data)
+    given = mean_by_numpy(other.params, data)
+    assert abs(own - given) > 1e-3
+    assert trainer.eval(other)["eval_loss"] == pytest.approx(given, rel=1e-5)
+    assert trainer.eval()["eval_loss"] == pytest.approx(own, rel=1e-5)
+    with pytest.raises(BadArgument, match="no data to evaluate on"):
+        mlp_trainer().eval()
+
+
+class Measuring(MeanTrainer):
+    def compute_metrics(self, model, batch, key):
+        rows, right = len(batch["y"]), jnp.sum(model(batch["x"]).argmax(-1) == batch["y"])
+        return Loss(self.compute_loss(model, batch, key) * rows, rows, {"accuracy": (right, rows)})
+
+    def derive_metrics(self, metrics):
+        return {"perplexity": float(np.exp(metrics["loss"]))}
+
+
+def test_metrics_of_an_evaluation():
+    data = samples(13, seed=1)
+    trainer = mlp_trainer(Measuring, dataset_eval=data, eval_batch_size=8, evaluation_strategy="epoch")
+    state = trainer.train()
+    params = on_host(state.params)
+    hidden = np.tanh(data["x"] @ params["inner"]["kernel"] + params["inner"]["bias"])
+    right = (hidden @ params["outer"]["kernel"] + params["outer"]["bias"]).argmax(-1) == data["y"]
+    found = trainer.eval(state)
+    assert found["eval_accuracy"] == pytest.approx(right.mean(), abs=1e-6)
+    assert found["eval_perplexity"] == pytest.approx(np.exp(mean_by_numpy(params, data)), rel=1e-5)
+    assert trainer.state.log_history[-1]["val/accuracy"] == found["eval_accuracy"]
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    seen = Seen()
+    mlp_trainer(callbacks=[seen], data=samples(27)).train()
+    assert sorted(seen.of_epoch(0)) == sorted(seen.of_epoch(1)) == list(range(27))
+    assert seen.of_epoch(0) != seen.of_epoch(1)
+    assert seen.of_epoch(0) != list(range(27))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resuming_inside_an_epoch_sees_each_sample_once(accumulation):
+    options = {"data": samples(27), "save_steps": 3, "gradient_accumulation_steps": accumulation}
+    whole, first, second = Seen(), Seen(), Seen()
+    wanted = mlp_trainer(callbacks=[whole], output_dir="whole", **options).train()
+    with pytest.raises(Dying):
+        mlp_trainer(callbacks=[first, Dies(at=7)], **options).train()
+    found = mlp_trainer(callbacks=[second, Dies(at=99)], **options).train()
+    assert {**first.steps, **second.steps} == whole.steps
+    assert min(second.steps) == 7
+    assert are_equal((found.params, found.opt_state), (wanted.params, wanted.opt_state))
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------
+
+
+class Spoiling(MeanTrainer):
+    """Ruins the weights after the fourth step: nothing later is better."""
+
+    def on_step_end(self, state, metrics, step):
+        return state.replace(params=jax.tree.map(lambda p: p * 50.0, state.params)) if step == 5 else None
+
+
+def kept(folder):
+    return sorted(path.name for path in (Path(folder) / "checkpoints").glob("step_*"))
+
+
+def test_the_best_and_the_last_are_kept():
+    options = {"dataset_eval": samples(16, seed=1), "save_steps": 2, "eval_steps": 2, "num_train_epochs": 3}
+    trainer = mlp_trainer(Spoiling, save_total_limit=2, metric_for_best_model="eval_loss", **options)
+    trainer.train()
+    assert kept("run") == ["step_00000004", "step_00000010", "step_00000012"]
+    assert trainer.best_metrics["val/loss"] == min(r["val/loss"] for r in trainer.state.log_history if "val/loss" in r)
+    mlp_trainer(Spoiling, save_total_limit=2, output_dir="last", **options).train()
+    assert kept("last") == ["step_00000010", "step_00000012"]
+
+
+class Living:
+    """A callback that hands out its own list, not a copy."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, trainer, step, loss):
+        self.steps.append(step)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_what_is_written_behind_the_loop_is_of_its_step(monkeypatch):
+    """The file of step 2 is written when step 3 is done, and holds what was at step 2."""
+    living, really = Living(), state_files.write_tree
+
+    def write_late(folder, stem, tree):
+        until = time.monotonic() + 60
+        while stem == "callback.Living" and len(living.steps) == 2 and time.monotonic() < until:
+            time.sleep(0.001)
+        return really(folder, stem, tree)
+
+    monkeypatch.setattr(state_files, "write_tree", write_late)
+    mlp_trainer(callbacks=[living], save_steps=2, save_async=True, max_steps=4).train()
+    written = json.loads(Path("run/checkpoints/step_00000002/callback.Living.json").read_text())
+    assert written == {"steps": [1, 2]}
+    assert living.steps == [1, 2, 3, 4]
+
+
+def test_a_saved_folder_is_gone_on_from(tmp_path):
+    options = {"data": samples(27), "scheduler": "constant"}
+    wanted = mlp_trainer(output_dir="whole", **options).train()
+    half = mlp_trainer(output_dir="half", max_steps=5, **options)
+    half.train()
+    path = half.save_pretrained(tmp_path / "out" / "model")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model"]
+    assert load_file(f"{path}/model.safetensors").keys() == {
+        f"{a}/{b}" for a in ("inner", "outer") for b in ("bias", "kernel")
+    }
+    assert TrainingArguments.load(f"{path}/training_arguments.json") == half.arguments
+    resumed = mlp_trainer(output_dir="resumed", **options)
+    state = resumed.train(ckpt_path=path)
+    assert int(state.step) == resumed.state.step == 8
+    assert resumed.state.samples == 54
+    assert are_equal((state.params, state.opt_state), (wanted.params, wanted.opt_state))
+    half.save_pretrained(path)  # once more onto itself
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(BadArgument, match="a new folder, or one that save_pretrained wrote"):
+        half.save_pretrained(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years"
+
+
+def test_a_checkpoint_gives_back_every_number(tmp_path):
+    """Going on from a folder gives bitwise what an unbroken run gives."""
+    options = {"data": samples(27), "scheduler": "constant"}
+    wanted = mlp_trainer(output_dir="whole", save_steps=3, **options).train()
+    state = mlp_trainer(output_dir="resumed", **options).train(ckpt_path="whole/checkpoints/step_00000003")
+    assert are_equal((state.params, state.opt_state, state.step), (wanted.params, wanted.opt_state, wanted.step))
+
+
+# -- what cannot be gone on from ---------------------------------------------------------------------------------
+
+
+def contents(folder):
+    """Everything in a folder but its log, which tells of the attempt."""
+    files = (path for path in Path(folder).rglob("*") if path.is_file() and path.name != "log.txt")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def old_run():
+    mlp_trainer(save_steps=4, output_dir="old").train()
+    assert kept("old") == ["step_00000004", "step_00000008"]
+    return Path("old")
+
+
+def damage(folder):
+    for name in kept(folder):
+        file = max(
+            (folder / "checkpoints" / name / "state").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else -1
+        )
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+
+def test_damaged_checkpoints_are_no_fresh_start(old_run):
+    damage(old_run)
+    before = contents(old_run)
+    with pytest.raises(DataError, match="none of them can be read"):
+        mlp_trainer(output_dir="old", num_train_epochs=9).train()
+    with pytest.raises(DataError):
+        mlp_trainer(output_dir="new").train(ckpt_path=old_run / "checkpoints/step_00000008")
+    with pytest.raises(DataError):
+        mlp_trainer(output_dir="new2").train(ckpt_path=old_run)
+    assert contents(old_run) == before
+    assert not kept("new") + kept("new2")
+
+
+def test_the_checkpoint_before_a_damaged_one_is_used(old_run, caplog):
+    file = old_run / "checkpoints/step_00000008/run.json"
+    file.write_text(file.read_text()[:-5])
+    trainer = mlp_trainer(output_dir="old", num_train_epochs=3)
+    with caplog.at_level(logging.INFO, "trainformer"):
+        trainer.train()
+    assert "going on from old/checkpoints/step_00000004" in caplog.text
+    assert trainer.state.step == 12
+
+
+def test_another_model_is_refused(old_run):
+    before = contents(old_run)
+    other = nnx.Sequential(nnx.Linear(6, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 3, rngs=nnx.Rngs(0)))
+    for options in ({"model": other}, {"optimizer": "sgd"}):
+        with pytest.raises(DataError, match="does not fit this run"):
+            mlp_trainer(output_dir="old", num_train_epochs=9, **options).train()
+    assert contents(old_run) == before
+
+
+def test_a_checkpoint_of_torch_is_refused():
+    task, data = MeanTask(), TensorDataset(*classes())
+    Trainer(task, data, run_dir="torch", epochs=1, batch_size=8, precision="fp32", log="none", device="cpu").fit()
+    before = contents("torch")
+    with pytest.raises(DataError, match="no checkpoint of a run on JAX"):
+        mlp_trainer(output_dir="torch").train()
+    with pytest.raises(DataError, match="no checkpoint of a run on JAX"):
+        mlp_trainer(output_dir="new").train(ckpt_path="torch")
+    assert contents("torch") == before
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty", "file.txt"])
+def test_what_is_no_checkpoint_is_refused(path):
+    Path("empty").mkdir()
+    Path("file.txt").write_text("text")
+    with pytest.raises((BadArgument, DataError), match=path):
+        mlp_trainer(output_dir="new").train(ckpt_path=path)
+    assert not kept("new")
+
+
+def test_resume_none_begins_anew_and_keeps_the_old(old_run):
+    trainer = mlp_trainer(output_dir="old", resume=None, max_steps=2)
+    trainer.train()
+    assert trainer.state.step == 2
+    assert kept(old_run / "previous/001") == ["step_00000004", "step_00000008"]
+    assert json.loads((old_run / "status.json").read_text())["status"] == "finished"
+    assert arguments().resume == "auto"
