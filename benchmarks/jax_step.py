@@ -77,6 +77,7 @@ class Work:
     batches: list[dict[str, np.ndarray]]
     dtype: str
     tokens: int = 0
+    steps: int = 100  # of a turn, unless somebody says otherwise
 
     @property
     def rows(self) -> int:
@@ -120,7 +121,9 @@ def llama(preset: str) -> Work:
         logits = model(ids)[:, :-1].astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
-    return Work(f"Llama, {preset}", lambda: Decoder(config, rngs=nnx.Rngs(0)), loss, batches, dtype, rows * length)
+    return Work(
+        f"Llama, {preset}", lambda: Decoder(config, rngs=nnx.Rngs(0)), loss, batches, dtype, rows * length, steps=20
+    )  # fmt: skip
 
 
 # -- taking turns ------------------------------------------------------------------------------------------
@@ -308,12 +311,13 @@ def contestants(work: Work, steps: int) -> dict[str, Callable[[Pacer, int], floa
 
 def measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one model; at the end it is checked that everybody has trained alike."""
+    steps = options.steps or work.steps
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     everybody: dict[str, Contestant] = {}
     with console.status("") as status:
-        for name, run in contestants(work, options.steps).items():
+        for name, run in contestants(work, steps).items():
             status.update(f"{work.title}: warming up {name}")
-            everybody[name] = Contestant(run, options.steps, 1 + options.rounds, clock)
+            everybody[name] = Contestant(run, steps, 1 + options.rounds, clock)
             everybody[name].take_turn()
         order = list(everybody.values())
         for number in range(options.rounds):
@@ -371,11 +375,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(PRESETS), default="tiny", help="the size of the Llama")
     parser.add_argument("--only", choices=["mlp", "llama"], help="one of the two models")
     parser.add_argument("--rounds", type=int, default=9, help="turns that every contestant gets")
-    parser.add_argument("--steps", type=int, default=100, help="of a turn; a log record is due after so many")
+    parser.add_argument("--steps", type=int, help="of a turn; a log record is due after so many (100; Llama: 20)")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for machines that are not idle")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")
     options = parser.parse_args(argv)
-    if options.rounds < 1 or options.steps < 10:
+    if options.rounds < 1 or (options.steps or 10) < 10:
         parser.error("--rounds must be at least 1, and --steps at least 10")
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")

@@ -111,6 +111,7 @@ def test_rows_are_as_long_as_the_data_need_and_no_longer(folder, tmp_path):
     assert batch_of(sft(folder, tmp_path, max_sequence_length=24))["input_ids"].shape == (16, 24)
 
 
+@pytest.mark.slow
 def test_lora_trains_its_matrices_alone_and_opens_in_peft(folder, tmp_path):
     peft = pytest.importorskip("peft")
     lora = {"lora": LoRAConfig(r=4, targets=["q_proj", "up_proj"]), "eval_dataset": pairs()}

@@ -105,6 +105,30 @@ def test_resuming_inside_an_epoch_sees_each_sample_once(accumulation):
     assert are_equal((found.params, found.opt_state), (wanted.params, wanted.opt_state))
 
 
+class EndsEpoch:
+    """Cuts the first epoch short."""
+
+    def on_step_end(self, trainer, step, loss):
+        trainer.control.should_end_epoch |= step == 2
+
+
+@pytest.mark.parametrize(("at", "kind"), [(3, MeanTrainer), (5, MeanTrainer), (5, StepsTrainer)])
+def test_a_stream_goes_on_in_its_place(at, kind):
+    """Also between an epoch that was cut short and the next: that one begins at the beginning."""
+    grain = pytest.importorskip("grain")
+    rows = [{name: column[i] for name, column in samples(27).items()} for i in range(27)]
+    options = {"data": grain.MapDataset.source(rows).to_iter_dataset(), "save_steps": 2, "max_steps": 7}
+    whole, first, second = Seen(), Seen(), Seen()
+    wanted = mlp_trainer(kind, callbacks=[whole, EndsEpoch()], output_dir="whole", **options).train()
+    with pytest.raises(Dying):
+        mlp_trainer(kind, callbacks=[first, EndsEpoch(), Dies(at)], **options).train()
+    found = mlp_trainer(kind, callbacks=[second, EndsEpoch(), Dies(99)], **options).train()
+    assert {**first.steps, **second.steps} == whole.steps
+    assert min(second.steps) == at
+    assert whole.of_epoch(1) == list(range(27))
+    assert are_equal((found.params, found.opt_state), (wanted.params, wanted.opt_state))
+
+
 # -- what is kept --------------------------------------------------------------------------------------------------
 
 

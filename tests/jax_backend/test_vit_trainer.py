@@ -99,6 +99,7 @@ def test_losses_are_those_that_numpy_computes_and_smoothing_is_for_training_alon
     assert seen == [pytest.approx(-(0.7 * picked + 0.3 * logs.mean(-1)).mean(), abs=1e-5)]
 
 
+@pytest.mark.slow
 def test_a_trained_vit_opens_in_transformers_and_is_trained_on_with_other_classes(digits, tmp_path):
     images = np.repeat(digits[0][..., None], 3, -1)
     config = ViTConfig(

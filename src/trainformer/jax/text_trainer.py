@@ -132,13 +132,13 @@ class TextTrainer(BaseTrainer):
         self.arguments = self.arguments_type.of(arguments)
         self.lora = LoRAConfig.of(lora)
         self.base_folder = str(model) if isinstance(model, (str, Path)) else None
-        self.text = _tokenizer(processing_class, self.base_folder)
         self._frozen: list[str] = []
         self._adapted: Any = None
         if model_state is None:
             model = self.load_model(model)
         elif self.lora is not None:
             raise BadArgument("Expected lora or model_state, received both: a state has the adapter it has.")
+        self.text = _tokenizer(processing_class, self.base_folder)
         self._look_at(model_state.model if model_state is not None else model)
         self._longest = 0  # sequence of the data
         super().__init__(self.arguments, model, model_state=model_state, **options)

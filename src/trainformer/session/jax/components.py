@@ -37,8 +37,13 @@ def state_components(session: JaxSession) -> list[StateComponent]:
     ]
     source: Any = session.train_source
     if hasattr(source, "state_dict"):
+
+        def go_to(place: Any) -> None:
+            if session.state.batch:  # an epoch that has not begun begins anew, also where the one before was cut short
+                source.load_state_dict(place)
+
         # Batches that wait on the devices were read, and not trained on.
-        held = Held(lambda: source.state_dict(unused=backend.batches_ahead), source.load_state_dict)
+        held = Held(lambda: source.state_dict(unused=backend.batches_ahead), go_to)
         components.append(StateComponent("data", held, required=False, format="tree"))
     components += [StateComponent(key, held, required=False, format="tree") for key, held in callback_states(session)]
     return components
