@@ -37,6 +37,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+import trainformer
 from trainformer.backends.jax.mesh import make_mesh
 from trainformer.backends.jax.precision import attention_kernel, cast_floating, compute_in, resolve_dtype
 from trainformer.core.types import Sized
@@ -238,17 +239,26 @@ def by_hand(work: Work, log_every: int) -> Callable[[Pacer, int], float]:
         jitted = jax.jit(step, donate_argnums=(0, 1))
         moments = jax.jit(optimizer.init)(params)
         losses: list[Any] = []
-        records: list[float] = []
+        records: list[tuple[int, float]] = []
         for number in range(steps):
             pacer.tick(params)
             params, moments, loss = jitted(params, moments, work.batches[number % BATCHES])
             losses.append(loss)
             if len(losses) == log_every:
-                records.append(statistics.fmean(map(float, jax.device_get(losses))))
+                records.append((number + 1, statistics.fmean(map(float, jax.device_get(losses)))))
                 losses.clear()
-        return float(losses[-1]) if losses else records[-1]
+        return early(records, pacer.steps)
 
     return run
+
+
+def early(records: Sequence[tuple[int, float]], steps: int) -> float:
+    """The mean loss of the first steps, from means since the record before; later, rounding alone makes curves part."""
+    total, last = 0.0, 0
+    for step, loss in records:
+        if step <= steps:
+            total, last = total + loss * (step - last), step
+    return total / last
 
 
 class Prepared:
@@ -288,7 +298,7 @@ def with_trainer(work: Work, log_every: int) -> Callable[[Pacer, int], float]:
             chosen = arguments(steps, folder, log_every, work.rows, work.dtype)
             trainer = Measured(pacer, chosen, model=work.make_model(), mesh=mesh)
             trainer.train()
-        return trainer.state.log_history[-1]["train/loss"]
+        return early([(r["step"], r["train/loss"]) for r in trainer.state.log_history], pacer.steps)
 
     return run
 
@@ -408,7 +418,7 @@ def main() -> None:
             "clock": options.clock,
             "device": jax.devices()[0].device_kind,
             "machine": {"cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"},
-            "versions": {name: version(name) for name in ("trainformer", "jax", "flax", "optax")},
+            "versions": {"trainformer": trainformer.__version__} | {n: version(n) for n in ("jax", "flax", "optax")},
             "models": results,
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ SLOW = {
     "README.md",
     "getting-started.md",
     "image-classification.md",
+    "jax.md",
     "language.md",
     "multimodal.md",
     "text-tasks.md",

@@ -36,8 +36,8 @@ PUBLIC = {
     "loss_from_outputs",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
-    "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer SFTConfig SFTTrainer "
-    "TrainState TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput TrainerConfigureModelOutput "
+    "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer LoRAConfig SFTConfig "
+    "SFTTrainer TrainState TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput TrainerConfigureModelOutput "
     "TrainingArguments",
     "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize "
     "to_dot to_json to_python to_tree to_yaml",

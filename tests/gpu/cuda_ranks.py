@@ -10,7 +10,6 @@ SPECS = {
     "ddp": ("ddp", {}),
     "ddp, accumulating": ("ddp", {"accumulation_steps": 3}),
     "ddp in bf16": ("ddp", {"precision": "bf16"}),
-    "fsdp": ("fsdp", {}),
 }
 
 

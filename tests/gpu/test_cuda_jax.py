@@ -92,19 +92,36 @@ def test_nothing_is_read_between_two_log_points(tmp_path):
         jax.config.update("jax_transfer_guard_device_to_host", "allow")
 
 
-def test_a_run_that_was_cut_short_ends_in_the_same_weights(tmp_path, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-    whole = trainer(tmp_path / "whole", dtype="fp32", save_steps=5)
-    whole.train()
+class Lines(BaseTrainer):
+    """Matrix products alone: adding up the gradients of embeddings is not deterministic on a GPU."""
 
-    class Cut:
-        def on_step_end(self, trainer, step, loss):
-            if step == 7:
-                raise RuntimeError("cut")
+    def compute_loss(self, model, batch, key):
+        kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+        return jnp.mean((model(batch["x"] * kept) - batch["y"]) ** 2)
 
+
+class Cut:
+    """Ends the run in the middle of an epoch, after a checkpoint."""
+
+    def on_step_end(self, trainer, step, loss):
+        if step == 7:
+            raise RuntimeError("cut")
+
+
+def lines(folder, callbacks=()):
+    x = np.random.default_rng(0).standard_normal((44, 64), np.float32)
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=12, total_batch_size=8, save_steps=5, dtype="fp32", log="none"
+    )
+    model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(64, 3, rngs=nnx.Rngs(1)))
+    return Lines(arguments, model=model, dataset_train={"x": x, "y": x[:, :3]}, callbacks=callbacks)
+
+
+def test_a_run_that_was_cut_short_ends_in_the_same_weights(tmp_path):
+    whole = lines(tmp_path / "whole").train()
     with pytest.raises(RuntimeError, match="cut"):
-        trainer(tmp_path / "cut", [Cut()], dtype="fp32", save_steps=5).train()
-    again = trainer(tmp_path / "cut", dtype="fp32", save_steps=5)
-    again.train()
-    pairs = zip(jax.tree.leaves(whole.model_state.params), jax.tree.leaves(again.model_state.params), strict=True)
-    assert max(float(jnp.abs(a - b).max()) for a, b in pairs) < 1e-6
+        lines(tmp_path / "cut", [Cut()]).train()
+    again = lines(tmp_path / "cut").train()
+    pairs = zip(jax.tree.leaves(whole.params), jax.tree.leaves(again.params), strict=True)
+    assert all(bool((a == b).all()) for a, b in pairs)
+    assert int(again.step) == 12

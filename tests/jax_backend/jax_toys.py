@@ -138,7 +138,7 @@ class StepsTrainer(BaseTrainer):
     def configure_functions(self, *args, **kwargs):
         def train_step(state, batch):
             def loss(params):
-                return mean_loss(state.merge(params, state.variables, state.rng), batch)
+                return mean_loss(state.merge(params, state.variables, state.key), batch)
 
             value, grads = jax.value_and_grad(loss)(state.params)
             return state.apply_gradients(grads=grads), {"loss": value}

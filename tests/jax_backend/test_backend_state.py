@@ -157,7 +157,7 @@ def test_what_a_module_notes_on_the_way_is_not_carried():
 
 def test_a_seed_an_old_key_and_a_typed_key_are_the_same():
     states = [TrainState.create(Net(nnx.Rngs(0)), TX, rng) for rng in (5, jax.random.PRNGKey(5), jax.random.key(5))]
-    assert len({np.array(jax.random.key_data(state.rng)).tobytes() for state in states}) == 1
+    assert len({np.array(state.rng).tobytes() for state in states}) == 1
 
 
 def test_nothing_of_the_backend_imports_torch():

@@ -58,7 +58,7 @@ def test_compare_names_what_differs(runs):
 
 def test_finalize_says_what_to_do_instead(runs, tmp_path):
     root, *_ = runs
-    with pytest.raises(BadArgument, match="run on JAX.*save_pretrained"):
+    with pytest.raises(BadArgument, match=r"run on JAX.*save_pretrained"):
         checkpoint.finalize(root / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,8 +1,11 @@
 """SFT on JAX: the loss and the weights of the torch backend, packed or not, on any mesh; folders for transformers."""
 
+import dataclasses
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -182,6 +185,41 @@ def test_contradictions_and_misfits_are_told(folder, tmp_path):
     # What was passed to plain arguments is kept, and the rest is as this trainer has it.
     plain = TrainingArguments(learning_rate=0.25, packing=True)
     assert (SFTConfig.of(plain).learning_rate, SFTConfig.of(plain).passed) == (0.25, {"learning_rate", "packing"})
+
+
+def test_tokens_that_the_model_has_not_are_told_instead_of_made_nan(tmp_path):
+    data = [{"input_ids": [1, 2, 3, 320]}] * 8
+    with pytest.raises(DataError, match="tokens from 0 to 319, as the model has, received 320"):
+        sft(tiny(), tmp_path, data).train()
+
+
+def test_a_configuration_that_could_never_be_saved_is_refused_at_once(tmp_path):
+    with pytest.raises(BadArgument, match=r"the parameters of 'gpt2'.*embed_positions.*model_from_config"):
+        sft(dataclasses.replace(tiny(), model_type="gpt2"), tmp_path, [{"input_ids": [1, 2]}] * 8)
+
+
+def test_weights_of_a_folder_go_from_the_host_to_each_device_its_part(folder, tmp_path):
+    """No device holds all of them at any time, and the trainer keeps none of what was read."""
+    read = []
+
+    class Watched(SFTTrainer):
+        def read_folder(self, folder, **options):
+            read.append(model := super().read_folder(folder, **options))
+            return model
+
+    trainer = trainer_of(Watched, SFTConfig, folder, pairs(), tmp_path, options={"mesh": devices((1, 2, 1, 1))})
+    (model,) = read
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert trainer.model is not model
+    kernel = trainer.model_state.params["layers"]["mlp"]["up_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 2
+    read.clear()
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None
+    with pytest.raises(BadArgument, match=r"prompts to be texts, received \['dict'\].*apply_chat_template"):
+        trainer.generate([{"role": "user", "content": "hello"}])
 
 
 def test_a_network_of_ones_own_is_trained_too(folder, tmp_path):

@@ -41,6 +41,14 @@ def test_the_array_says_what_the_scalars_say(output):
     assert read_parts([*plain[:2], *plain[2]["z"]]) == [1.0, 5.0, 12.0, 4.0]
 
 
+def test_many_arrays_are_read_as_one_and_each_has_its_own_values():
+    arrays = [jnp.array([number, 2.0 * number]) for number in range(71)]
+    parts = [Part(array, place) for array in arrays for place in (0, 1)]
+    others = [jnp.float32(100 + number) for number in range(40)]
+    expected = [float(value) for number in range(71) for value in (number, 2 * number)]
+    assert read_parts([*parts, *others, 0.25]) == [*expected, *map(float, range(100, 140)), 0.25]
+
+
 def test_a_step_that_was_not_finite_is_told():
     _, output = jax.jit(telling(toy_step))(0, {"x": jnp.array([jnp.nan, 1.0])})
     assert read_parts(told_by(output)[:1]) == [0.0]

@@ -98,6 +98,8 @@ def filled_up(data: Any, size: int, rows: int) -> dict[str, Any]:
     if VALID in data:
         return dict(data)
     have = next((len(value) for value in data.values() if is_array(value)), 0)
+    if have > rows:
+        raise DataError(expected(f"batches of at most {rows} rows", have, "Let the loader make smaller ones."))
     repeated = {key: _repeated(value, have, rows) for key, value in data.items()}
     return {**repeated, VALID: np.arange(rows) < size}
 

@@ -20,6 +20,7 @@ _lazy, __dir__, __all__ = lazy_exports(
             "TrainerConfigureFunctionOutput",
             "TrainerConfigureModelOutput",
         ],
+        "trainformer.jax.text_trainer": ["LoRAConfig"],
         "trainformer.jax.sft": ["SFTConfig", "SFTTrainer"],
         "trainformer.jax.dpo": ["DPOConfig", "DPOTrainer"],
         "trainformer.jax.image_classification": ["ImageClassificationTrainer"],

@@ -89,6 +89,7 @@ _FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "process_zero_is_admin": ((True,), "The first process writes what is written once."),
     "progress_bar_type": ((None, "tqdm", "rich"), "Use log='none' to see nothing."),
     "pruning_module": ((None,), "Set pruned weights to zero in on_step_end, or mask them in the model."),
+    "precompute_ref_log_probs": ((True, False), "The reference is always asked once, before training."),
     "push_to_hub": ((False,), _HUB),
     "remove_ckpt_after_load": ((False,), "What is kept is said by save_total_limit and save_best."),
     "remove_unused_columns": (

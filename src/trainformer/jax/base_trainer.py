@@ -32,6 +32,8 @@ from trainformer.data.sharding import Shard
 from trainformer.data.stacking import stack_samples
 from trainformer.engine import Event
 from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.given import kept_as, on_mesh, refuse_best_of_nothing, warn_of_two_optimizers
+from trainformer.jax.naming import refuse_unknown, settings_passed
 from trainformer.jax.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -85,7 +87,9 @@ class BaseTrainer(CommonHandle):
         data_collator: Callable[[list[Any]], Any] | None = None,
         callbacks: Iterable[Any] | None = None,
         mesh: Mesh | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         if not isinstance(arguments, TrainingArguments):
             raise BadArgument(expected("arguments to be TrainingArguments", type(arguments).__name__))
         self.arguments = arguments
@@ -98,12 +102,17 @@ class BaseTrainer(CommonHandle):
         self._rows = rows_of_process(self.mesh)
         self.batch_sizes = arguments.resolve(data_shards(self.mesh))
         self.dtype = resolve_dtype(arguments.dtype)
-        self.model = model
+        self._model = model
         self._given_state = model_state
+        self._state: Any = None
         self.scheduler: Callable[[Any], Any] | None = None
         self.tx: Any = None
         self._session = self._build(CallbackList(callbacks))
         self._session.connect()
+        # What is trained is the backend's alone: beside it there need not be room for another one.
+        self._given_state = self._state = None
+        if hasattr(self.model_state, "model"):
+            self._model = None
 
     def _build(self, callbacks: CallbackList) -> JaxSession:
         """Everything in the order in which one part needs the other: data, their length, state, functions."""
@@ -115,10 +124,12 @@ class BaseTrainer(CommonHandle):
             val = _as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._rows)
         if train is None:
             raise BadArgument("Expected data to train on, received none. Pass dataset_train.")
+        if val is None:
+            refuse_best_of_nothing(arguments)
         self.steps_per_epoch = train.batches_per_epoch
         self.max_training_steps = loaders.max_training_steps or arguments.planned_steps(self.steps_per_epoch)
         configured = TrainerConfigureModelOutput(*self.configure_model())
-        self.model, self.tx = configured.model, configured.tx
+        self._model, self.tx = configured.model, configured.tx
         self.scheduler = configured.scheduler
         self._state = configured.state
         functions = TrainerConfigureFunctionOutput(*self.configure_functions())
@@ -153,7 +164,7 @@ class BaseTrainer(CommonHandle):
             val_source=val,
             callbacks=callbacks,
             data=self.dataset_train,
-            passed=_passed(arguments, values),
+            passed=settings_passed(arguments.passed, values),
             console=console,
             derive=self.derive_metrics,
             processes=self.processes,
@@ -211,17 +222,20 @@ class BaseTrainer(CommonHandle):
         arguments = self.arguments
         tx, scheduler = arguments.get_optimizer_and_scheduler(self.max_training_steps)
         if self._given_state is not None:
-            state = self._given_state
-            return TrainerConfigureModelOutput(self.model or state.model, state, getattr(state, "tx", tx), scheduler)
+            state = on_mesh(self._given_state, self.mesh)
+            if not hasattr(state, "tx"):
+                return TrainerConfigureModelOutput(self.model, state, tx, scheduler)
+            warn_of_two_optimizers(arguments)
+            return TrainerConfigureModelOutput(None, state, state.tx, None)  # nobody knows its learning rate
         model = self.load_model(self.model)
         key, frozen = jax.random.key(arguments.seed), self.frozen_patterns()
         if isinstance(model, nnx.Module):
             self.prepare_model(model)
-            state, _ = create_sharded(model, tx, key, self.mesh, frozen=frozen)
+            state, _ = create_sharded(kept_as(model, arguments), tx, key, self.mesh, frozen=frozen)
         else:
 
             def build(rngs: nnx.Rngs) -> nnx.Module:
-                return self.prepare_model(model(rngs))
+                return kept_as(self.prepare_model(model(rngs)), arguments)
 
             state, _ = init_sharded(build, tx, key, self.mesh, frozen=frozen)
             model = None
@@ -230,13 +244,18 @@ class BaseTrainer(CommonHandle):
     def load_model(self, model: Any) -> Any:
         """A module, or a function that builds one, from what was passed as `model`."""
         if isinstance(model, (str, Path)):
-            from trainformer.models.jax import load_model
-
-            return load_model(model, dtype=resolve_dtype(self.arguments.param_dtype))
+            return self.read_folder(model)
         if isinstance(model, nnx.Module) or (callable(model) and not isinstance(model, type)):
             return model
         do = "Pass a module, a function of nnx.Rngs that builds one, or a folder; or override configure_model."
         raise BadArgument(expected("a model to train", "nothing" if model is None else repr(model), do))
+
+    def read_folder(self, folder: str | Path, **options: Any) -> nnx.Module:
+        """The model of a folder, its weights on the host: each device is then sent its own part, and none holds all."""
+        from trainformer.models.jax import load_model
+
+        dtype = resolve_dtype(self.arguments.param_dtype)
+        return load_model(folder, dtype=dtype, place=lambda _, array: array, **options)
 
     def frozen_patterns(self) -> list[str]:
         """Regular expressions of the parameters that are not trained."""
@@ -369,6 +388,16 @@ class BaseTrainer(CommonHandle):
         return save_assets(self, folder)
 
     @property
+    def model(self) -> Any:
+        """The module with the present weights; until there is a state, what was passed as `model`."""
+        is_made = self._model is None and "_session" in self.__dict__
+        return self.model_state.model if is_made else self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+
+    @property
     def model_state(self) -> Any:
         """The state that is trained."""
         return self._session.backend.state
@@ -444,37 +473,6 @@ def _unroll(asked: int | bool | None, mesh: Mesh) -> int | bool:
     if asked is not None:
         return asked
     return True if mesh.size == 1 and mesh.devices.flat[0].platform == "gpu" else 1
-
-
-def _passed(arguments: TrainingArguments, values: Mapping[str, Any]) -> frozenset[str]:
-    """Which of a run's settings the user chose: those that are not what untouched arguments give."""
-    return frozenset(name for name, own in _OWN_NAMES.items() if own in arguments.passed and name in values)
-
-
-#: Settings by the names that all runs share, and the arguments that decide them.
-_OWN_NAMES = {
-    "epochs": "num_train_epochs",
-    "max_steps": "max_steps",
-    "batch_size": "total_batch_size",
-    "lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "warmup_ratio": "warmup_ratio",
-    "gradient_clip": "max_grad_norm",
-    "optimizer": "optimizer",
-    "scheduler": "scheduler",
-    "nonfinite": "nonfinite",
-    "seed": "seed",
-    "precision": "dtype",
-    "gradient_checkpointing": "gradient_checkpointing",
-    "log": "log",
-    "log_every": "logging_steps",
-    "name": "model_name",
-    "run_dir": "output_dir",
-    "save_every": "save_steps",
-    "save_last": "save_total_limit",
-    "eval_every": "eval_steps",
-    "resume": "resume",
-}
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -127,7 +127,7 @@ class DPOTrainer(TextTrainer):
         """Pairs (rows, 2, length), the chosen answer first, and what the reference says of them."""
 
         def collect(samples: list[Any]) -> dict[str, np.ndarray]:
-            batch = pair_batch(samples, self.batch_length, self.pad_id)
+            batch = self.within_words(pair_batch(samples, self.batch_length, self.pad_id))
             if "reference" in samples[0]:
                 batch["reference"] = np.stack([sample["reference"] for sample in samples])
             return batch

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trainformer.backends.jax.precision import resolve_dtype
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Loss
@@ -96,9 +95,7 @@ class ImageClassificationTrainer(BaseTrainer):
         """A module or a function that builds one, with as many classes as the data."""
         classes = self.num_classes
         if isinstance(model, (str, Path)):
-            from trainformer.models.jax import load_model
-
-            return load_model(model, dtype=resolve_dtype(self.arguments.param_dtype), num_labels=classes)
+            return self.read_folder(model, num_labels=classes)
         if model is None or isinstance(model, ViTConfig):
             assert classes is not None, "counted with the data"
             config = dataclasses.replace(model or _small(self._image_shape), num_labels=classes)

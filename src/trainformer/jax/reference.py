@@ -63,6 +63,9 @@ class KnownReference:
         return {"reference": self.known_by}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to take back."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on with another reference: the loss would be another one, and nothing would show it."""
         if state.get("reference") != self.known_by:
             raise DataError(
@@ -140,7 +143,7 @@ class Scorer:
         data.scores = scores
 
     def _scores_of(self, state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
-        model = state.merge(cast_floating(state.params, self._dtype), state.variables, state.rng)
+        model = state.merge(cast_floating(state.params, self._dtype), state.variables, state.key)
         if self._dtype != np.float32:
             compute_in(model, self._dtype)
         model.eval()

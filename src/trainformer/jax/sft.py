@@ -117,7 +117,7 @@ class SFTTrainer(TextTrainer):
 
         def collect(samples: list[Any]) -> dict[str, np.ndarray]:
             length = self.max_length if "position_ids" in samples[0] else self.batch_length
-            return token_batch(samples, length, self.pad_id)
+            return self.within_words(token_batch(samples, length, self.pad_id))
 
         return collect
 
@@ -143,6 +143,9 @@ class SFTTrainer(TextTrainer):
         if not self._is_ours:
             raise BadArgument(expected("a model of trainformer.models.jax to write with", type(self.model).__name__))
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not all(isinstance(text, str) for text in texts):
+            do = "Of messages apply_chat_template(messages, add_generation_prompt=True, tokenize=False) makes one."
+            raise BadArgument(expected("prompts to be texts", [type(text).__name__ for text in texts], do))
         rows = [self.text(text)["input_ids"] for text in texts]
         if not all(rows):
             raise BadArgument(expected("prompts with at least one token each", texts))

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.step import VALID
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
@@ -28,6 +28,7 @@ from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.saving import new_files, save_trainer, save_weights
 from trainformer.losses.jax.tokens import IGNORED, Head, RowSums, row_sums
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
+from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_lora
 
 _LONGEST = 2048  # tokens, where neither the user nor the model wants fewer
@@ -142,6 +143,7 @@ class TextTrainer(BaseTrainer):
         self._look_at(model_state.model if model_state is not None else model)
         self._longest = 0  # sequence of the data
         super().__init__(self.arguments, model, model_state=model_state, **options)
+        self._adapted = None
 
     def _look_at(self, model: Any) -> None:
         """What the data have to know of the model: its length and its words."""
@@ -169,6 +171,7 @@ class TextTrainer(BaseTrainer):
         if model is not None and model is self._adapted:
             return model
         if isinstance(model, DecoderConfig):
+            check_family(model)
             model = partial(_build, model)
         model, lora, seed = super().load_model(model), self.lora, self.arguments.seed
         if lora is not None and isinstance(model, nnx.Module):
@@ -213,6 +216,15 @@ class TextTrainer(BaseTrainer):
         step = math.lcm(_STEP, self.mesh.shape["sp"])
         self._longest = max(self._longest, min(self.max_length, -(-longest // step) * step))
         return tokens
+
+    def within_words(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The same batch, if the model has all its tokens: of one that it has not, jax would make NaN."""
+        ids = batch["input_ids"]
+        if self.vocab_size is not None and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            do = "Were the data tokenised for another model?"
+            raise DataError(expected(f"tokens from 0 to {self.vocab_size - 1}, as the model has", wrong, do))
+        return batch
 
     @property
     def batch_length(self) -> int:

@@ -1,9 +1,10 @@
-"""TensorBoard event files, written through torch. Owns the folder they are in and what a restart hides there."""
+"""TensorBoard event files, written with its own writer. Owns the folder they are in and what a restart hides there."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,11 @@ class TensorBoardLogger(BaseLogger):
         self._continue_from: int | None = None
 
     def init(self, config: dict[str, Any]) -> None:
-        require("tensorboard", "tensorboard", "to write TensorBoard event files")
-        torch_tensorboard = require("torch.utils.tensorboard", "tensorboard", "to write TensorBoard event files")
         step, self._continue_from = self._continue_from, None
         self.finish()
-        # TensorBoard hides what earlier files hold from purge_step on, this step included.
-        purge_step = None if step is None else step + 1
-        self._writer = torch_tensorboard.SummaryWriter(str(self.log_dir), purge_step=purge_step, flush_secs=30)
+        self._writer = _EventFile(self.log_dir)
+        if step is not None:
+            self._writer.hide_from(step + 1)
         if step is None:
             self._write_config(config)
         self._writer.flush()
@@ -61,8 +60,56 @@ class TensorBoardLogger(BaseLogger):
         text = json.dumps(jsonable(config), indent=2)
         # TensorBoard renders texts as Markdown; four spaces make it a code block.
         self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
-        # SummaryWriter.add_hparams would open a second run in a subfolder, and tensorboard's public hparams API needs
-        # TensorFlow; the summary below is the one that API writes. Metrics are matched by TensorBoard itself.
+        # tensorboard's public hparams API needs TensorFlow; the summary below is the one that API writes. Metrics are
+        # matched by TensorBoard itself.
         hparams = require("tensorboard.plugins.hparams.summary_v2", "tensorboard", "to write hyperparameters")
         values = {key: value for key, value in flatten(config).items() if value is not None}
-        self._writer.file_writer.add_summary(hparams.hparams_pb(values, trial_id=str(self.log_dir)), 0)
+        self._writer.add_summary(hparams.hparams_pb(values, trial_id=str(self.log_dir)), 0)
+
+
+class _EventFile:
+    """One file of events. Neither torch nor TensorFlow is needed to write it."""
+
+    def __init__(self, folder: Path) -> None:
+        why = "to write TensorBoard event files"
+        writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard", why)
+        self._events = require("tensorboard.compat.proto.event_pb2", "tensorboard", why)
+        self._summaries = require("tensorboard.compat.proto.summary_pb2", "tensorboard", why)
+        self._tensors = require("tensorboard.compat.proto.tensor_pb2", "tensorboard", why)
+        self._types = require("tensorboard.compat.proto.types_pb2", "tensorboard", why)
+        self._writer = writer.EventFileWriter(str(folder), flush_secs=30)
+
+    def hide_from(self, step: int) -> None:
+        """What earlier files hold from this step on, it included, is not shown."""
+        self._add(step, file_version="brain.Event:2")
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._add(step, session_log=start)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """A number."""
+        self._add_value(step, tag=tag, simple_value=value)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """A text, which is shown as Markdown."""
+        tensor = self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
+        plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
+        metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
+        self._add_value(step, tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+
+    def _add_value(self, step: int, **fields: Any) -> None:
+        self.add_summary(self._summaries.Summary(value=[self._summaries.Summary.Value(**fields)]), step)
+
+    def add_summary(self, summary: Any, step: int) -> None:
+        """Any summary that a plugin of TensorBoard understands."""
+        self._add(step, summary=summary)
+
+    def _add(self, step: int, **fields: Any) -> None:
+        self._writer.add_event(self._events.Event(step=step, wall_time=time.time(), **fields))
+
+    def flush(self) -> None:
+        """Onto the disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """No more."""
+        self._writer.close()

@@ -52,4 +52,5 @@ def callback_states(run: Run) -> Iterator[tuple[str, Held]]:
     """Those callbacks that have a state, each under a key of its own."""
     for name, callback in run.callbacks.named().items():
         if callable(getattr(callback, "state_dict", None)):
-            yield "callback." + name.replace("#", "-"), Held(callback.state_dict, callback.load_state_dict)
+            check = getattr(callback, "check_state", None)
+            yield "callback." + name.replace("#", "-"), Held(callback.state_dict, callback.load_state_dict, check)

@@ -214,7 +214,7 @@ def create_sharded(
         params=params,
         opt_state=opt_state,
         variables=place(variables, shardings.variables),
-        rng=place(key, shardings.rng),
+        rng=place(jax.random.key_data(key), shardings.rng),
     )
     return state, shardings
 

@@ -70,7 +70,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, StepOutput]:
         trained, frozen = partition(state.params, state.trainable)
-        step_key = jax.random.fold_in(state.rng, state.step)
+        step_key = jax.random.fold_in(state.key, state.step)
         gradient = jax.value_and_grad(forward, has_aux=True)
 
         def micro_step(variables: Any, index: Any, micro_batch: Any) -> tuple[Any, _Sums, Any]:
@@ -105,7 +105,7 @@ def make_eval_step(
     forward = _forward(loss, compute_dtype, remat=None, train=False)
 
     def eval_step(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
-        key = jax.random.fold_in(state.rng, state.step)
+        key = jax.random.fold_in(state.key, state.step)
         _, (sums, _) = forward(state.params, {}, state.variables, state, batch, key)
         return {"loss": (sums["loss"], sums["weight"]), "metrics": sums["metrics"]}
 

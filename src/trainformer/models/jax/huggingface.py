@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,7 +189,7 @@ def save_model(
         raise BadArgument(expected("a model without LoRA", lora[0], do))
     config, family = model.config, family_of(model.config.model_type)
     table = family.weights(config)
-    unknown = sorted({weight.path for weight in table} ^ set(flat))
+    unknown = _amiss(table, flat)
     if unknown:
         raise BadArgument(expected(f"the parameters of this {type(model).__name__}", unknown[:4], "Which are amiss."))
     target, first = Path(folder), jax.process_index() == 0
@@ -201,6 +201,23 @@ def save_model(
         text = json.dumps(saved_config(config, family, str(flat[table[0].path].dtype)), indent=2, sort_keys=True)
         (target / CONFIG).write_text(text + "\n", encoding="utf-8")
     return target
+
+
+def _amiss(table: Sequence[Weight], flat: Mapping[str, Any]) -> list[str]:
+    return sorted({weight.path for weight in table} ^ set(flat))
+
+
+def check_family(config: Any) -> None:
+    """Raise if a model of this configuration has not the parameters of its `model_type`: it could never be saved."""
+    family = family_of(config.model_type)
+    shape = nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(params=0)))
+    unknown = _amiss(family.weights(config), flat_params(shape))
+    if unknown:
+        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        kind = config.model_type
+        what = f"a configuration that makes the parameters of {kind!r}"
+        do = f"Pass model_from_config({{'model_type': {kind!r}, ...}}), which reads what a config.json says."
+        raise BadArgument(expected(what, f"one that differs in {', '.join(unknown[:4])}{more}", do))
 
 
 def _saved(table: Any, flat: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
