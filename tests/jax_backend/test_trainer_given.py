@@ -94,6 +94,38 @@ def test_an_optimizer_that_a_hook_replaces_takes_the_steps_from_there_on():
     assert logged(trainer, "train/recompilations")[-1] == 1
 
 
+def test_what_is_no_state_or_is_gone_is_told():
+    trainer = mlp_trainer(num_train_epochs=1, dataset_eval=samples())
+    before = trainer.model_state
+    trainer.train()
+    with pytest.raises(BadArgument, match="a state that is still there, received 'one that a later step"):
+        trainer.eval(before)
+    with pytest.raises(BadArgument, match="still there"):
+        going_on(before)
+    with pytest.raises(BadArgument, match=r"a state \(TrainState\), received 'dict'"):
+        trainer.eval(trainer.model_state.params)
+
+
+@pytest.mark.parametrize("returned", [3, ("no state", {})], ids=["number", "pair"])
+def test_a_hook_that_returns_something_else_than_a_state_is_told(returned):
+    class Odd(MeanTrainer):
+        def on_step_end(self, state, metrics, step):
+            return returned
+
+    with pytest.raises(BadArgument, match=r"on_step_end to return nothing, or a state \(TrainState\), received"):
+        mlp_trainer(Odd).train()
+
+
+def test_a_hook_may_change_the_metrics_alone():
+    class Adds(MeanTrainer):
+        def on_step_end(self, state, metrics, step):
+            return None, {**metrics, "twice": 2 * step}
+
+    trainer = mlp_trainer(Adds, num_train_epochs=1)
+    assert int(trainer.train().step) == 4
+    assert logged(trainer, "train/twice") == [2, 4, 6, 8]
+
+
 # -- models --------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from trainformer.core.errors import TrainformerError
+
 
 class Peers(Protocol):
     """The processes that train together; every rank must take part in an exchange."""
@@ -100,3 +102,19 @@ class Alone:
     def watching(self, timeout: float) -> AbstractContextManager[None]:
         """There is nobody to watch."""
         return nullcontext()
+
+
+def done_by_main(peers: Peers, function: Callable[[], Any]) -> Any:
+    """What a function returns that rank 0 alone calls. If it fails there, all ranks fail: none waits for it."""
+    result, failure, problem = None, None, None
+    if peers.is_main:
+        try:
+            result = function()
+        except Exception as error:
+            failure, problem = error, f"{type(error).__name__}: {error}"
+    result, problem = peers.from_main((result, problem))
+    if failure is not None:
+        raise failure
+    if problem is not None:
+        raise TrainformerError(f"Rank 0 failed in what it does for all. {problem}")
+    return result

@@ -28,11 +28,16 @@ from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.numpy_inputs import numpy_source
-from trainformer.data.sharding import Shard
-from trainformer.data.stacking import stack_samples
 from trainformer.engine import Event
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.given import kept_as, on_mesh, refuse_best_of_nothing, warn_of_two_optimizers
+from trainformer.jax.given import (
+    check_usable,
+    checked_hook,
+    kept_as,
+    on_mesh,
+    refuse_best_of_nothing,
+    warn_of_two_optimizers,
+)
 from trainformer.jax.naming import refuse_unknown, settings_passed
 from trainformer.jax.outputs import (
     TrainerConfigureDataloaderOutput,
@@ -40,6 +45,7 @@ from trainformer.jax.outputs import (
     TrainerConfigureModelOutput,
 )
 from trainformer.jax.saving import save_assets, save_trainer, save_weights
+from trainformer.jax.sources import as_source, stacking
 from trainformer.session.handle import CommonHandle
 from trainformer.session.jax.session import JaxSession
 from trainformer.session.jax.settings import JaxSettings
@@ -118,10 +124,10 @@ class BaseTrainer(CommonHandle):
         """Everything in the order in which one part needs the other: data, their length, state, functions."""
         arguments, sizes = self.arguments, self.batch_sizes
         loaders = TrainerConfigureDataloaderOutput(*self.configure_dataloaders())
-        train = _as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._rows)
+        train = as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._rows)
         val = None
         if loaders.dataloader_eval is not None:
-            val = _as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._rows)
+            val = as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._rows)
         if train is None:
             raise BadArgument("Expected data to train on, received none. Pass dataset_train.")
         if val is None:
@@ -208,7 +214,7 @@ class BaseTrainer(CommonHandle):
                 sizes.total if train else sizes.evaluation,
                 shuffle=train and arguments.shuffle,
                 seed=arguments.seed,
-                collate=None if collect is None else _stacking(collect),
+                collate=None if collect is None else stacking(collect),
                 drop_last=train and arguments.drop_last,
                 shard=self._rows,
                 threads=arguments.dataloader_num_workers,
@@ -222,6 +228,7 @@ class BaseTrainer(CommonHandle):
         arguments = self.arguments
         tx, scheduler = arguments.get_optimizer_and_scheduler(self.max_training_steps)
         if self._given_state is not None:
+            check_usable(self._given_state, self._given_state)
             state = on_mesh(self._given_state, self.mesh)
             if not hasattr(state, "tx"):
                 return TrainerConfigureModelOutput(self.model, state, tx, scheduler)
@@ -323,8 +330,8 @@ class BaseTrainer(CommonHandle):
     def _step_hooks(self) -> StepHooks:
         """The hooks that a subclass defines; others cost nothing."""
         return StepHooks(
-            self.on_step_start if type(self).on_step_start is not BaseTrainer.on_step_start else None,
-            self.on_step_end if type(self).on_step_end is not BaseTrainer.on_step_end else None,
+            checked_hook(self.on_step_start) if type(self).on_step_start is not BaseTrainer.on_step_start else None,
+            checked_hook(self.on_step_end) if type(self).on_step_end is not BaseTrainer.on_step_end else None,
         )
 
     def listeners(self) -> dict[Event, Any]:
@@ -361,6 +368,8 @@ class BaseTrainer(CommonHandle):
         if session.val_source is None:
             raise BadArgument("There are no data to evaluate on. Pass dataset_eval.")
         present = backend.state
+        if state is not None:
+            check_usable(state, present)
         try:
             backend.state = present if state is None else state
             metrics = session.validate()
@@ -450,22 +459,6 @@ def _one_of(name: str, value: Any, other: str, second: Any) -> Any:
     if value is not None and second is not None:
         raise BadArgument(f"Expected {name} or {other}, which mean the same, received both. Pass one of them.")
     return second if value is None else value
-
-
-def _stacking(collect: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A collect function whose result is stacked where it is still a list of samples."""
-
-    def collate(samples: list[Any]) -> Any:
-        batch = collect(samples)
-        return stack_samples(batch) if isinstance(batch, list) else batch
-
-    return collate
-
-
-def _as_source(loader: Any, batch_size: int, seed: int, rows: Shard) -> Any:
-    if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
-        return loader
-    return numpy_source(loader, batch_size, seed=seed, batched=True, shard=rows, kept=2)
 
 
 def _unroll(asked: int | bool | None, mesh: Mesh) -> int | bool:

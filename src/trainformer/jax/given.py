@@ -5,6 +5,7 @@ not go together with the arguments.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -63,3 +64,29 @@ def refuse_best_of_nothing(arguments: TrainingArguments) -> None:
         logger.warning(
             "evaluation_strategy=%r, and no data to evaluate on: pass dataset_eval", arguments.evaluation_strategy
         )
+
+
+def check_usable(state: Any, like: Any) -> None:
+    """Raise if something is no state of this run, or one whose memory a step has taken."""
+    if not isinstance(state, type(like)):
+        raise BadArgument(expected(f"a state ({type(like).__name__})", type(state).__name__, "train() returns one."))
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        do = "Use the state that train() returned last, or trainer.model_state."
+        raise BadArgument(expected("a state that is still there", "one that a later step has reused the memory of", do))
+
+
+def checked_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of the user's that must give back a state, (state, metrics) or nothing."""
+
+    def call(state: Any, *rest: Any) -> Any:
+        returned = hook(state, *rest)
+        is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+        new = returned[0] if is_pair else returned
+        if new is None:
+            return (state, returned[1]) if is_pair else None
+        if not isinstance(new, type(state)):
+            what = f"{hook.__name__} to return nothing, or a state ({type(state).__name__})"
+            raise BadArgument(expected(what, type(new).__name__))
+        return returned
+
+    return call

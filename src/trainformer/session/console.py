@@ -24,7 +24,8 @@ class _ConsoleHandler(logging.Handler):
 @contextmanager
 def messages_on(console: Console, wanted: bool) -> Iterator[None]:
     """Show trainformer's messages meanwhile, unless the program has set up logging itself."""
-    if not wanted or logging.getLogger().handlers:
+    own = [handler for handler in logging.getLogger().handlers if not isinstance(handler, logging.NullHandler)]
+    if not wanted or own:
         yield
         return
     with messages_to(_ConsoleHandler(console)):

@@ -43,25 +43,12 @@ class AnyRowsStep(JittedStep):
         self._train = train
         self._by_rows: dict[int, Any] = {}
 
-    def __call__(self, state: TrainState, batch: Any) -> Any:
-        """Take the step. It returns before the device is done."""
-        known = self._shardings
-        if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
-            self._adapt(state)
-        with jax.set_mesh(self.mesh):
-            return self._for(batch)(state, batch)
-
-    def lower(self, state: Any, batch: Any) -> Any:
-        """What `jax.jit` lowers for a batch of this size."""
-        self._adapt(state)
-        with jax.set_mesh(self.mesh):
-            return self._for(batch).lower(state, batch)
-
     def _with_shardings(self) -> None:
         """For a state with other static parts: every size is compiled again when it is next met."""
         self._by_rows = {}
 
     def _for(self, batch: Any) -> Any:
+        """The one for as many rows."""
         leaves = batch.values() if type(batch) is dict else jax.tree.leaves(batch)
         rows = next(leaf.shape[0] for leaf in leaves if leaf.ndim)
         if rows not in self._by_rows:

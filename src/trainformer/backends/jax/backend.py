@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trainformer.backends.jax.any_rows import AnyRowsStep
+from trainformer.backends.jax.orbax_import import quiet
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.processes import Asking
 from trainformer.backends.jax.step import JittedStep
@@ -236,8 +237,11 @@ class JaxBackend:
         """The learning rate was planned with the optimizer."""
 
     def run_context(self) -> AbstractContextManager[Any]:
-        """The mesh is in use meanwhile, also for functions of the user's."""
-        return jax.set_mesh(self.mesh)
+        """The mesh is in use meanwhile, also for functions of the user's; orbax and grain leave the logging alone."""
+        stack = ExitStack()
+        stack.enter_context(jax.set_mesh(self.mesh))
+        stack.enter_context(quiet())
+        return stack
 
 
 # -- what functions return -------------------------------------------------------------------------------------------

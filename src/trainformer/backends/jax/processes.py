@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainformer.backends.jax.mesh import data_shards
 from trainformer.backends.jax.sharding import batch_sharding
-from trainformer.core.errors import BadArgument, TrainformerError, expected
+from trainformer.core.errors import BadArgument, expected
 from trainformer.data.sharding import ALL, Shard
-from trainformer.engine.peers import Alone, Peers
+from trainformer.engine.peers import Alone, Peers, done_by_main
 
 _FIRST = 1024  # bytes of a first exchange; what is longer needs a second
 _LATER = 1  # steps by which an answer may be late: the devices never wait for the host to ask
@@ -70,18 +70,7 @@ class Processes:
 
     def done_by_main(self, function: Callable[[], Any]) -> Any:
         """What a function returns that process 0 alone calls. If it fails there, all fail: none waits for it."""
-        result, failure, problem = None, None, None
-        if self.is_main:
-            try:
-                result = function()
-            except Exception as error:
-                failure, problem = error, f"{type(error).__name__}: {error}"
-        result, problem = self.from_main((result, problem))
-        if failure is not None:
-            raise failure
-        if problem is not None:
-            raise TrainformerError(f"Process 0 failed in what it does for all. {problem}")
-        return result
+        return done_by_main(self, function)
 
     def total(self, values: list[float]) -> list[float]:
         """Sums over the parts of a batch. Processes that hold the same rows count them once."""

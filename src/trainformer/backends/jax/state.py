@@ -32,8 +32,8 @@ class TrainState:
 
     `params` and `variables` (batch statistics and the like) are nested dictionaries. `rng` never changes: the key of a
     step is `jax.random.fold_in(key, step)`. It is kept as the numbers that `key` is made of: a typed key among the
-    arguments or results of a jitted function takes it off jax's fast path, some 60 µs on a CPU, 300 with a GPU. After a jitted step that donates its state the old one is gone; keep the
-    one that was returned.
+    arguments or results of a jitted function takes it off jax's fast path, which costs some 60 µs. After a jitted step
+    that donates its state the old one is gone; keep the one that was returned.
     """
 
     step: Any

@@ -283,7 +283,11 @@ class JittedStep:
         if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
             self._adapt(state)
         with jax.set_mesh(self.mesh):
-            return self._jitted(state, batch)
+            return self._for(batch)(state, batch)
+
+    def _for(self, batch: Any) -> Any:
+        """The compiled function for a batch: one for all."""
+        return self._jitted
 
     def _adapt(self, state: TrainState) -> None:
         """Take shardings over to a state with other static parts; what that costs is logged when it is compiled."""
@@ -304,7 +308,7 @@ class JittedStep:
         """What `jax.jit` lowers: for its memory and cost analysis. Counted as a compilation, and not kept by jit."""
         self._adapt(state)
         with jax.set_mesh(self.mesh):
-            return self._jitted.lower(state, batch)
+            return self._for(batch).lower(state, batch)
 
 
 def jit_train_step(step: Callable[..., Any], mesh: Mesh, shardings: TrainState) -> JittedStep:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from trainformer.core.errors import BadArgument, TrainformerError, expected
+from trainformer.engine.peers import done_by_main
 
 if TYPE_CHECKING:
     from trainformer.backends.torch.distribution.watch import RankWatch
@@ -164,20 +165,7 @@ class Ranks:
 
     def done_by_main(self, function: Callable[[], Any]) -> Any:
         """What a function returns that rank 0 alone calls. If it fails there, all ranks fail: none waits for it."""
-        if self.is_alone:
-            return function()
-        result, failure, problem = None, None, None
-        if self.is_main:
-            try:
-                result = function()
-            except Exception as error:
-                failure, problem = error, f"{type(error).__name__}: {error}"
-        result, problem = self.from_main((result, problem))
-        if failure is not None:
-            raise failure
-        if problem is not None:
-            raise TrainformerError(f"Rank 0 failed in what it does for all. {problem}")
-        return result
+        return function() if self.is_alone else done_by_main(self, function)
 
     def total(self, values: list[float]) -> list[float]:
         """Sums over the parts of a batch."""
