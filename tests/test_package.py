@@ -101,8 +101,8 @@ def test_nothing_of_the_jax_side_imports_torch():
     code = """
 import importlib, pkgutil, sys
 sys.modules["torch"] = None  # importing it fails from now on
-import trainformer.backends.jax, trainformer.jax, trainformer.losses.jax, trainformer.models.jax, trainformer.session.jax
-packages = [m for name, m in list(sys.modules.items()) if name.endswith(".jax") and name.startswith("trainformer.")]
+sides = ["jax", "backends.jax", "losses.jax", "models.jax", "session.jax"]
+packages = [importlib.import_module("trainformer." + side) for side in sides]
 names = [info.name for p in packages for info in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
 for name in names:
     importlib.import_module(name)
@@ -110,6 +110,4 @@ print(len(packages), len(names))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    packages, modules = map(int, done.stdout.split())
-    assert packages == 5
-    assert modules > 30
+    assert int(done.stdout.split()[1]) > 40
