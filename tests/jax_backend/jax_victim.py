@@ -188,7 +188,8 @@ def start(case, folder, *callbacks):
     import jax
 
     os.chdir(folder)
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={case.devices}"  # before jax looks for devices
+    # Before jax looks for devices. The last word of the flags counts.
+    os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={case.devices}"
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a victim is to live soon
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)

@@ -24,7 +24,8 @@ def start(folder, processes, kind="plain", **options):
         port = probe.getsockname()[1]
     started = []
     for number in range(processes):
-        own = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // processes}", "JAX_PLATFORMS": "cpu"}
+        devices = f"--xla_force_host_platform_device_count={DEVICES // processes}"  # the last word of the flags counts
+        own = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}", "JAX_PLATFORMS": "cpu"}
         if processes > 1:
             own |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
             own["JAX_PROCESS_ID"] = str(number)

@@ -57,7 +57,7 @@ def test_what_processes_tell_each_other(tmp_path):
     assert told[0]["any"] == [False, True, True]
     assert told[0]["asking"] == [False, False, True, False, False, True]  # one step later, whoever asked
     assert failures[0].startswith("ZeroDivisionError")
-    assert failures[1].startswith("TrainformerError: Process 0 failed")
+    assert failures[1].startswith("TrainformerError: Rank 0 failed")
     assert "ZeroDivisionError" in failures[1]
     assert rows == [[0, 2], [1, 2]]
 

@@ -162,9 +162,8 @@ def test_meshes_and_accumulation_give_one_loss_curve(folder, tmp_path):
     wanted = curve((1, 1, 1, 1))
     assert len(wanted) == 3
     assert wanted[2] < wanted[0]
-    for dims in ((1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 2)):
-        assert curve(dims) == pytest.approx(wanted, abs=2e-5)
-    assert curve((2, 1, 1, 1), accumulation=2) == pytest.approx(wanted, abs=2e-5)
+    assert curve((1, 4, 1, 1)) == pytest.approx(wanted, abs=2e-5)
+    assert curve((2, 1, 2, 1), accumulation=2) == pytest.approx(wanted, abs=2e-5)
 
 
 def test_contradictions_and_misfits_are_told(folder, tmp_path):

@@ -55,10 +55,10 @@ def digits():
 @pytest.mark.slow
 def test_a_tiny_vit_learns_digits():
     train, held_out = split_dataset(sample_arrays("digits"), 0.2, seed=0)
-    fields = {"max_steps": -1, "num_train_epochs": 12, "eval_batch_size": 64, "scheduler": "cosine"}
+    fields = {"max_steps": -1, "num_train_epochs": 5, "eval_batch_size": 64, "scheduler": "cosine"}
     trainer = trainer_of(train, held_out=held_out, options={"label_smoothing": 0.1}, **fields)
     trainer.train()
-    assert trainer.eval()["eval_accuracy"] > 0.9
+    assert trainer.eval()["eval_accuracy"] > 0.8
 
 
 def test_images_in_any_form_are_normalised_alike(digits):
