@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
+tests = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(tests / "faults"), str(tests)]
 
 from harness import Tally, complete, torment
 from test_kills import CASES

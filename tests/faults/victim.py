@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from file_operations import count_operations
 from trainformer import Trainer
 from trainformer.callbacks import EMA, EarlyStopping
 
@@ -193,24 +194,6 @@ def fail_saves(numbers, seconds):
 
     if numbers:
         state_files.write_component = write_component
-
-
-def count_operations(folder, die_at):
-    """Count what happens to files below a folder (open, rename, mkdir, remove), and die just before one of them.
-
-    Unlike a kill after some milliseconds, this reaches every moment at which the files look different, however short.
-    """
-    count, prefix = [0], str(folder)
-    watched = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
-
-    def hook(event, args):
-        if event in watched and isinstance(args[0], (str, os.PathLike)) and os.path.abspath(args[0]).startswith(prefix):
-            count[0] += 1
-            if count[0] == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    return count
 
 
 def start(case, folder):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from file_operations import count_operations
 
 SAMPLES = 102  # as the victim on torch has: 8 batches of 12 and one of 6
 STEPS_PER_EPOCH = 9
@@ -166,21 +166,6 @@ def slow_down_saves(seconds):
     if seconds:
         really = store.sync
         store.sync = orbax_files.sync = lambda path: (time.sleep(seconds), really(path))
-
-
-def count_operations(folder, die_at):
-    """Count what happens to files below a folder, as far as Python hears of it, and die just before one of them."""
-    count, prefix = [0], str(folder)
-    watched = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
-
-    def hook(event, args):
-        if event in watched and isinstance(args[0], (str, os.PathLike)) and os.path.abspath(args[0]).startswith(prefix):
-            count[0] += 1
-            if count[0] == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    return count
 
 
 def start(case, folder, *callbacks):
