@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-tests = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(tests / "faults"), str(tests)]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 
 from harness import Tally, complete, torment
 from test_kills import CASES
