@@ -43,13 +43,8 @@ def by_hand():
 @pytest.mark.parametrize(
     ("dims", "accumulation", "part"),
     [
-        ((1, 1, 1, 1), 1, (2, WIDTH, WIDTH)),
         ((1, 1, 1, 1), 4, (2, WIDTH, WIDTH)),
-        ((1, 4, 1, 1), 2, (2, WIDTH // 4, WIDTH)),
-        ((4, 1, 1, 1), 2, (2, WIDTH, WIDTH)),
-        ((1, 1, 4, 1), 1, (2, WIDTH, WIDTH // 4)),
-        ((2, 1, 2, 1), 2, (2, WIDTH, WIDTH // 2)),
-        ((1, 1, 1, 4), 1, (2, WIDTH, WIDTH)),
+        ((1, 4, 1, 1), 1, (2, WIDTH // 4, WIDTH)),
         ((2, 2, 2, 1), 2, (2, WIDTH // 2, WIDTH // 2)),
     ],
 )

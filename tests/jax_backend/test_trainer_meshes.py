@@ -58,11 +58,11 @@ def leaf(tree, path):
     return tree
 
 
-# Compiling takes seconds each: all meshes, and all accumulations on two of them.
+# Compiling takes seconds each: all meshes, and an accumulation on two of them.
 COMPILED = [
     *((dims, 1) for dims in MESHES),
-    *(((1, -1, 1, 1), n) for n in (2, 4)),
-    *(((2, 1, 2, 1), n) for n in (2, 4)),
+    ((1, -1, 1, 1), 2),
+    ((2, 1, 2, 1), 4),
 ]
 
 
@@ -95,7 +95,7 @@ def mlp_by_hand():
 
 @pytest.mark.parametrize(
     ("dims", "accumulation"),
-    [((1, 1, 1, 1), 2), ((1, -1, 1, 1), 1), ((1, -1, 1, 1), 2), ((2, 1, 2, 1), 2), ((1, 1, 1, -1), 1)],
+    [((1, -1, 1, 1), 1), ((2, 1, 2, 1), 2)],
 )
 def test_a_plain_network_with_an_uneven_last_batch(dims, accumulation, mlp_by_hand):
     given = {

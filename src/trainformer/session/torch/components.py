@@ -31,6 +31,7 @@ def state_components(session: Session) -> list[StateComponent]:
     # Of a run with an adapter only that is saved: small, and as the file that peft reads.
     is_small = strategy.divides_state and getattr(task, "adapter", None) is not None
     in_parts = strategy.divides_state and not is_small
+    run, *others = record_components(session)
     components = [
         StateComponent(
             "model",
@@ -57,8 +58,9 @@ def state_components(session: Session) -> list[StateComponent]:
         ),
         StateComponent("schedule", Held(schedule.state_dict, schedule.load_state_dict), required=False),
         StateComponent("backend", Held(backend.state_dict, backend.load_state_dict), required=False),
-        *record_components(session),
+        run,
         StateComponent("rng", Held(capture_random, restore_random), SharingPattern.PER_RANK, required=False),
+        *others,
     ]
     if provides(task, "state_dict"):
         held = Held(task.state_dict, task.load_state_dict, getattr(task, "check_state", None))
