@@ -19,7 +19,7 @@ _PARTS = {
     "torch": "nn optim utils.data utils.tensorboard distributions amp",
     "torchvision": "models transforms datasets ops tv_tensors",
     "timm": "models layers loss optim scheduler data",
-    "trainformer": "adapters callbacks data eval hf loggers losses mini models tasks trainer",
+    "trainformer": "adapters callbacks data eval hf jax loggers losses mini models tasks trainer",
 }
 CLASSES = (
     *(f"{package}.{part}" for package, parts in _PARTS.items() for part in parts.split()),
