@@ -33,18 +33,6 @@ from jax_victim import STEPS_PER_EPOCH, JaxCase
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-harness._SERVER.set_forkserver_preload(  # of no effect, and no harm, where a server was started before
-    [
-        "numpy.random",
-        "torch.testing",
-        "jax",
-        "flax.nnx",
-        "optax",
-        "trainformer.jax.base_trainer",
-        "trainformer.callbacks",
-    ]
-)
-
 
 @pytest.fixture(autouse=True)
 def on_jax(monkeypatch):

@@ -72,6 +72,7 @@ class _EventFile:
 
     def __init__(self, folder: Path) -> None:
         why = "to write TensorBoard event files"
+        require("tensorboard", "tensorboard", why)
         writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard", why)
         self._events = require("tensorboard.compat.proto.event_pb2", "tensorboard", why)
         self._summaries = require("tensorboard.compat.proto.summary_pb2", "tensorboard", why)
