@@ -9,6 +9,7 @@ checkpoint is the business of `engine.checkpoint`.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,7 +91,8 @@ def read_arrays(folder: Path) -> dict[str, np.ndarray]:
     folder = Path(folder).absolute()
     saved = _index(folder)
     try:
-        with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with quiet(), warnings.catch_warnings(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            warnings.simplefilter("ignore", UserWarning)  # that nobody says on which devices: on none
             names = checkpointer.metadata(folder).item_metadata.keys()
             kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
             arrays = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kinds))
