@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.models.jax import Decoder, ViT, load_model, model_from_config, save_model
+from trainformer.models.jax import Decoder, DecoderConfig, ViT, load_model, model_from_config, save_model
 
 CONFIGS = configs()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -197,3 +199,22 @@ def test_a_changed_configuration_is_written_over_the_source(llama, tmp_path):
     source = json.loads((llama[1] / "config.json").read_text())
     assert written == {**source, "num_hidden_layers": 1}
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 1
+
+
+def test_nothing_here_imports_torch(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    save_model(model_from_config(DecoderConfig(vocab_size=8, **sizes)), tmp_path / "m")
+    code = (
+        "import sys, jax.numpy as jnp\n"
+        "import trainformer.models.jax as models\n"
+        "[getattr(models, name) for name in models.__all__]\n"
+        f"model = models.load_model({str(tmp_path / 'm')!r})\n"
+        "models.apply_lora(model)\n"
+        f"models.save_lora(model, {str(tmp_path / 'lora')!r})\n"
+        "model(jnp.zeros((1, 4), jnp.int32))\n"
+        "try: models.load_model('someone/no-such-model')\n"
+        "except ValueError: pass\n"
+        "print(sorted(name for name in ('torch', 'transformers') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -115,9 +115,11 @@ def test_rows_that_cannot_be_shared_are_an_error_in_all_processes(tmp_path):
 @pytest.mark.slow
 def test_another_number_of_processes_goes_on(tmp_path, texts_of_one):
     run(tmp_path, 2, "begun", **TEXTS, max_steps=5)
-    (ended,) = run(tmp_path, 1, "ended", **TEXTS)
-    assert len(ended["losses"]) == 12  # resumed, not begun anew
-    assert_same(ended, texts_of_one)
+    run(tmp_path, 1, "going", **TEXTS, max_steps=9)
+    first, second = run(tmp_path, 2, "ended", **TEXTS)
+    assert len(first["losses"]) == 12  # resumed, not begun anew
+    assert_same(first, texts_of_one)
+    assert_same(second, texts_of_one)
 
 
 @pytest.mark.slow
