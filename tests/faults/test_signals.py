@@ -59,7 +59,8 @@ def test_save_leave_and_go_on(tmp_path, references, name, number):
 def test_a_real_command_from_outside(tmp_path, references):
     """No fork, no help from inside: `python victim.py`, SIGTERM, exit code 143."""
     command = [sys.executable, victim.__file__, json.dumps({"pause": 0.005})]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    helpers = str(Path(victim.__file__).parents[1])  # pytest put it on our path; the command has its own
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": helpers}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment)
     wait_for(lambda: steps_done(tmp_path) >= 6, seconds=120)
     process.terminate()
