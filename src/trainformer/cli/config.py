@@ -8,10 +8,8 @@ from typing import Any
 from trainformer.cli.run import add_config_arguments, read_config, variables_of
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """The command and what it takes."""
-    purpose = "look at a config: its values, its objects, or the Python that builds them"
-    parser: argparse.ArgumentParser = subparsers.add_parser("config", help=purpose, description=f"{purpose}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
     show = _action(actions, "show", "the config as YAML, with templates, variables and changes applied")
     form = show.add_mutually_exclusive_group()
@@ -20,7 +18,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     graph = _action(actions, "graph", "the objects that the config describes, and which of them are shared")
     graph.add_argument("--format", choices=("text", "dot"), default="text", help="a tree, or a graph for Graphviz")
     _action(actions, "code", "the Python that builds the same objects")
-    return parser
 
 
 def _action(actions: Any, name: str, purpose: str) -> argparse.ArgumentParser:

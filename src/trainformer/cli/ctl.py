@@ -18,10 +18,8 @@ _PURPOSES = {
 assert _PURPOSES.keys() == set(VERBS)
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """The command and what it takes."""
-    purpose = "list runs, and ask a running one to save, stop or evaluate"
-    parser: argparse.ArgumentParser = subparsers.add_parser("ctl", help=purpose, description=f"{purpose}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
     listing = _add_verb(verbs, "list", "the runs in a folder, and how far they are")
     listing.add_argument("folders", metavar="FOLDER", nargs="*", help="folders of runs (default: runs)")
@@ -34,7 +32,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         wait = asking.add_mutually_exclusive_group()
         _add_timeout(wait, 60.0)
         wait.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
-    return parser
 
 
 def _add_verb(verbs: Any, name: str, purpose: str) -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from typing import Any
 
 # Written down here, so that asking for help takes no torch; a test compares them with the recipes there are.
 RECIPES = (
@@ -19,10 +18,8 @@ RECIPES = (
 )
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """The command and what it takes."""
-    purpose = "make a folder to deploy from a run: adapters merged, quantised if wanted, read back and compared"
-    parser: argparse.ArgumentParser = subparsers.add_parser("finalize", help=purpose, description=f"{purpose}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
     parser.add_argument("out", metavar="OUT", help="the folder to make; not there yet, or empty")
     recipes = f"a recipe ({', '.join(RECIPES)}) or none; by default the run's qat_recipe"
@@ -34,7 +31,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     average.add_argument("--no-ema", action="store_true", help="the weights as trained, not their average")
     parser.add_argument("--device", help="where to quantise: cpu or cuda")
     parser.add_argument("--json", action="store_true", help="say what was done in JSON")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,26 +1,55 @@
 """From the words of a command line to a command, and from what happens there to an exit code.
 
-0: done. 1: failed, with one paragraph that says why. 2: the command line makes no sense. A command is a module with
-`add_parser(subparsers)` and `run(args)`, which returns an exit code.
+0: done. 1: failed, with one paragraph that says why. 2: the command line makes no sense. 128 + n: ended by signal n.
+
+A command is a module of this package with its name, imported when it is called and not before. It has
+`add_arguments(parser)` and `run(args)`, which returns an exit code; one whose options depend on other options has also
+`parse(parser, words)`, which takes the place of `parser.parse_args(words)`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from types import ModuleType
 
 from trainformer import __version__
-from trainformer.cli import config, ctl, finalize, launch, run
 
-_COMMANDS = (run, launch, config, finalize, ctl)
+COMMANDS = {
+    "train": "train a task on data; every setting is an option",
+    "check": "see in seconds whether a training will work",
+    "evaluate": "metrics of a run's model, on its validation data or other data",
+    "predict": "what a run's model predicts, as JSON lines, CSV or Parquet",
+    "export": "a run's model for deployment: PyTorch, ONNX, TorchScript or torch.export",
+    "resume": "go on with a run that was cut short",
+    "run": "build what a config describes, and run it: fit(), train(), or a call",
+    "launch": "run a script, a module or a command of trainformer in several processes that train together",
+    "sweep": "search for good settings, and look at searches",
+    "tasks": "what can be trained, adapted, observed and logged",
+    "runs": "the runs in a folder, and how they went",
+    "report": "one HTML file about runs and sweeps: curves, settings, events",
+    "ckpt": "list, look into, verify and export checkpoints",
+    "ctl": "list runs, and ask a running one to save, stop or evaluate",
+    "config": "look at a config: its values, its objects, or the Python that builds them",
+    "finalize": "make a folder to deploy from a run: adapters merged, quantised if wanted, read back and compared",
+    "doctor": "versions, devices, and what is missing",
+    "completion": "a script that lets the shell complete commands and options",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
-    args = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0].startswith("-"):
+        return _without_command(words)
+    name = words[0]
+    if name not in COMMANDS:
+        return _unknown(name)
+    args = _parse(name, words[1:])
     try:
         return args.execute(args)
     except KeyboardInterrupt:
@@ -32,24 +61,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        print(_paragraph(error), file=sys.stderr)
+        print(paragraph(error), file=sys.stderr)
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trainformer", description="One training engine for deep learning.")
-    parser.add_argument("--version", action="version", version=f"trainformer {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for command in _COMMANDS:
-        added = command.add_parser(subparsers)
-        added.set_defaults(execute=command.run)
-        added.add_argument("--debug", action="store_true", help="show where an error came from")
+def command(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"trainformer.cli.{name}")
+
+
+def complete_parser() -> argparse.ArgumentParser:
+    """A parser of everything, for which all commands are imported."""
+    parser, subparsers = _overview()
+    for name in COMMANDS:
+        _fill(subparsers.choices[name], command(name))
     return parser
 
 
-def _paragraph(error: Exception) -> str:
+def paragraph(error: BaseException) -> str:
+    """An error for whoever did not ask for the traceback."""
     from trainformer.core.errors import TrainformerError
 
     known = isinstance(error, TrainformerError | OSError)
     text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where it came from)"
     return textwrap.fill(f"error: {' '.join(text.split())}", 100, break_long_words=False, break_on_hyphens=False)
+
+
+def _parse(name: str, words: list[str]) -> argparse.Namespace:
+    module = command(name)
+    # Without abbreviations: an option that is added later would change what they mean.
+    parser = argparse.ArgumentParser(
+        prog=f"trainformer {name}", description=_sentence(COMMANDS[name]), allow_abbrev=False
+    )
+    _fill(parser, module)
+    args = module.parse(parser, words) if hasattr(module, "parse") else parser.parse_args(words)
+    args.execute = module.run
+    return args
+
+
+def _fill(parser: argparse.ArgumentParser, module: ModuleType) -> None:
+    module.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+
+
+def _overview() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction]:
+    parser = argparse.ArgumentParser(prog="trainformer", description="One training engine for deep learning.")
+    parser.add_argument("--version", action="version", version=f"trainformer {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, purpose in COMMANDS.items():
+        subparsers.add_parser(name, help=purpose, description=_sentence(purpose), allow_abbrev=False)
+    return parser, subparsers
+
+
+def _without_command(words: list[str]) -> int:
+    parser, _ = _overview()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    parser.parse_args(words)  # --help and --version end here; anything else is told and ends with 2
+    return 2
+
+
+def _unknown(name: str) -> int:
+    from trainformer.core.errors import did_you_mean
+
+    hint = did_you_mean(name, COMMANDS) or "`trainformer --help` lists them."
+    print(f"error: trainformer has no command {name!r}. {hint}", file=sys.stderr)
+    return 2
+
+
+def _sentence(purpose: str) -> str:
+    return f"{purpose[0].upper()}{purpose[1:]}."

@@ -10,21 +10,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
 
 _EXAMPLE = "trainformer launch --nproc 4 script.py --its-own arguments"
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """The command and what it takes."""
-    purpose = "run a script, a module or a command of trainformer in several processes that train together"
-    example = f"example: {_EXAMPLE}; or: trainformer launch --nproc 4 run config.yaml"
-    # Without abbreviations: those would be looked for among the program's own arguments, too.
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "launch", help=purpose, description=f"{purpose}.", epilog=example, allow_abbrev=False
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.epilog = f"example: {_EXAMPLE}; or: trainformer launch --nproc 4 run config.yaml"
     of_machine = "processes on this machine (default: one per GPU, else 1)"
     parser.add_argument("--nproc", type=_positive, metavar="N", help=of_machine)
     parser.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines (default: 1)")
@@ -37,7 +31,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--max-restarts", type=_count, default=0, metavar="K", help=again)
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, as in python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="...", help="script, module or command; arguments")
-    return parser
 
 
 def _positive(text: str) -> int:
@@ -99,8 +92,7 @@ def _program(args: argparse.Namespace) -> list[str]:
 def _commands() -> list[str]:
     from trainformer.cli import frame
 
-    names = [command.__name__.rpartition(".")[2] for command in frame._COMMANDS]
-    return [name for name in names if name != "launch"]
+    return [name for name in frame.COMMANDS if name != "launch"]
 
 
 def _gpus() -> int:

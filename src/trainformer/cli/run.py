@@ -8,16 +8,13 @@ import sys
 from typing import Any
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """The command and what it takes."""
-    purpose = "build what a config describes, and run it: fit(), train(), or a call"
-    parser: argparse.ArgumentParser = subparsers.add_parser("run", help=purpose, description=f"{purpose}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     add_config_arguments(parser)
     target = "the key to run; by default trainer, else main, else the only one that can be built"
     parser.add_argument("--target", metavar="NAME", help=target)
     trust = "a package that may be imported for the config, besides the usual ones and the project's own"
     parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
-    return parser
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
