@@ -1,0 +1,192 @@
+"""What the folder of a run has to show, as plain values for the page. What is missing is left out, never an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainformer.engine.checkpoint.store import CheckpointStore, folder_of_checkpoints
+from trainformer.engine.state import is_better
+from trainformer.live.runs import RunInfo, describe
+from trainformer.loggers.jsonl import read_jsonl
+from trainformer.report.happenings import happenings, texts_in
+from trainformer.report.series import POINTS, Series, clock_of, series_of
+
+_LOG_LINES, _LOG_BYTES = 200, 1 << 16
+_LONGEST_VALUE = 2_000
+
+
+def read_run(folder: Path, points: int = POINTS) -> dict[str, Any]:
+    """The content of the page about one run. `points`: how many a curve may have."""
+    info, config = describe(folder), _config(folder)
+    notes: list[str] = []
+    metrics = _records(folder / "metrics.jsonl", notes)
+    records = _records(folder / "records.jsonl", notes)
+    happened = happenings([*records, *texts_in(metrics, records)])
+    series = series_of(metrics, points)
+    timed = [record for record in records if isinstance(record.get("time"), float | int)]
+    starts = [record["time"] for record in timed if record.get("kind") in ("began", "resumed")]
+    clock = clock_of(metrics, starts, [record["time"] for record in timed])
+    best = _best(series, config)
+    return {
+        "name": info.name,
+        "path": str(folder),
+        "status": info.status,
+        "host": info.host,
+        "since": info.since,
+        "task": _value(config, "task_type"),
+        "step": max(info.step, clock["steps"][-1] if clock["steps"] else 0),
+        "steps_planned": _planned(info, config),
+        "seconds": _seconds(info, clock, starts),
+        "loss": series["train/loss"].values[-1] if "train/loss" in series else None,
+        "best": best,
+        "series": {name: [_numbers(s.steps), _numbers(s.values), s.total] for name, s in series.items()},
+        "clock": clock,
+        "config": config,
+        "marks": [
+            {"kind": event["kind"], "step": _step_of(event)}
+            for event in happened["events"]
+            if event["kind"] in ("resumed", "split", "skipped") and isinstance(_step_of(event), int)
+        ],
+        "checkpoints": _checkpoints(folder, best, notes),
+        "log": _log(folder),
+        "notes": notes,
+        **happened,
+    }
+
+
+def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The lines that can be read; that some cannot is noted."""
+    if not path.is_file():
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            records = read_jsonl(path)
+        except OSError as error:
+            notes.append(f"{path.name} cannot be read: {error.strerror}.")
+            return []
+    if damaged := [w for w in caught if issubclass(w.category, RuntimeWarning)]:
+        lines = "1 line" if len(damaged) == 1 else f"{len(damaged)} lines"
+        notes.append(f"{lines} of {path.name} cannot be read and left out.")
+    return records
+
+
+def _config(folder: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {
+        key: {
+            "value": _shown(entry["value"]),
+            "source": str(entry.get("source", "")),
+            "depends_on": [str(name) for name in entry.get("depends_on") or ()],
+        }
+        for key, entry in content.items()
+        if isinstance(entry, dict) and "value" in entry
+    }
+
+
+def _shown(value: Any) -> Any:
+    """Values as they are; very long ones as the beginning of their text."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return value if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+
+
+def _value(config: dict[str, dict[str, Any]], key: str) -> Any:
+    return config.get(key, {}).get("value")
+
+
+def _planned(info: RunInfo, config: dict[str, dict[str, Any]]) -> int | None:
+    total = _value(config, "total_steps")
+    return total if isinstance(total, int) else info.steps
+
+
+def _seconds(info: RunInfo, clock: dict[str, list], starts: Sequence[float]) -> float | None:
+    """Time at work: to the last record, and of an uninterrupted run that has ended to its end."""
+    if len(starts) == 1 and info.since is not None and info.since > starts[0] and not info.is_running:
+        return info.since - starts[0] if info.status != "killed" else clock["seconds"][-1] if clock["seconds"] else None
+    return clock["seconds"][-1] if clock["seconds"] else None
+
+
+def _best(series: dict[str, Series], config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The best value of the metric that the run is judged by."""
+    name, mode = _value(config, "monitor_metric") or "val/loss", _value(config, "monitor_mode") or "min"
+    if name not in series or mode not in ("min", "max"):
+        return None
+    best: tuple[int, float] | None = None
+    for step, value in zip(series[name].steps, series[name].values, strict=True):
+        if is_better(value, best and best[1], mode):
+            best = step, value
+    return None if best is None else {"name": name, "mode": mode, "step": best[0], "value": best[1]}
+
+
+def _step_of(event: dict[str, Any]) -> Any:
+    """Where an event is on the axis of steps."""
+    return event["content"].get("from_step", event["step"]) if event["kind"] == "resumed" else event["step"]
+
+
+def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) -> list[dict[str, Any]]:
+    place = folder_of_checkpoints(folder)
+    if place == folder:
+        return []
+    try:
+        found = _quietly(CheckpointStore(place))
+    except OSError as error:
+        notes.append(f"the checkpoints cannot be read: {error.strerror}.")
+        return []
+    name, mode = (best["name"], best["mode"]) if best else ("", "min")
+    leader = None
+    for checkpoint in found:
+        value = checkpoint.manifest.metrics.get(name)
+        if value is not None and is_better(value, leader and leader.manifest.metrics[name], mode):
+            leader = checkpoint
+    return [
+        {
+            "name": checkpoint.path.name,
+            "step": checkpoint.step,
+            "epoch": checkpoint.manifest.epoch,
+            "time": checkpoint.manifest.time,
+            "bytes": sum(f.size for files in checkpoint.manifest.components.values() for f in files),
+            "metrics": checkpoint.manifest.metrics,
+            "is_best": checkpoint is leader,
+            "is_last": checkpoint is found[-1],
+            "is_protected": checkpoint.is_protected,
+        }
+        for checkpoint in found
+    ]
+
+
+def _quietly(store: CheckpointStore) -> list[Any]:
+    """Checkpoints that are damaged are the business of `trainformer ckpt verify`."""
+    logger = logging.getLogger("trainformer")
+    was, logger.disabled = logger.disabled, True
+    try:
+        return store.checkpoints()
+    finally:
+        logger.disabled = was
+
+
+def _log(folder: Path) -> list[str]:
+    try:
+        with (folder / "log.txt").open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    lines = text.splitlines()
+    return (lines[1:] if size > _LOG_BYTES else lines)[-_LOG_LINES:]
+
+
+def _numbers(values: Sequence[float]) -> list[Any]:
+    """Seven digits are more than a screen shows, and half the bytes."""
+    return [value if isinstance(value, int) else float(f"{value:.7g}") for value in values]

@@ -1,0 +1,121 @@
+"""One browser for all tests, which is refused every connection, and reports to look at."""
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from run_folders import CONFIG, everything, happened, training, write_run
+
+from trainformer.report import write_report
+
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run",
+]  # fmt: skip
+
+
+@dataclass
+class Visit:
+    """A page, and what it did that it should not: errors, words on the console, requests for anything but itself."""
+
+    page: object
+    faults: list = field(default_factory=list)
+
+    def tone(self, title: str, colour: str, x: float | None = None) -> int:
+        """How many pixels of a plot have a colour, all in all or near a value of the horizontal axis."""
+        script = """([title, red, green, blue, at]) => {
+            const canvas = document.querySelector(`figure[data-title="${title}"] canvas`);
+            const { width, height } = canvas;
+            const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+            copy.drawImage(canvas, 0, 0);
+            const { data } = copy.getImageData(0, 0, width, height);
+            const near = (a, b) => Math.abs(a - b) <= 2;
+            let count = 0;
+            for (let n = 0; n < data.length; n += 4) {
+                if (at !== null && Math.abs(((n / 4) % width) - at) > 4) continue;
+                const [r, g, b, opaque] = data.slice(n, n + 4);
+                if (near(r, red) && near(g, green) && near(b, blue) && opaque > 150) count += 1;
+            }
+            return count;
+        }"""
+        red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+        at = None if x is None else self.plot(title, f"u.valToPos({x}, 'x', true)")
+        return self.page.evaluate(script, [title, red, green, blue, at])
+
+    def plot(self, title: str, what: str):
+        """Something of the uPlot of a metric, which is called `u`."""
+        box = f'document.querySelector(`figure[data-title="{title}"] .canvas`)'
+        return self.page.evaluate(f"() => {{ const u = {box}.uplot; return {what}; }}")
+
+    def hover(self, title: str, x: float) -> None:
+        """Move the mouse to a value of the horizontal axis."""
+        over = self.page.locator(f'figure[data-title="{title}"] .u-over')
+        over.scroll_into_view_if_needed()
+        inside = f"Math.min(u.over.clientWidth - 1, u.valToPos({x}, 'x'))"
+        over.hover(position={"x": self.plot(title, inside), "y": 60})
+
+    def told(self, title: str) -> dict:
+        """The values that the tooltip of a plot shows, by run and metric."""
+        cells = self.page.locator(f'figure[data-title="{title}"] .tip .value').all()
+        return {(c.get_attribute("data-run"), c.get_attribute("data-name")): c.inner_text() for c in cells}
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    sync_api = pytest.importorskip("playwright.sync_api") if "CI" not in os.environ else None
+    if sync_api is None:
+        from playwright import sync_api
+    if executable is None:
+        if "CI" in os.environ:
+            pytest.fail("no chromium on the PATH: reports would go untested")
+        pytest.skip("no chromium on the PATH")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium):
+    """Open a report as from a disk, without a network. What it should not have done fails the test at its end."""
+    opened = []
+
+    def open_(path: Path, *, scheme="light", width=1280, height=900) -> Visit:
+        context = chromium.new_context(
+            offline=True, viewport={"width": width, "height": height}, color_scheme=scheme, timezone_id="UTC"
+        )
+        seen = Visit(context.new_page())
+        opened.append((context, seen))
+        page, address = seen.page, path.resolve().as_uri()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: seen.faults.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: seen.faults.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (seen.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda r: None if r.url.split("#")[0] == address else seen.faults.append(r.url[:200]))
+        page.goto(address)
+        return seen
+
+    yield open_
+    for context, seen in opened:
+        context.close()
+        assert not seen.faults, seen.faults
+
+
+@pytest.fixture(scope="session")
+def rich(tmp_path_factory):
+    """A report of one run that has all there is."""
+    return write_report(everything(tmp_path_factory.mktemp("rich") / "everything"))
+
+
+@pytest.fixture(scope="session")
+def three(tmp_path_factory):
+    """A report of three runs with different steps and settings."""
+    folder = tmp_path_factory.mktemp("three")
+    everything(folder / "first")
+    second = {**CONFIG, "lr": (3e-3, "user"), "dropout": (0.1, "default")}
+    write_run(folder / "second", list(training(120, 3, 0.2)), happened(120)[:5], config=second)
+    write_run(folder / "third", list(training(90, 5, 0.4)), config={**CONFIG, "epochs": (9, "user")})
+    return write_report([folder / name for name in ("first", "second", "third")], folder)
