@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
@@ -16,16 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from forking import SERVER
+
 Results = Callable[[int, int], dict[str, Tensor]]
-_HEAVY = (
-    "transformers.models.llama.modeling_llama",
-    "torch.distributed.checkpoint",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "trainformer.tasks",
-    "transformers.trainer",
-    "torchvision",
-)
 
 
 def on_ranks(results: Results, world: int, folder: Path) -> list[dict[str, Tensor]]:
@@ -33,10 +25,8 @@ def on_ranks(results: Results, world: int, folder: Path) -> list[dict[str, Tenso
 
     They work in the folder, and leave there what they return.
     """
-    # Ranks are forked from a process that has imported everything: to import it anew takes each some ten seconds.
-    multiprocessing.set_forkserver_preload(["torch.testing", "trainformer.trainer", *_HEAVY])
     args = results, world, str(folder), dict(os.environ)
-    context = mp.start_processes(_worker, args, nprocs=world, join=False, start_method="forkserver")
+    context = mp.start_processes(_worker, args, nprocs=world, join=False, start_method=SERVER.get_start_method())
     deadline = time.monotonic() + 120
     while not context.join(timeout=1):
         if time.monotonic() > deadline:

@@ -100,7 +100,7 @@ def test_our_own_commands_can_be_launched(tmp_path):
     ("words", "said"),
     [
         ([], "Expected a script"),
-        (["missing.py"], "received 'missing.py'. Commands of trainformer are run,"),
+        (["missing.py"], "received 'missing.py'. Commands that can be launched are train,"),
         (["rum", "config.yaml"], "Did you mean 'run'"),
         (["launch", "x.py"], "received 'launch'"),
         (["--nnodes", "2", "x.py"], "--node-rank and --master-addr with --nnodes 2"),

@@ -1,6 +1,5 @@
 """Ranks that are watched over, each a process of its own, to which something happens."""
 
-import multiprocessing
 import os
 import threading
 import time
@@ -12,12 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from forking import SERVER
 from trainformer.backends.torch.distribution import heartbeats
 from trainformer.backends.torch.distribution.watch import RankWatch
-
-# Forked from a server that has imported torch: a rank starts in milliseconds instead of seconds.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch.testing", "trainformer.backends.torch.distribution.watch"])
 
 MOST_SECONDS = 90  # for whatever should happen; only a failing test waits that long
 
@@ -43,7 +39,7 @@ class Fleet:
         self.folder = folder
         os.environ["OMP_NUM_THREADS"] = "1"
         targets = [(case, rank, world, str(folder)) for rank in range(world)]
-        self.ranks = [_SERVER.Process(target=be_rank, args=target) for target in targets]
+        self.ranks = [SERVER.Process(target=be_rank, args=target) for target in targets]
         for rank in self.ranks:
             rank.start()
 

@@ -1,7 +1,6 @@
 """Starts training processes, kills them, starts them again, and compares what comes out with a run left in peace."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -15,16 +14,10 @@ from pathlib import Path
 import torch
 from victim import SAMPLES, Case, start
 
+from forking import SERVER
 from trainformer.backends.torch.components import read_component
 from trainformer.engine.checkpoint import CheckpointStore
 from trainformer.loggers.jsonl import read_jsonl
-
-# A server that has imported everything forks the victims: starting one takes milliseconds, not seconds. It has no
-# threads, so forking is safe, and the victims are its children, so that none stays behind as a zombie.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["numpy.random", "torch._dynamo", "torch.testing", "trainformer.trainer", "trainformer.callbacks"]
-)
 
 _MOST_SECONDS = 120
 
@@ -36,7 +29,7 @@ def launch(case: Case, folder: Path):
     """Start a process that trains in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    process = _SERVER.Process(target=start, args=(case, str(folder)))
+    process = SERVER.Process(target=start, args=(case, str(folder)))
     process.start()
     return process
 
@@ -280,11 +273,12 @@ def equal(a, b) -> bool:
 
 
 def without_clock(tree):
-    """The tree without times, speeds and durations."""
+    """The tree without times, speeds, durations, and how much memory a process happens to hold."""
     if isinstance(tree, dict):
         return {k: without_clock(v) for k, v in tree.items() if not _is_clock(k)}
     return type(tree)(map(without_clock, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 def _is_clock(name) -> bool:
-    return isinstance(name, str) and (name in ("time", "seconds") or name.endswith(("_per_second", "save_seconds")))
+    others = ("_per_second", "save_seconds", "memory_gb")
+    return isinstance(name, str) and (name in ("time", "seconds") or name.endswith(others))

@@ -4,7 +4,6 @@ import copy
 import inspect
 import json
 import logging
-import multiprocessing
 import pickle
 import signal
 
@@ -30,6 +29,7 @@ from hf_toys import Classifier, examples, losses, make, make_theirs, parameters,
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from forking import SERVER
 from text_toys import bert
 from trainformer import hf
 from trainformer.core.errors import BadArgument, DataError
@@ -338,15 +338,9 @@ def test_a_checkpoint_of_transformers_cannot_be_resumed_and_that_is_said(tmp_pat
     assert make(tmp_path / "new", again, train=classes(), more=padding(), max_steps=1).train().global_step == 1
 
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["torch._dynamo", "transformers.trainer", "transformers.models.llama.modeling_llama", "trainformer.hf.trainer"]
-)
-
-
 def finished(*job):
     """The exit code of a process that trains."""
-    process = _SERVER.Process(target=hf_toys.train_in_process, args=job)
+    process = SERVER.Process(target=hf_toys.train_in_process, args=job)
     process.start()
     process.join(120)
     return process.exitcode

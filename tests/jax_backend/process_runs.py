@@ -1,4 +1,4 @@
-"""One process of a training on JAX, as tests start it: ``python process_runs.py FOLDER KIND [OPTION=JSON ...]``.
+"""Processes of a training on JAX, as tests start them.
 
 Who else takes part is said by the environment, as it would be by a launcher. In the end each process writes what
 became of it to ``result-KIND.NUMBER.npz``.
@@ -6,13 +6,14 @@ became of it to ``result-KIND.NUMBER.npz``.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from forking import SERVER
 
 DEVICES = 4  # of all processes together
 
@@ -29,21 +30,33 @@ def start(folder, processes, kind="plain", **options):
         if processes > 1:
             own |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
             own["JAX_PROCESS_ID"] = str(number)
-        said = (folder / f"said-{number}.txt").open("w")
-        given = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-        command = [sys.executable, __file__, str(folder), kind, *given]
-        started.append(subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | own))
+        process = SERVER.Process(target=live, args=(folder, kind, options, own, folder / f"said-{number}.txt"))
+        process.start()
+        started.append(process)
     return started
+
+
+def live(folder: Path, kind: str, options: dict, environment: dict, said: Path) -> None:
+    """The whole life of a process that was forked for it; what it says goes to a file."""
+    os.environ.update(environment)
+    output = os.open(said, os.O_WRONLY | os.O_TRUNC | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        (exchange if kind == "exchange" else train)(folder, kind, options)
+    finally:
+        atexit._run_exitfuncs()  # where jax says goodbye to the others; a forked process leaves without it
 
 
 def ends_of(started, folder):
     """The exit codes. A process that goes on for ever is ended."""
+    for process in started:
+        process.join(240)
     try:
-        return [process.wait(timeout=240) for process in started]
+        return [process.exitcode for process in started]
     finally:
         for number, process in enumerate(started):
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             print(f"-- process {number}:", (folder / f"said-{number}.txt").read_text()[-3000:])
 
 
@@ -129,9 +142,3 @@ def exchange(folder: Path, kind: str, options: dict) -> None:
     except Exception as error:
         told["failure"] = f"{type(error).__name__}: {error}"
     (folder / f"told.{peers.rank}.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    parts = (argument.partition("=") for argument in sys.argv[3:])
-    run = exchange if sys.argv[2] == "exchange" else train
-    run(Path(sys.argv[1]), sys.argv[2], {name: json.loads(value) for name, _, value in parts})

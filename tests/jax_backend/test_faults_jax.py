@@ -31,6 +31,8 @@ from harness import (
 )
 from jax_victim import STEPS_PER_EPOCH, JaxCase
 
+from forking import SERVER
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -123,7 +125,7 @@ def test_sigterm_saves_and_leaves_with_143(tmp_path, reference):
 def test_a_running_job_obeys_ctl(tmp_path):
     """`trainformer ctl` from another process: look, save, stop."""
     case, gate = JaxCase(save_steps=100), Gate({5: 1, 6: 1})
-    process = harness._SERVER.Process(target=jax_victim.start, args=(case, str(tmp_path), gate))
+    process = SERVER.Process(target=jax_victim.start, args=(case, str(tmp_path), gate))
     process.start()
     wait_at(process, tmp_path, 5)
     assert asked(tmp_path, "status", "run")["step"] == 5

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import victim
-from harness import _SERVER, output, wait_for
+from harness import output, wait_for
+
+from forking import SERVER
 
 _MOST_SECONDS = 60
 
@@ -47,7 +49,7 @@ def launch_gated(case, folder, gates=None, **options):
     """Start a process that trains in a folder and stops at gates; comes back when it has reached the first."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reached.txt").unlink(missing_ok=True)
-    process = _SERVER.Process(target=_start, args=(case, str(folder), Gate(gates or {}, **options)))
+    process = SERVER.Process(target=_start, args=(case, str(folder), Gate(gates or {}, **options)))
     process.start()
     wait_at(process, folder, next(iter(gates)) if gates else "end")
     return process

@@ -10,12 +10,13 @@ from pathlib import Path
 import mini_victim  # first: it makes the harness of tests/faults importable
 import pytest
 import torch
-from harness import _SERVER, compare_states, finish, output, without_clock
+from harness import compare_states, finish, output, without_clock
 from mini_toys import Classifier, Keeper, shuffled_loader
 from mini_victim import Case
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
+from forking import SERVER
 from toys import mlp, same, weights
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.mini import BaseHook, CheckpointingHook, LoggingHook
@@ -276,7 +277,7 @@ def launch(case, folder):
     """Run a case in a process of its own; its exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    process = _SERVER.Process(target=mini_victim.start, args=(case, str(folder)))
+    process = SERVER.Process(target=mini_victim.start, args=(case, str(folder)))
     process.start()
     return finish(process, folder)
 

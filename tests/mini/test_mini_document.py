@@ -86,7 +86,7 @@ def test_quick_tour():
     assert trainer.step_info["records"]["accuracy"] > 0.5
     assert trainer.workspace == Path("runs/experiment_1")
     made = {path.name for path in trainer.workspace.iterdir()}
-    assert made == {"config.json", "log.txt", "metrics.jsonl", "status.json"}
+    assert made == {"config.json", "log.txt", "metrics.jsonl", "records.jsonl", "status.json"}
 
 
 def test_quick_tour_with_hooks(capsys):

@@ -54,6 +54,7 @@ def test_one_rank_writes_and_all_go_on(found):
         "config.json",
         "log.txt",
         "metrics.jsonl",
+        "records.jsonl",
         "status.json",
     ]
     names = sorted(p.name for p in (folder / "ws/checkpoints").glob("checkpoint_step_*"))

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.callbacks.checkpoint": ["ModelCheckpoint"],
         "trainformer.callbacks.early_stopping": ["EarlyStopping"],
         "trainformer.callbacks.ema": ["EMA"],
+        "trainformer.callbacks.image_samples": ["ImageSamples"],
         "trainformer.callbacks.knn": ["OnlineKNN"],
         "trainformer.callbacks.linear": ["OnlineLinear"],
         "trainformer.callbacks.lr_finder": ["LRFinder"],

@@ -18,7 +18,8 @@ class LRFinder:
 
     The steps leave no trace: weights, optimizer, random numbers and data position are as before. The rate found is
     where the smoothed loss falls most steeply. It is used if you left `lr` alone; if you set it (to any value,
-    the default included), it is only reported, as ``suggested_lr`` in the run's config.
+    the default included), it is only reported, as ``suggested_lr`` in the run's config. The curve is in the run's
+    ``records.jsonl``, and in its report.
     """
 
     needs_torch = True
@@ -48,6 +49,7 @@ class LRFinder:
         logger.info("LRFinder: trying rates from %g to %g in %d steps", self.min_lr, self.max_lr, self.num_steps)
         self._sweep(trainer)
         self.suggested_lr = self._steepest()
+        trainer.record("lr_finder", lrs=self.lrs, losses=self.losses, suggestion=self.suggested_lr)
         if self.suggested_lr is None:
             logger.warning("LRFinder: the loss never fell; lr stays at %g", trainer.lr)
             return

@@ -1,9 +1,10 @@
-"""A progress bar, on a terminal."""
+"""A progress bar, on a terminal; in a notebook a display of its own kind."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -18,6 +19,9 @@ from rich.progress import (
 
 from trainformer.callbacks.base import TrainerLike
 
+if TYPE_CHECKING:
+    from trainformer.callbacks.notebook import NotebookDisplay
+
 # Redrawing costs some 20 us per call; ten times a second is smooth and costs nothing.
 _SECONDS_BETWEEN_UPDATES = 0.1
 
@@ -25,7 +29,8 @@ _SECONDS_BETWEEN_UPDATES = 0.1
 class ProgressBar:
     """Bar, steps, time left, and the loss, rate and speed of the last log record; a second bar while evaluating.
 
-    Draws nothing when the output is not a terminal: a log file gets lines from the console logger instead.
+    Draws nothing when the output is not a terminal: a log file gets lines from the console logger instead. In a
+    notebook there is a bar with the curves of the training loss and of the monitored metric.
     """
 
     makes_requests = False
@@ -36,9 +41,12 @@ class ProgressBar:
         self._training: TaskID | None = None
         self._evaluating: TaskID | None = None
         self._drawn = 0.0
+        self._display: NotebookDisplay | None = None
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
         """Show the bar."""
+        if self.console.is_jupyter and not self.console.quiet:
+            self._display = _display_for(trainer)
         if not self._can_draw():
             return
         self._open(transient=False)
@@ -48,11 +56,15 @@ class ProgressBar:
 
     def on_epoch_begin(self, trainer: TrainerLike, epoch: int) -> None:
         """Name the epoch."""
+        if self._display is not None:
+            self._display.move(trainer.state.step, epoch)
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, description=f"epoch {epoch + 1}")
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
         """Move on; the loss is not looked at."""
+        if self._display is not None:
+            self._display.move(step)
         if self._bar is None or self._training is None:
             return
         now = time.perf_counter()
@@ -62,11 +74,20 @@ class ProgressBar:
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         """Show the record's values."""
+        if self._display is not None:
+            self._display.log(trainer.state.step, metrics)
         if self._bar is not None and self._training is not None:
-            self._bar.update(self._training, completed=trainer.state.step, values=_summary(metrics))
+            self._bar.update(self._training, completed=trainer.state.step, values=summary(metrics))
+
+    def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        """Show the result of an evaluation, where there are curves."""
+        if self._display is not None:
+            self._display.log(trainer.state.step, metrics)
 
     def on_eval_batch(self, trainer: TrainerLike, done: int, total: int | None) -> None:
         """A bar for an evaluation or prediction, inside a run or on its own."""
+        if self._display is not None:
+            self._display.evaluate(done, total)
         if self._bar is None:
             if not self._can_draw():
                 return
@@ -78,20 +99,26 @@ class ProgressBar:
 
     def on_eval_done(self, trainer: TrainerLike) -> None:
         """Take that bar away, however the evaluation ended."""
+        if self._display is not None:
+            self._display.evaluate(0, None)
         if self._bar is not None and self._evaluating is not None:
             self._bar.remove_task(self._evaluating)
             self._evaluating = None
-        if self._training is None:
+        if self._training is None and self._display is None:
             self._close()
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Leave the bar in its last state."""
+        if self._display is not None:
+            self._display.end(trainer.state.step, _who_stopped(trainer))
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=trainer.state.step)
         self._close()
 
     def on_error(self, trainer: TrainerLike, error: BaseException) -> None:
         """Give the terminal back."""
+        if self._display is not None:
+            self._display.fail(error)
         self._close()
 
     def _can_draw(self) -> bool:
@@ -111,12 +138,30 @@ class ProgressBar:
         self._bar.start()
 
     def _close(self) -> None:
+        self._display = None
         if self._bar is not None:
             self._bar.stop()
         self._bar = self._training = self._evaluating = None
 
 
-def _summary(metrics: dict[str, float]) -> str:
+def _display_for(trainer: TrainerLike) -> NotebookDisplay:
+    from trainformer.callbacks.notebook import NotebookDisplay
+
+    display = NotebookDisplay(getattr(trainer, "monitor_metric", None) or "val/loss")
+    display.begin(trainer.state.step, trainer.max_steps_planned, getattr(trainer.state, "log_history", ()))
+    return display
+
+
+def _who_stopped(trainer: TrainerLike) -> str | None:
+    """Who ended a run before its time, and why."""
+    control = getattr(trainer, "control", None)  # which the view of other dialects does not have
+    if control is None or not control.should_stop:
+        return None
+    return f"by {control.stopped_by}: {control.stop_reason}"
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """Loss, rate and speed of a record, in a line."""
     parts = []
     if "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.4f}")

@@ -13,7 +13,7 @@ from trainformer.core.errors import BadArgument, expected
 
 @dataclass
 class TextSamples:
-    """After each evaluation, let the model go on from some prompts, and hand the texts to the loggers.
+    """After each evaluation, let the model go on from some prompts, and hand the texts to loggers and records.
 
     It asks for a task that can `generate` (`CausalLM`, `Seq2Seq`, ...). `options` go to transformers' `generate`
     (`do_sample`, `temperature`, `num_beams`, ...); what is sampled depends on the seed of the run alone, and training
@@ -55,6 +55,8 @@ class TextSamples:
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
             key = self.name if len(prompts) == 1 else f"{self.name}/{number}"
             trainer.logger.log_text(key, f"{prompt}⟶{text}", trainer.state.step)
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        trainer.record("text", key=self.name, samples=samples)
 
     def state_dict(self) -> dict[str, Any]:
         """How many evaluations there were."""

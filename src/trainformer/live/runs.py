@@ -107,7 +107,8 @@ def describe(folder: str | os.PathLike[str]) -> RunInfo:
     records = last_records(folder / "metrics.jsonl")
     trained: dict[str, Any] = next((r for r in reversed(records) if "train/loss" in r), {})
     saved = None if checkpoint is None else step_of(checkpoint)
-    step = max(int(records[-1].get("step", 0)) if records else 0, saved or 0)
+    logged = [record["step"] for record in records if isinstance(record.get("step"), int)]
+    step = max(logged[-1] if logged else 0, saved or 0)
     steps, progress = _progress(folder, step, trained.get("train/epoch"))
     return RunInfo(
         name=folder.resolve().name,

@@ -26,8 +26,8 @@ _RATE = re.compile(r"(.+)_per_(?:s|sec|second)")
 class ConsoleLogger(BaseLogger):
     """One aligned line per record; lines of an evaluation stand out.
 
-    `train_lines` says whether records of training are printed: by default only where there is no terminal, since
-    on one the progress bar shows them.
+    `train_lines` says whether records of training are printed: by default only where there is neither a terminal nor
+    a notebook, since there the progress bar shows them.
 
     >>> import sys
     >>> logger = ConsoleLogger(Console(file=sys.stdout, force_terminal=False))
@@ -58,7 +58,7 @@ class ConsoleLogger(BaseLogger):
                 lines.setdefault(kind, {})[rest] = value
             else:
                 lines.setdefault("step", {})[key.removeprefix("train/")] = value
-        has_bar = console.is_terminal and not console.is_dumb_terminal
+        has_bar = console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
         train_lines = not has_bar if self.train_lines is None else self.train_lines
         for kind, values in lines.items():
             if kind != "step":

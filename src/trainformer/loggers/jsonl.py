@@ -47,7 +47,7 @@ class JsonlLogger(BaseLogger):
     def init(self, config: dict[str, Any]) -> None:
         self.finish()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _mend_end(self.path)
+        mend_end(self.path)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed in finish()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -81,9 +81,7 @@ class JsonlLogger(BaseLogger):
 
     def _write(self, values: dict[str, Any], step: int) -> None:
         file = self._started(self._file)
-        record = {"step": step, "time": round(time.time(), 3), **jsonable(values)}
-        # backslashreplace only meets lone surrogates, and turns them into the escapes JSON has for them.
-        file.write((json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+        file.write(as_line({"step": step, "time": round(time.time(), 3), **values}))
         file.flush()  # hands it to the system, which writes it even if this process is killed
 
 
@@ -93,6 +91,12 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A half-written last line is passed over. Any other line that is not a JSON object is passed over with a warning.
     """
     return [_with_floats(record) for _, record in _lines(Path(path))]
+
+
+def as_line(record: dict[str, Any]) -> bytes:
+    """A record as one line of JSON, whatever is in it."""
+    # backslashreplace only meets lone surrogates, and turns them into the escapes JSON has for them.
+    return (json.dumps(jsonable(record), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -126,7 +130,7 @@ def _with_floats(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mend_end(path: Path) -> None:
+def mend_end(path: Path) -> None:
     """See to it that the file ends with a newline, so that the next record does not stick to a torn one."""
     content = path.read_bytes() if path.exists() else b""
     torn = content[content.rfind(b"\n") + 1 :]

@@ -65,8 +65,17 @@ class Checkpointer:
         """Whether an evaluation is among the best so far."""
         return self.retention.is_worth_keeping(metrics, self.store.checkpoints())
 
-    def save(self, components: Sequence[StateComponent], manifest: Manifest, assets: Assets | None = None) -> bool:
-        """Write a checkpoint, or hand it to the background. False: it could not be written, and that was reported."""
+    def save(
+        self,
+        components: Sequence[StateComponent],
+        manifest: Manifest,
+        assets: Assets | None = None,
+        written: Callable[[], None] | None = None,
+    ) -> bool:
+        """Write a checkpoint, or hand it to the background. False: it could not be written, and that was reported.
+
+        `written` is called when it is there, in the thread that wrote it.
+        """
         began = time.perf_counter()
         self.finish()  # at most one save in flight; if the one before failed, this one is tried all the same
         states = {c: c.stateful.state_dict() for c in components}  # on every rank: some have to ask the others
@@ -77,9 +86,9 @@ class Checkpointer:
             if self.asynchronous:
                 # A snapshot first: the loop is about to change these very tensors.
                 states = {c: self.files.snapshot(c, state) for c, state in states.items()}
-                self._writer.submit(lambda: self._write(states, manifest, assets, draft))
+                self._writer.submit(lambda: self._write(states, manifest, assets, draft, written))
             else:
-                self._write(states, manifest, assets, draft)
+                self._write(states, manifest, assets, draft, written)
         except OSError as error:
             self._note(error)
             return False
@@ -100,7 +109,12 @@ class Checkpointer:
             self._note(error)
 
     def _write(
-        self, states: dict[StateComponent, Any], manifest: Manifest, assets: Assets | None, draft: Path | None
+        self,
+        states: dict[StateComponent, Any],
+        manifest: Manifest,
+        assets: Assets | None,
+        draft: Path | None,
+        written: Callable[[], None] | None,
     ) -> None:
         ranks = self.ranks
 
@@ -117,6 +131,8 @@ class Checkpointer:
         else:
             self._sharing.write(draft, manifest, fill)
         logger.info("saved %s", self.store.path_of(manifest.step))
+        if written is not None:
+            written()
         if ranks.is_main:
             self.tidy()  # only after a complete save is anything deleted
         self.failures = 0

@@ -21,7 +21,10 @@ from trainformer.session.console import messages_to
 logger = logging.getLogger("trainformer")
 
 _DRAFT = re.compile(r"\..+\.(\d+)\.tmp")  # as `write_atomically` names them
-_CONTENTS = ("config.json", "status.json", "metrics.jsonl", "log.txt", "checkpoints", "tensorboard", "report.html")
+_CONTENTS = (
+    "config.json", "status.json", "metrics.jsonl", "records.jsonl", "log.txt", "checkpoints", "tensorboard",
+    "report.html", "recipe.yaml",
+)  # fmt: skip
 
 
 class RunFolder:

@@ -22,6 +22,13 @@ class CommonHandle:
         """Hand further metrics to the loggers, at the current step."""
         self._session.log(metrics, self.state.step)
 
+    def record(self, kind: str, **content: Any) -> None:
+        """Write a line to the run's ``records.jsonl``: something that happened, or a result that is no number.
+
+        `kind` is a word of your own, or one that reports know (see docs/trainer.md). Content must be JSON-able.
+        """
+        self._session.records.add_asked(kind, content)
+
     # -- looking -------------------------------------------------------------------------------------------
 
     @property

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 
 def connect_listeners(run: Run) -> None:
-    """Subscribe everybody anew: what is trained first, then the callbacks in their order, then the context."""
+    """Subscribe everybody anew: what is trained first, then the callbacks in their order, then records and context."""
     bus, context = run.bus, run.context
     bus.clear()
     bus.add(run.title, run.own_listeners(), asks=False)
     for name, callback in run.callbacks.named().items():
         bus.add(name, handlers_of(callback, run.owner), asks=getattr(callback, "makes_requests", True))
+    bus.add("records", run.records.listeners(), asks=False)
     bus.add(
         "context",
         {

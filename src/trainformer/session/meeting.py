@@ -11,6 +11,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.engine.peers import Peers
 from trainformer.session.folder import GuestFolder, NoFolder, RunFolder
 from trainformer.session.provenance import fingerprint
+from trainformer.session.surroundings import folder_from_around
 
 if TYPE_CHECKING:
     from trainformer.session.run import Run
@@ -26,7 +27,7 @@ def choose_folder(run: Run) -> RunFolder | NoFolder:
     made: list[RunFolder] = []
 
     def make() -> str:
-        folder = RunFolder.choose(
+        folder = folder_from_around(run) or RunFolder.choose(
             settings.run_dir,
             settings.name,
             run.title,

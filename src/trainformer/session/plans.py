@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainformer.engine import Cadence, Plan
+from trainformer.engine import Cadence, Control, Plan, RunState
 from trainformer.engine.checkpoint import Retention
 from trainformer.session.settings import CommonSettings
 
@@ -33,3 +33,22 @@ def retention(settings: CommonSettings) -> Retention:
         monitor=settings.monitor_metric,
         mode=settings.monitor_mode,
     )
+
+
+def why_saved(plan: Plan, state: RunState, control: Control, is_best: bool) -> str:
+    """Why a checkpoint is written at the step where the run is. Of several reasons, the one that would not recur."""
+    if control.ending_signal is not None:
+        return "signal"
+    if is_best:
+        return "best"
+    if control.should_stop:
+        return "stopped"
+    limits = (state.step, plan.max_steps), (state.epoch, plan.epochs)
+    if any(limit is not None and done >= limit for done, limit in limits):
+        return "end"
+    cadence = plan.save_every
+    if cadence is None:
+        return "asked for"
+    at_epoch = state.batch == 0 and cadence.due_at_epoch(state.epoch)
+    # When minutes are over is known to the loop alone.
+    return "due" if at_epoch or cadence.due_at_step(state.step) or cadence.unit == "seconds" else "asked for"

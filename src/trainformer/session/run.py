@@ -43,11 +43,14 @@ from trainformer.session.habits import Habits
 from trainformer.session.listeners import connect_listeners
 from trainformer.session.live_control import LiveControl
 from trainformer.session.meeting import choose_folder
-from trainformer.session.plans import plan, retention
+from trainformer.session.memory import resident_gb
+from trainformer.session.plans import plan, retention, why_saved
 from trainformer.session.provenance import fingerprint, record_changes
+from trainformer.session.records import RunRecords
 from trainformer.session.settings import CommonSettings
 from trainformer.session.signals import leave, obeying_signals
 from trainformer.session.state_files import StateFiles
+from trainformer.session.surroundings import callbacks_from_around
 
 logger = logging.getLogger("trainformer")
 
@@ -95,6 +98,8 @@ class Run(ABC):
         self._checkpointer: Checkpointer | None = None
         self._loop: Loop | None = None
         self._last_metrics: dict[str, float] = {}
+        self._worth_keeping_at = -1
+        self.records = RunRecords(self)
         self._live = LiveControl(self)
 
     # -- what a session says of itself -----------------------------------------------------------------------
@@ -132,10 +137,28 @@ class Run(ABC):
         """What this session itself does on hearing of events, before any callback."""
         return {}
 
+    def place(self) -> dict[str, Any]:
+        """On which `device` it runs, and in which `precision`."""
+        return {"device": None, "precision": self.settings.precision}
+
+    def mishaps(self) -> dict[str, int]:
+        """Steps `skipped` so far, and `pieces` that batches are cut into, as far as is known without waiting."""
+        return {}
+
+    def memory_gb(self) -> float | None:
+        """Peak memory of the device so far, or what the process holds where it has none of its own."""
+        return resident_gb()
+
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        """What there is to record of the latest evaluation besides its metrics, by kind."""
+        return {}
+
     # -- who hears of it -------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Subscribe task, callbacks and context. The owner calls this once, when it can answer callbacks."""
+        for callback in callbacks_from_around(self):
+            self.callbacks.add(callback)
         for callback in self.callbacks:
             self._attach(callback)
         connect_listeners(self)
@@ -207,8 +230,9 @@ class Run(ABC):
             record_changes(self)
             stack.enter_context(folder.recording(self.context.config))
             stack.enter_context(self.backend.run_context())
-            stack.enter_context(self._live.serving(folder, self._checkpointer, self._outcome))
-            stack.enter_context(folder.status(self._outcome))
+            stack.enter_context(self._live.serving(folder, self._checkpointer, self.outcome))
+            stack.enter_context(folder.status(self.outcome))
+            stack.enter_context(self.records.keeping(folder))
             stack.enter_context(self._logging())
             stack.enter_context(obeying_signals(self.control, self.habits.signals))
             if self.state.stopped:
@@ -260,6 +284,7 @@ class Run(ABC):
             # What was named for the start counts at the start only: a run that goes on has everything it needs.
             only = self.settings.load_components if self.settings.resume == "auto" else None
             give_back(self.components(), read_checkpoint(own, self.files, self.ranks.rank), only)
+            self.records.went_on_from = str(own.path)
             logger.info("going on from %s (step %d); pass resume=None to begin anew", own.path, self.state.step)
         elif self.settings.resume != "auto":
             self.load(Path(self.settings.resume), self.settings.load_components)
@@ -303,7 +328,8 @@ class Run(ABC):
         if number is not None and self.settings.exit_on_signal:
             leave(number, self.habits.signals)
 
-    def _outcome(self) -> str:
+    def outcome(self) -> str:
+        """How the run has ended, in a word; asked when it did not fail."""
         if self.control.ending_signal is not None:
             return "interrupted"
         if self.control.aborted:
@@ -326,15 +352,19 @@ class Run(ABC):
         except BaseException:
             self.loggers.finish("failed")
             raise
-        self.loggers.finish(self._outcome())
+        self.loggers.finish(self.outcome())
 
     # -- what the loop asks for ----------------------------------------------------------------------------
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Hand metrics to the loggers; a training record also says how long saves have blocked the loop since."""
-        checkpointer = self._checkpointer
-        if checkpointer is not None and checkpointer.blocked and "train/loss" in metrics:
-            metrics["train/save_seconds"], checkpointer.blocked = checkpointer.blocked, 0.0
+        """Hand metrics to the loggers; a training record also has memory, and how long saves have blocked the loop."""
+        if "train/loss" in metrics:
+            checkpointer, memory = self._checkpointer, self.memory_gb()
+            if memory is not None:
+                metrics["train/memory_gb"] = memory
+            if checkpointer is not None and checkpointer.blocked:
+                metrics["train/save_seconds"], checkpointer.blocked = checkpointer.blocked, 0.0
+            self.records.notice(metrics["train/loss"])
         self.loggers.log(metrics, step)
 
     def evaluate(self) -> dict[str, float]:
@@ -343,6 +373,8 @@ class Run(ABC):
             logger.warning("an evaluation was asked for, but there is no validation data")
             return {}
         metrics = self.validate()
+        for kind, content in self.evaluation_records().items():  # at once: a callback may evaluate something else
+            self.records.add(kind, content)
         for callback in self.callbacks:
             if hasattr(callback, "measure"):
                 metrics |= callback.measure(self.owner, metrics) or {}
@@ -373,7 +405,10 @@ class Run(ABC):
         checkpointer = self._checkpointer
         if checkpointer is None or not self.ranks.is_main:  # who looks at the folder at another time finds another one
             return False
-        return checkpointer.is_worth_keeping(metrics)
+        is_worth = checkpointer.is_worth_keeping(metrics)
+        if is_worth:
+            self._worth_keeping_at = self.state.step
+        return is_worth
 
     def save(self) -> str | None:
         """Write a checkpoint into the run folder."""
@@ -390,10 +425,16 @@ class Run(ABC):
             versions=versions(self.files),
             world_size=self.ranks.world,
         )
-        if not self._checkpointer.save(self.components(), manifest, self.assets()):
+        path = self._checkpointer.store.path_of(state.step)
+        if not self._checkpointer.save(self.components(), manifest, self.assets(), self.records.expect_save(path.name)):
             state.saved_at = before
             return None
-        return str(self._checkpointer.store.path_of(state.step))
+        return str(path)
+
+    def why_saved(self) -> str | None:
+        """Why a checkpoint is written at this step."""
+        is_best = self._worth_keeping_at == self.state.step
+        return None if self._loop is None else why_saved(self._loop.plan, self.state, self.control, is_best)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -415,6 +456,7 @@ class Run(ABC):
         """Go on from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
         give_back(self.components(), read_states(path, self.files, self.ranks.rank), only)
         self.state.stopped = []  # loaded on purpose, to go on
+        self.records.went_on_from = str(path)
         logger.info("going on from %s (step %d)", path, self.state.step)
 
     def stop(self, reason: str) -> None:

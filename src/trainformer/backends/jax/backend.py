@@ -182,6 +182,11 @@ class JaxBackend:
         if len(self._watched.flags) >= _MOST_FLAGS:
             self._look()
 
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out so far, as far as was looked."""
+        return self._watched.skipped
+
     def verify(self, step: int) -> dict[str, float]:
         """Raise if a step was not finite, or count those that were left out; how often steps were compiled again."""
         self._look()

@@ -56,6 +56,8 @@ class ProgressCallback(TrainerCallback):
         metrics = as_native(numbers({name: value for name, value in logs.items() if name not in known}))
         if "train/loss" in metrics:  # not the record of an evaluation, nor the summary of the run
             self._bar.on_log(_view(state), metrics)
+        elif is_evaluation(logs):
+            self._bar.on_validation_end(_view(state), metrics)
         self._lines.init({})
         self._lines.log(metrics, state.global_step)
 
@@ -85,10 +87,12 @@ class ProgressCallback(TrainerCallback):
         self._is_training = False
         self._bar.on_train_end(_view(state))
 
-    def on_error(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_error(
+        self, args: Any, state: TrainerState, control: TrainerControl, error: BaseException, **kwargs: Any
+    ) -> None:
         """Give the terminal back."""
         self._is_training = False
-        self._bar.on_train_end(_view(state))
+        self._bar.on_error(_view(state), error)
 
     def _is_the_one(self, trainer: Any) -> bool:
         """Whether nobody else shows the progress of this run."""

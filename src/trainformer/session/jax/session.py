@@ -143,6 +143,21 @@ class JaxSession(Run):
         """The trainer's own hooks."""
         return self.owner.listeners()
 
+    def place(self) -> dict[str, Any]:
+        """The kind of the devices, and how many."""
+        mesh = self.backend.mesh
+        return {**super().place(), "device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}"}
+
+    def mishaps(self) -> dict[str, int]:
+        """As the backend counts them."""
+        return {"skipped": self.backend.skipped_steps}
+
+    def memory_gb(self) -> float | None:
+        """Peak of the first device, where it tells."""
+        device = jax.local_devices()[0]
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use") if device.platform != "cpu" else None
+        return super().memory_gb() if peak is None else peak / 1e9
+
     def _newest_of(self, store: CheckpointStore, folder: RunFolder) -> Checkpoint | None:
         """The newest checkpoint that is whole. If none of those that are there is, the run does not begin anew."""
         found = super()._newest_of(store, folder)

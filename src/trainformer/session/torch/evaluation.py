@@ -17,7 +17,7 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.align import align_classes
 from trainformer.data.targets import is_stream
 from trainformer.session.torch.data import Source, TrainingData, is_loader, is_open, load, make_source
-from trainformer.session.torch.inference import Inference
+from trainformer.session.torch.inference import Inference, Inputs
 from trainformer.session.torch.parts import load_options
 from trainformer.session.torch.settings import RunSettings
 
@@ -31,6 +31,7 @@ class Evaluation:
         self.settings = settings
         self.loaded = loaded
         self.val_source = None if loaded.val is None else self._source(loaded.val)
+        self._looked: tuple[int, Source] | None = None  # a few of them
 
     def validate(self, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics of the validation data or of its first `most` batches, with the model to be judged or another."""
@@ -67,6 +68,15 @@ class Evaluation:
                 "the embeddings of a batch as 'embedding', and the labels as 'label' where there are any."
             )
         return rows
+
+    def look(self, most: int, inputs: Inputs) -> dict[str, Tensor]:
+        """Inputs and predictions of at most so many samples of the validation data, evenly chosen."""
+        if self.loaded.val is None:
+            raise DataError("There is no validation data to look at. Pass val_data or val_split to the trainer.")
+        if self._looked is None or self._looked[0] != most:
+            self._looked = most, self._source(_thinned(self.loaded.val, most))
+        rows = self.inference.rows(self._looked[1], inputs, most)
+        return {name: values[:most] for name, values in rows.items()}
 
     def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> Source:
         """Batches of loaded data in their order; the options replace those of the run."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainformer.session.handle import CommonHandle
+from trainformer.session.torch.inference import Inputs
 from trainformer.session.torch.probe import Probe
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ class RunHandle(CommonHandle):
         `data` is ``"train"``, ``"val"``, or anything that `predict` takes; `most` samples at most, evenly chosen.
         """
         return self._session.embed(data, most)
+
+    def look(self, most: int, inputs: Inputs) -> dict[str, Tensor]:
+        """What is predicted for at most so many samples of the validation data, evenly chosen: a row for each.
+
+        `inputs` takes from a batch, as the model gets it, what is to stand beside the predictions.
+        """
+        return self._session.look(most, inputs)
 
     def save(self, path: str | Path) -> str:
         """Write everything needed to go on exactly from here to one file; all or nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -19,6 +19,9 @@ from trainformer.engine.evaluation import evaluate
 from trainformer.session.progress import showing_progress
 from trainformer.session.torch.data import Source
 from trainformer.tasks.base import provides
+
+#: Takes from a batch tensors with one row per sample.
+Inputs = Callable[[Any], dict[str, Tensor]]
 
 
 class Inference:
@@ -49,23 +52,35 @@ class Inference:
         rows = self.rows(source)
         return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
 
-    def rows(self, source: Source) -> dict[str, Tensor]:
-        """What is predicted for the whole source: tensors with one row per sample, in input order."""
-        function = self.task.predict_step if hasattr(self.task, "predict_step") else self.task.eval_step
+    def rows(self, source: Source, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
+        """What is predicted for the source, or its first `most` batches: one row per sample, in input order.
+
+        `inputs` takes from each batch what is to stand beside the predictions.
+        """
 
         def step(batch: Placed) -> EvalResult:
-            result = self.backend.infer(function, batch)
-            if not result.rows:
-                raise BadArgument(
-                    f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so "
-                    "there is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
-                )
+            result = self._predict_batch(batch)
+            if inputs is not None:
+                taken = inputs(batch.data)
+                result.rows.update({name: rows[: batch.size].detach().cpu() for name, rows in taken.items()})
             return result
 
         with self.apart(), showing_progress(self.callbacks, self.owner, source.batches_per_epoch) as tell:
             peers = self.backend.ranks
-            _, rows = evaluate(self.backend, source.batches(0), step, keep_rows=True, on_batch=tell, peers=peers)
+            _, rows = evaluate(
+                self.backend, islice(source.batches(0), most), step, keep_rows=True, on_batch=tell, peers=peers
+            )
         return rows
+
+    def _predict_batch(self, batch: Placed) -> EvalResult:
+        function = self.task.predict_step if hasattr(self.task, "predict_step") else self.task.eval_step
+        result = self.backend.infer(function, batch)
+        if not result.rows:
+            raise BadArgument(
+                f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so "
+                "there is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
+            )
+        return result
 
     def model(self) -> nn.Module:
         """The model to be judged: an average that a callback keeps, else the one that is trained."""

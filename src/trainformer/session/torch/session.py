@@ -29,7 +29,7 @@ from trainformer.session.run import Run
 from trainformer.session.torch.components import TRAINED, state_components
 from trainformer.session.torch.data import Source, load_training_data, make_source
 from trainformer.session.torch.evaluation import Evaluation
-from trainformer.session.torch.inference import Inference
+from trainformer.session.torch.inference import Inference, Inputs
 from trainformer.session.torch.launched import refuse_to_part
 from trainformer.session.torch.parts import load_options, torch_settings
 from trainformer.session.torch.probe import Probe
@@ -146,6 +146,23 @@ class Session(Run):
         """The task's own methods."""
         return task_handlers(self.task, self.total_steps)
 
+    def place(self) -> dict[str, Any]:
+        """The device and precision of the backend."""
+        return {"device": str(self.backend.device), "precision": self.backend.precision.name}
+
+    def mishaps(self) -> dict[str, int]:
+        """As the backend counts them."""
+        return {"skipped": self.backend.guard.skipped, "pieces": self.backend.splitter.pieces}
+
+    def memory_gb(self) -> float | None:
+        """What tensors have occupied of a GPU at most, which the allocator counts on the host; else the process."""
+        device = self.backend.device
+        return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else super().memory_gb()
+
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        """What the task tells of it."""
+        return self.task.evaluation_records() if provides(self.task, "evaluation_records") else {}
+
     def record_derived(self) -> None:
         """Lengths and precision."""
         record_derived(self)
@@ -176,6 +193,10 @@ class Session(Run):
     def embed(self, data: Any = "val", most: int | None = None) -> dict[str, torch.Tensor]:
         """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
         return self._evaluation.embed(data, most)
+
+    def look(self, most: int, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """Inputs and predictions of some samples of the validation data."""
+        return self._evaluation.look(most, inputs)
 
     def judging(self) -> AbstractContextManager[None]:
         """Evaluation mode, the model to be judged, and random numbers of its own."""

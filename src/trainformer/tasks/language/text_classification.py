@@ -30,6 +30,7 @@ from trainformer.eval.correlation import pearson, spearman
 from trainformer.eval.multilabel import multilabel_metrics
 from trainformer.losses.numerics import full, full_precision
 from trainformer.models.modes import evaluating
+from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels, Problem
 from trainformer.tasks.language.parts import PartsEncoder, found_keys, joined, only_columns, parted
@@ -198,6 +199,10 @@ class TextClassification(ClassifyingTask):
             "pearson": float(np.mean([pearson(p, w).item() for p, w in columns])),
             "spearman": float(np.mean([spearman(p, w).item() for p, w in columns])),
         }
+
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        """The confusion matrix of the latest evaluation, for the records of the run, if each text has one class."""
+        return confusion_record(self.confusion, self.labels.names)
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Probabilities and what follows from them, or the predicted numbers as `value`. Labels may be there or not."""

@@ -26,6 +26,7 @@ from trainformer.data.text.store import tokenize
 from trainformer.eval.entities import Rates, TagScheme, rates
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import evaluating
+from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels
 from trainformer.tasks.language.parts import found_keys, only_columns
@@ -36,6 +37,7 @@ _VERSION = "tags-1"  # of what `TagEncoder` makes of a record: raise it when tha
 _TOKENS = (("tokens",), ("words",))
 _TAGS = tuple((name,) for name in ("ner_tags", "tags", "labels", "tag", "pos_tags", "chunk_tags"))
 _LONG = ("split", "truncate")
+_MOST_TAGS = 64  # of more there is no confusion matrix: one of each window is kept until the end of an evaluation
 _UNTAGGED = -1  # the label of a word whose tag is not known
 
 
@@ -51,7 +53,8 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
     Texts of more than `max_length` tokens are split between words into windows (`long="split"`), or lose their end
     (`"truncate"`). Evaluation gives loss and accuracy by word, and precision, recall and F1 of entities over the whole
     set (IOB, IOBES, BILOU, or tags without places); of tags that mean no entities, the macro F1 of words. `per_type`
-    has the same of each type, of the latest evaluation.
+    has the same of each type, of the latest evaluation, and `confusion` how often a word of a tag (row) was given
+    another one (column), of up to 64 tags.
     """
 
     model_name: Any = "bert-base-cased"
@@ -71,6 +74,7 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     per_type: dict[str, Rates] = field(init=False, default_factory=dict, repr=False)
+    confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
 
     kind = "token_classification"
     groups_lengths = True
@@ -131,12 +135,22 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
         loss = token_cross_entropy(logits, labels, shift=False)
         scheme = TagScheme(self._names())
         count = self._entity_counts if scheme.types else self._tag_counts
-        counts = [count(*rows, scheme) for rows in zip(logits.argmax(-1).cpu(), labels.cpu(), strict=True)]
-        return {
+        predicted, wanted = logits.argmax(-1).cpu(), labels.cpu()
+        counts = [count(*rows, scheme) for rows in zip(predicted, wanted, strict=True)]
+        found = {
             "loss": (loss.sum, loss.weight),
             "accuracy": (loss.correct, loss.weight),
             "counts": torch.from_numpy(np.stack(counts)),
         }
+        return found | ({"confusion": self._confusions(predicted, wanted)} if self.labels.count <= _MOST_TAGS else {})
+
+    def _confusions(self, predicted: Tensor, wanted: Tensor) -> Tensor:
+        """The confusion matrix of each window, flat; at most 8 KiB each."""
+        windows, cells = len(wanted), self.labels.count**2
+        asked = wanted != IGNORED
+        window = torch.arange(windows)[:, None].expand_as(wanted)[asked]
+        cell = wanted[asked].long() * self.labels.count + predicted[asked]
+        return torch.bincount(window * cells + cell, minlength=windows * cells).reshape(windows, cells).to(torch.int16)
 
     def _entity_counts(self, predicted: Tensor, wanted: Tensor, scheme: TagScheme) -> np.ndarray:
         asked = wanted != IGNORED
@@ -154,11 +168,17 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
         """Precision, recall and F1 of all entities; of plain tags the mean of their F1. Each type is in `per_type`."""
         counts = rows["counts"].long().sum(0)
         types = TagScheme(self._names()).types
+        if "confusion" in rows:
+            self.confusion = rows["confusion"].long().sum(0).reshape(self.labels.count, -1)
         self.per_type = {kind: rates(*row) for kind, row in zip(types or self._names(), counts.tolist(), strict=True)}
         if types:
             return rates(*counts.sum(0).tolist())._asdict()
         occurring = [self.per_type[name].f1 for name, row in zip(self._names(), counts, strict=True) if bool(row.any())]
         return {"f1": float(np.mean(occurring)) if occurring else 0.0}
+
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        """The confusion matrix of the latest evaluation, for the records of the run."""
+        return confusion_record(self.confusion, self._names())
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Nothing more."""

@@ -25,6 +25,7 @@ from trainformer.eval.classification import confusion_matrix, precision_recall_f
 from trainformer.models.backbones import Unbuilt, Weights, outputs_of
 from trainformer.models.heads import single_sample_batchnorm
 from trainformer.tasks.adapted import Adapted
+from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.vision.arguments import (
     balanced_weights,
     check_arguments,
@@ -326,6 +327,10 @@ class ImageClassification(Adapted, VisionTask):
             "ece": calibration_error(rows["confidence"], predictions == labels),
         }
 
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        """The confusion matrix of the latest evaluation, for the records of the run."""
+        return confusion_record(self.confusion, self.class_names)
+
     def confusion_table(self, most: int = 20) -> Table:
         """The confusion matrix of the latest evaluation for printing (``rich.print(task.confusion_table())``).
 
@@ -365,6 +370,13 @@ class ImageClassification(Adapted, VisionTask):
             )
         # Half precision is too coarse for a softmax; double is left alone.
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def as_pixels(self, images: Tensor) -> Tensor:
+        """Images as they are shown: from 0 to 1, normalising undone."""
+        if images.dtype == torch.uint8:
+            return images.float() / 255
+        black, white = (self._normalize(torch.full_like(images[:1], level, dtype=torch.uint8)) for level in (0, 255))
+        return (images.float() - black) / (white - black)
 
     def _mixes(self) -> bool:
         if (self.mixup <= 0 and self.cutmix <= 0) or 0 < self.mixup_off_epoch <= self._epoch:
