@@ -297,7 +297,8 @@ def test_errors_are_a_paragraph_and_an_exit_code(tmp_path, capsys):
     assert captured.err.count("\n\n") == 0
     with pytest.raises(DataError):
         main(["finalize", str(tmp_path / "none"), str(tmp_path / "out"), "--debug"])
-    for words in ([], ["finalise"], ["finalize", "one"], ["finalize", "a", "b", "--which", "first"]):
+    assert main([]) == main(["finalise"]) == 2
+    for words in (["finalize", "one"], ["finalize", "a", "b", "--which", "first"]):
         with pytest.raises(SystemExit) as stop:
             main(words)
         assert stop.value.code == 2

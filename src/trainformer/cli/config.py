@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from trainformer.cli.frame import add_action
 from trainformer.cli.run import add_config_arguments, read_config, variables_of
 
 
@@ -21,10 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _action(actions: Any, name: str, purpose: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=purpose, description=f"{purpose}.")
+    parser = add_action(actions, name, purpose)
     add_config_arguments(parser)
-    # The frame's own --debug stands before the action; people write it at the end.
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from typing import Any
 
+from trainformer.cli.frame import add_action
+from trainformer.cli.output import duration, lines_of, number, print_json, print_table
 from trainformer.live.requests import STATUS, VERBS
 
 _PURPOSES = {
@@ -35,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verb(verbs: Any, name: str, purpose: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=purpose, description=f"{purpose}.")
+    parser = add_action(verbs, name, purpose)
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     from trainformer.live import ask
 
     answer = ask(args.run, args.verb, wait=not args.no_wait, timeout=args.timeout)
-    print(json.dumps(answer) if args.json else _in_words(args.verb, answer))
+    if args.json:
+        print_json(answer)
+    else:
+        print(_in_words(args.verb, answer))
     return 0
 
 
@@ -77,7 +80,7 @@ def _in_words(verb: str, answer: dict[str, Any]) -> str:
     if verb == "save":
         return f"saved at step {step}: {checkpoint}"
     if verb == "eval":
-        return "\n".join([f"evaluated at step {step}", *_table_of(answer["metrics"])])
+        return "\n".join([f"evaluated at step {step}", *lines_of(answer["metrics"])])
     kept = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
     return f"the run has ended at step {step} ({answer['status']}); {kept}"
 
@@ -90,17 +93,17 @@ def _status(args: argparse.Namespace) -> int:
     from trainformer.live.runs import describe, find_run, how_to_go_on
 
     info = describe(find_run(args.run))
-    answer = _as_json(info)
+    answer = as_json(info)
     if info.is_running:
         from trainformer.live import ask
 
         answer |= ask(args.run, STATUS, timeout=args.timeout)
         del answer["ok"]
     if args.json:
-        print(json.dumps(answer))
+        print_json(answer)
         return 0
     advice = {} if info.is_running else {"go on": how_to_go_on(info)}
-    print("\n".join(_table_of({name: text for name, text in (_readable(answer) | advice).items() if text})))
+    print("\n".join(lines_of({name: text for name, text in (_readable(answer) | advice).items() if text})))
     return 0
 
 
@@ -111,47 +114,22 @@ def _readable(answer: dict[str, Any]) -> dict[str, str]:
     loss = answer.get("metrics", {}).get("train/loss", answer["loss"])
     return {
         "run": answer["path"],
-        "status": f"{answer['status']} (process {answer['process']}, {_duration(answer['age'])})",
+        "status": f"{answer['status']} (process {answer['process']}, {duration(answer['age'])})",
         "step": f"{step} of {planned} ({step / planned:.1%})" if planned else str(step),
         "epoch": str(answer.get("epoch", "")),
-        "loss": _number(loss),
+        "loss": number(loss),
         "evaluation": _pairs(answer.get("evaluation")),
         "best": f"{_pairs(best)} (step {answer.get('best_step')})" if best else "",
         "speed": f"{rate:.3g} steps/s" if rate else "",
-        "ready in": _duration(eta) if eta is not None else "",
+        "ready in": duration(eta) if eta is not None else "",
         "checkpoint": answer["checkpoint"] or "none yet",
     }
 
 
 def _pairs(metrics: dict[str, Any] | None) -> str:
     return ", ".join(
-        f"{name} {_number(value)}" for name, value in (metrics or {}).items() if name not in ("step", "epoch")
+        f"{name} {number(value)}" for name, value in (metrics or {}).items() if name not in ("step", "epoch")
     )
-
-
-def _table_of(values: dict[str, Any]) -> list[str]:
-    width = max(map(len, values), default=0)
-    return [f"  {name:<{width}}  {_number(value)}" for name, value in values.items()]
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float | None) -> str:
-    """A time to read at a glance: 42 s, 7 min, 3 h 20 min, 2 d 4 h."""
-    if seconds is None:
-        return "?"
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{hours // 24} d {hours % 24} h"
 
 
 # -- all runs ----------------------------------------------------------------------------------------------
@@ -160,9 +138,9 @@ def _duration(seconds: float | None) -> str:
 def _list(args: argparse.Namespace) -> int:
     from trainformer.live import list_runs
 
-    runs = [_up_to_date(info) for info in list_runs(*args.folders)]
+    runs = [up_to_date(info) for info in list_runs(*args.folders)]
     if args.json:
-        print(json.dumps([_as_json(info) for info in runs]))
+        print_json([as_json(info) for info in runs])
     elif not runs:
         print(f"no runs in {', '.join(args.folders) or 'runs'}")
     else:
@@ -170,7 +148,7 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _up_to_date(info: Any) -> Any:
+def up_to_date(info: Any) -> Any:
     """Its folder tells what was logged last; the run itself knows better."""
     from trainformer.live import ControlError, ask
 
@@ -186,32 +164,27 @@ def _up_to_date(info: Any) -> Any:
     return dataclasses.replace(info, step=step, steps=planned, progress=progress, loss=loss)
 
 
-def _as_json(info: Any) -> dict[str, Any]:
+def as_json(info: Any) -> dict[str, Any]:
+    """What is known of a run."""
     return {**dataclasses.asdict(info), "path": str(info.path), "age": info.age}
 
 
 def _print_table(runs: list[Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    columns = dict.fromkeys(("run", "status", "step", "done", "loss", "since", "process"), "right")
+    print_table(
+        columns | {"run": "fold", "status": "left"},
+        [
+            [*how_far(info), number(info.loss), duration(info.age), info.process if info.is_running else None]
+            for info in runs
+        ],
+    )
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    table.add_column("status")
-    for name in ("step", "done", "loss", "since", "process"):
-        table.add_column(name, justify="right")
-    for info in runs:
-        table.add_row(
-            info.name,
-            f"{info.status} on {info.host}" if info.host else info.status,
-            f"{info.step}/{info.steps}" if info.steps else str(info.step),
-            "" if info.progress is None else f"{info.progress:.0%}",
-            _number(info.loss),
-            _duration(info.age),
-            str(info.process or "") if info.is_running else "",
-        )
-    # In a pipe there is no width to keep to.
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=250)
-    console.print(table)
+
+def how_far(info: Any) -> list[str]:
+    """Name, status, step and what share is done: the first cells of a run's row."""
+    return [
+        info.name,
+        f"{info.status} on {info.host}" if info.host else info.status,
+        f"{info.step}/{info.steps}" if info.steps else str(info.step),
+        "" if info.progress is None else f"{info.progress:.0%}",
+    ]

@@ -4,7 +4,8 @@
 
 A command is a module of this package with its name, imported when it is called and not before. It has
 `add_arguments(parser)` and `run(args)`, which returns an exit code; one whose options depend on other options has also
-`parse(parser, words)`, which takes the place of `parser.parse_args(words)`.
+`parse(parser, words)`, which takes the place of `parser.parse_args(words)`. `--debug` is the frame's, and may stand
+anywhere after the command.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
-from types import ModuleType
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+from typing import Any
 
 from trainformer import __version__
 
@@ -49,20 +55,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0]
     if name not in COMMANDS:
         return _unknown(name)
-    args = _parse(name, words[1:])
+    debug = "--debug" in words
     try:
-        return args.execute(args)
+        with _ending_on_request():
+            args = _parse(name, words[1:])
+            debug = args.debug
+            code = args.execute(args)
+            sys.stdout.flush()  # who reads no more is noticed here, not when Python ends
+            return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+    except _Ended:
+        print("ended by SIGTERM", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except BrokenPipeError:  # whoever read the output has gone; Python would complain again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if args.debug:
+        if debug:
             raise
         print(paragraph(error), file=sys.stderr)
         return 1
+
+
+class _Ended(BaseException):
+    """Somebody asked this process to end; what is half done is cleared away on the way out."""
+
+
+@contextmanager
+def _ending_on_request() -> Iterator[None]:
+    """SIGTERM as an exception meanwhile, unless somebody has plans for it already. A run that trains has its own."""
+    usual = signal.SIG_DFL
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not usual:
+        yield
+        return
+    process = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            raise _Ended
+        signal.signal(number, usual)  # in a child that was forked: end as it would have without us
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, usual)
 
 
 def command(name: str) -> ModuleType:
@@ -78,13 +119,25 @@ def complete_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_action(actions: Any, name: str, purpose: str) -> argparse.ArgumentParser:
+    """One more action of a command that has several, such as `show` in `config show`."""
+    return actions.add_parser(name, help=purpose, description=_sentence(purpose))
+
+
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers inside a parser, by name."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {name: inner for group in groups for name, inner in group.choices.items()}
+
+
 def paragraph(error: BaseException) -> str:
     """An error for whoever did not ask for the traceback."""
     from trainformer.core.errors import TrainformerError
 
     known = isinstance(error, TrainformerError | OSError)
     text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where it came from)"
-    return textwrap.fill(f"error: {' '.join(text.split())}", 100, break_long_words=False, break_on_hyphens=False)
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    return textwrap.fill(f"error: {' '.join(text.split())}", width, break_long_words=False, break_on_hyphens=False)
 
 
 def _parse(name: str, words: list[str]) -> argparse.Namespace:
@@ -96,12 +149,23 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
     _fill(parser, module)
     args = module.parse(parser, words) if hasattr(module, "parse") else parser.parse_args(words)
     args.execute = module.run
+    args.debug = getattr(args, "debug", False)  # of a command with a parser of its own, perhaps not there
     return args
 
 
 def _fill(parser: argparse.ArgumentParser, module: ModuleType) -> None:
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
+    _fill_actions(parser)
+
+
+def _fill_actions(parser: argparse.ArgumentParser) -> None:
+    """What is true of a command is true of its actions."""
+    for nested in actions_of(parser).values():
+        nested.allow_abbrev = False
+        # Left out, it must not undo one that stood before the action.
+        nested.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        _fill_actions(nested)
 
 
 def _overview() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction]:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
 
+#: Commands that know what to do where there are several of them.
+COMMANDS = ("train", "check", "resume", "run", "evaluate", "predict")
 _EXAMPLE = "trainformer launch --nproc 4 script.py --its-own arguments"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.epilog = f"example: {_EXAMPLE}; or: trainformer launch --nproc 4 run config.yaml"
+    parser.epilog = f"example: {_EXAMPLE}; or: trainformer launch --nproc 4 train --task=..."
     of_machine = "processes on this machine (default: one per GPU, else 1)"
     parser.add_argument("--nproc", type=_positive, metavar="N", help=of_machine)
     parser.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines (default: 1)")
@@ -80,19 +82,12 @@ def _program(args: argparse.Namespace) -> list[str]:
     name, rest = args.program[0], args.program[1:]
     if args.is_module:
         return ["-m", "--", name, *rest]
-    commands = _commands()
-    if name in commands:
+    if name in COMMANDS:
         return ["-m", "--", "trainformer.cli", name, *rest]
     if not Path(name).is_file():
-        do = did_you_mean(name, commands) or f"Commands of trainformer are {', '.join(commands)}."
+        do = did_you_mean(name, COMMANDS) or f"Commands that can be launched are {', '.join(COMMANDS)}."
         raise BadArgument(expected("a script that exists, or a command of trainformer", name, do))
     return ["--", name, *rest]
-
-
-def _commands() -> list[str]:
-    from trainformer.cli import frame
-
-    return [name for name in frame.COMMANDS if name != "launch"]
 
 
 def _gpus() -> int:

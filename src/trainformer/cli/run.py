@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+from trainformer.cli import recipes
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -50,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_config(args, args.trust)
     key = target_of(config, args.target)
-    _start(materialize(config[key]), key)
+    recipes.seed(config[key])
+    thing = materialize(config[key])
+    if _is_a(thing, "trainformer.trainer", "Trainer"):
+        recipes.keep(thing, config, key)
+    _start(thing, key)
     return 0
 
 

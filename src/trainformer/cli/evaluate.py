@@ -1,0 +1,35 @@
+"""`trainformer evaluate RUN`: the metrics of a run's model, on its validation data or on other data."""
+
+from __future__ import annotations
+
+import argparse
+
+from trainformer.cli.output import lines_of, print_json
+from trainformer.cli.trained import (
+    add_batch_size_argument,
+    add_run_arguments,
+    load_trained,
+    only_the_result_on_stdout,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    add_run_arguments(parser)
+    parser.add_argument("--data", metavar="DATA", help="other data than the run's validation data: a path or a name")
+    add_batch_size_argument(parser)
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, and print the metrics."""
+    with only_the_result_on_stdout():
+        trained = load_trained(args)
+        metrics = trained.trainer.evaluate(args.data)
+    if not trained.trainer.is_main:
+        return 0
+    if args.json:
+        print_json({**trained.source, "data": args.data, "metrics": metrics})
+    else:
+        print("\n".join([f"{trained.checkpoint.path} on {args.data or 'its validation data'}", *lines_of(metrics)]))
+    return 0

@@ -1,0 +1,79 @@
+"""The script for shells, asked by a real bash what it completes."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from trainformer.cli import completion, frame
+from trainformer.cli.flags import catalogue
+
+ASK = r"""
+source script.sh
+ask() {
+  COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; COMPREPLY=()
+  "$(complete -p trainformer | sed -E 's/.*-F ([^ ]+).*/\1/')" trainformer "${@: -1}" "${@: -2:1}"
+  echo "${COMPREPLY[@]}"
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What bash offers after several beginnings of a line."""
+    folder = tmp_path_factory.mktemp("bash")
+    (folder / "script.sh").write_text(completion.script("bash"))
+    (folder / "runs" / "first").mkdir(parents=True)
+    (folder / "base.yaml").touch()
+    lines = [
+        ["tr"],
+        [""],
+        ["ckpt", ""],
+        ["ckpt", "ver"],
+        ["ckpt", "export", "--f"],
+        ["train", "--batch"],
+        ["train", "--task", "Caus"],
+        ["train", "--task", "SSL.d"],
+        ["runs", "--sort", "b"],
+        ["evaluate", "ru"],
+        ["run", "ba"],
+        ["completion", "z"],
+    ]
+    text = ASK + "".join(f"ask trainformer {' '.join(repr(word) for word in line)}\n" for line in lines)
+    done = subprocess.run(["bash", "-c", text], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return {" ".join(line): set(reply.split()) for line, reply in zip(lines, done.stdout.splitlines(), strict=True)}
+
+
+def test_commands_and_actions(answers):
+    assert answers["tr"] == {"train"}
+    assert answers[""] >= set(frame.COMMANDS)
+    assert answers["ckpt "] >= {"list", "inspect", "verify", "compare", "export", "protect", "unprotect"}
+    assert answers["ckpt ver"] == {"verify"}
+
+
+def test_options_and_their_values(answers):
+    assert answers["ckpt export --f"] == {"--force"}
+    assert answers["train --batch"] == {"--batch-size"}
+    assert answers["runs --sort b"] == {"best"}
+    assert answers["completion z"] == {"zsh"}
+    assert answers["train --task Caus"] == {"CausalLM"}
+    known = {entry.name for entry in catalogue.entries("tasks") if entry.name.startswith("SSL.d")}
+    assert "SSL.dino" in known
+    assert answers["train --task SSL.d"] == known
+
+
+def test_files_and_folders(answers):
+    assert {reply.rstrip("/") for reply in answers["evaluate ru"]} == {"runs"}
+    assert answers["run ba"] == {"base.yaml"}
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_every_shell_has_a_script(shell, capsys):
+    assert frame.main(["completion", shell]) == 0
+    out, err = capsys.readouterr()
+    assert all(word in out for word in ("batch-size", "verify", "CausalLM"))
+    assert err == ""
+    if shutil.which(shell):
+        checked = subprocess.run([shell, "-n"], input=out, capture_output=True, text=True, check=False)
+        assert (checked.returncode, checked.stderr) == (0, "")

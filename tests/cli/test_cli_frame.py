@@ -1,0 +1,166 @@
+"""Exit codes, paragraphs and tracebacks of all commands, and what is imported when one only asks for help."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainformer.cli import frame
+from trainformer.cli.output import duration
+
+#: What every command cannot do, with words that make sense.
+FAILING = {
+    "train": ["--task=ImageClassification", "--data=nowhere", "--model=no_such_model"],
+    "check": ["--task=ImageClassification", "--data=nowhere", "--model=no_such_model"],
+    "evaluate": ["nowhere"],
+    "predict": ["nowhere", "data"],
+    "export": ["nowhere", "out.onnx"],
+    "resume": ["nowhere"],
+    "run": ["nowhere.yaml"],
+    "launch": ["nowhere.py"],
+    "sweep": ["nowhere.py"],
+    "tasks": ["Nowhere"],
+    "runs": ["nowhere"],
+    "report": ["nowhere"],
+    "ckpt": ["inspect", "nowhere"],
+    "ctl": ["status", "nowhere"],
+    "config": ["show", "nowhere.yaml"],
+    "finalize": ["nowhere", "out"],
+}
+NEVER = {"doctor", "completion"}  # fail only where something is broken
+
+
+@pytest.mark.parametrize("name", frame.COMMANDS)
+def test_a_line_that_makes_no_sense_ends_with_2(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        frame.main([name, "--no-such-option"])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "error:" in err.splitlines()[-1] or "error:" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", sorted(frame.COMMANDS.keys() - NEVER))
+def test_a_failure_is_one_paragraph_and_1(name, capsys):
+    assert frame.main([name, *FAILING[name]]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "\n\n" not in err.strip()
+    assert "Traceback" not in err
+    assert max(map(len, err.splitlines())) <= 100
+    assert os.listdir() == []  # and it leaves nothing
+
+
+@pytest.mark.parametrize("name", sorted(frame.COMMANDS.keys() - NEVER - {"launch"}))  # the words of a program are its
+def test_debug_shows_where_it_came_from(name):
+    with pytest.raises(Exception, match=r".+"):
+        frame.main([name, *FAILING[name], "--debug"])
+
+
+def test_debug_stands_anywhere_after_the_command(capsys):
+    for words in (["--debug", "status", "nix"], ["status", "--debug", "nix"], ["status", "nix", "--debug"]):
+        with pytest.raises(ValueError, match="nix"):
+            frame.main(["ctl", *words])
+    assert frame.main(["ctl", "status", "nix"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_options_are_not_abbreviated(capsys):
+    """What is added later would change what they mean; so also after an action."""
+    for words in (["runs", "--rev"], ["ckpt", "list", "runs", "--js"], ["ctl", "list", "--js"]):
+        with pytest.raises(SystemExit) as caught:
+            frame.main(words)
+        assert caught.value.code == 2
+    assert "unrecognized arguments: --js" in capsys.readouterr().err
+
+
+def test_without_a_command(capsys):
+    assert frame.main([]) == 2
+    assert frame.main(["trian"]) == 2
+    err = capsys.readouterr().err
+    assert "usage: trainformer" in err
+    assert "Did you mean 'train'" in err
+
+
+def test_a_paragraph_is_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = frame.paragraph(ValueError("many words " * 20)).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert lines[0].startswith("error: ValueError: many words")
+
+
+def test_every_command_is_in_the_complete_parser_with_debug_everywhere():
+    parser = frame.complete_parser()
+    commands = frame.actions_of(parser)
+    assert commands.keys() == frame.COMMANDS.keys()
+
+    def lacking(name, parser):
+        inner = [place for key, each in frame.actions_of(parser).items() for place in lacking(f"{name} {key}", each)]
+        return inner if "--debug" in parser._option_string_actions else [name, *inner]
+
+    assert [place for name, each in commands.items() for place in lacking(name, each)] == []
+    assert isinstance(parser, argparse.ArgumentParser)
+
+
+HEAVY = ("torch", "jax", "numpy", "rich", "optuna", "ray", "jsonargparse", "transformers", "yaml", "pandas")
+HELP = """
+import contextlib, io, json, sys
+from trainformer.cli import frame
+found = {}
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try: frame.main(words)
+        except SystemExit as end: code = end.code
+    loaded = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
+    found[" ".join(words)] = [code, out.getvalue()[:6], loaded]
+print(json.dumps(found))
+"""
+
+
+def test_help_imports_nothing_heavy():
+    """All in one process: what the first imports, the others are blamed for."""
+    pages = [["--help"], *([name, "--help"] for name in frame.COMMANDS), ["ckpt", "export", "--help"]]
+    words = [sys.executable, "-c", HELP, json.dumps(pages), json.dumps(HEAVY)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {" ".join(page): [0, "usage:", []] for page in pages}
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGINT, "interrupted")])
+def test_a_signal_ends_a_command_with_128_and_its_number(number, word):
+    """A config in Python that takes its time, so that the command is surely in the middle."""
+    Path("slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(120)\nconfig = {}\n")
+    words = [sys.executable, "-m", "trainformer.cli", "config", "show", "slow.py"]
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not Path("begun").exists() and running.poll() is None:
+        time.sleep(0.02)
+    running.send_signal(number)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out, err) == (128 + number, "", f"{word}\n")
+
+
+def test_signals_are_as_before_afterwards(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    assert frame.main(["ctl", "list"]) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().out == "no runs in runs\n"
+
+
+@pytest.mark.parametrize("words", ["completion bash", "ctl list"])
+def test_a_reader_that_has_gone_is_no_error(words):
+    """`trainformer ... | true`, with more than a pipe holds, and with so little that it is written at the very end."""
+    text = f"{sys.executable} -m trainformer.cli {words} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(89, "89 s"), (3540, "59 min"), (172_000, "47 h 47 min"), (None, "?")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text

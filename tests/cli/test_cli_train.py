@@ -1,0 +1,158 @@
+"""`trainformer train` and `check` as they are called: the plan's commands on small models, signals, and going on."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cli_toys import last_weights
+from transformers import GPT2LMHeadModel
+
+from text_toys import chat_tokenizer, gpt2, sentences
+from toys import same
+from trainformer import Trainer, tasks
+from trainformer.cli import frame
+from trainformer.loggers import read_jsonl
+
+
+def pictures(folder, count=4):
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for number, name in enumerate(("cat", "dog")):
+        place = Path(folder, name)
+        place.mkdir(parents=True)
+        for i in range(count):
+            pixels = torch.randint(100 * number, 100 * number + 100, (40, 48, 3), generator=generator)
+            Image.fromarray(pixels.to(torch.uint8).numpy()).save(place / f"{i}.png")
+
+
+# -- the plan's commands -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def language():
+    """A small model and texts, by the names of the plan."""
+    tokenizer = chat_tokenizer()
+    torch.manual_seed(0)
+    GPT2LMHeadModel(gpt2(vocab_size=len(tokenizer))).save_pretrained("gpt2")
+    tokenizer.save_pretrained("gpt2")
+    Path("data/text").mkdir(parents=True)
+    Path("data/text/train.txt").write_text("\n".join(sentences()[:6]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("language")
+def test_a_language_model_with_an_adapter(capsys):
+    line = "train --task=CausalLM --model=gpt2 --data=data/text --adapter=LoRA --r=8 --epochs=2 --max-length=16"
+    assert frame.main([*line.split(), "--name=lora"]) == 0
+    assert "epoch 2.00" in capsys.readouterr().out
+    made = json.loads(Path("runs/lora/checkpoints/step_00000002/adapter_config.json").read_text())
+    assert (made["r"], made["peft_type"]) == (8, "LORA")
+
+
+@pytest.mark.slow
+def test_images_with_and_without_labels():
+    pictures("data/sop")
+    line = "train --task=MetricLearning --model=resnet10t --data=data/sop --loss=arcface"
+    small = "--image-size=32 --batch-size=4 --max-steps=2 --log=none"
+    assert frame.main(f"{line} {small} --no-pretrained --name=typed".split()) == 0
+    task = tasks.MetricLearning("resnet10t", loss="arcface", pretrained=False, image_size=32)
+    Trainer(task, "data/sop", batch_size=4, max_steps=2, log="none", name="by hand").fit()
+    assert same(last_weights("typed"), last_weights("by-hand"))
+
+    line = "train --task=SSL.dino --model=vit_tiny --data=data/sop --epochs=100 --out-dim=16 --num-local=1"
+    assert frame.main(f"{line} {small} --model-kwargs.depth=1 --name=dino".split()) == 0
+    assert read_jsonl(Path("runs/dino/metrics.jsonl"))[-1]["step"] == 2
+
+
+# -- what it does ------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_recipe_and_does_nothing(capsys):
+    line = "train --task=cli_toys:Fit --data=16 --epochs=1 --name=real --log=none"
+    assert frame.main([*line.split(), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert not Path("runs").exists()
+    assert frame.main(line.split()) == 0
+    assert Path("runs/real/recipe.yaml").read_text() == shown
+
+
+def test_a_task_in_the_current_folder(monkeypatch):
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    Path("lab_of_mine").mkdir()
+    Path("lab_of_mine/parts.py").write_text("from cli_toys import Fit\n\nclass Mine(Fit):\n    pass\n")
+    line = "train --task=lab_of_mine.parts:Mine --width=3 --data=8 --max-steps=1 --name=mine --log=none"
+    assert frame.main(line.split()) == 0
+    assert Path("runs/mine/status.json").exists()
+    # It is the project's own, so that the recipe needs no trust.
+    assert frame.main(["run", "runs/mine/recipe.yaml"]) == 0
+
+
+def test_what_fails_is_told_in_one_paragraph(capsys):
+    assert (
+        frame.main(["train", "--task=ImageClassification", "--data=nowhere", "--model=resnet10t", "--no-pretrained"])
+        == 1
+    )
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert "nowhere" in text
+    assert "Traceback" not in text
+
+
+# -- check -------------------------------------------------------------------------------------------------
+
+
+def test_check_tells_by_its_exit_code_whether_it_will_work(capsys):
+    assert frame.main(["check", "--task=cli_toys:Fit", "--data=16"]) == 0
+    assert "gradients" in capsys.readouterr().out
+    assert frame.main(["check", "--task=cli_toys:Idle", "--data=16"]) == 1
+    assert "idle" in capsys.readouterr().out
+    assert frame.main(["check", "--task=cli_toys:Idle", "--data=16", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    failed = [finding["question"] for finding in report["findings"] if finding["status"] == "failed"]
+    assert failed == ["gradients"]
+    assert not Path("runs").exists()
+
+
+# -- signals -----------------------------------------------------------------------------------------------
+
+
+def start(words):
+    """The command in a process of its own, forked from one that has imported torch."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["trainformer.trainer", "trainformer.callbacks"])
+    process = server.Process(target=frame.main, args=(words,))
+    process.start()
+    return process
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_after_sigterm_and_ends_in_the_same_weights():
+    line = ["train", "--task=cli_toys:Fit", "--data=64", "--batch-size=4", "--epochs=3", "--log=none", "--log-every=1"]
+    assert frame.main([*line, "--name=undisturbed"]) == 0
+
+    slow = [*line, "--name=disturbed", "--pause=0.02"]
+    process, metrics = start(slow), Path("runs/disturbed/metrics.jsonl")
+    until = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_bytes().splitlines()) > 4):
+        assert process.is_alive()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(120)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert json.loads(Path("runs/disturbed/status.json").read_bytes())["status"] == "interrupted"
+    before = Path("runs/disturbed/recipe.yaml").read_bytes()
+
+    assert frame.main(slow) == 0
+    steps = [record["step"] for record in read_jsonl(metrics) if "train/loss" in record]
+    assert steps == list(range(1, 49))
+    assert same(last_weights("disturbed"), last_weights("undisturbed"))
+    assert Path("runs/disturbed/recipe.yaml").read_bytes() == before

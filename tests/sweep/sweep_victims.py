@@ -1,0 +1,59 @@
+"""What tests of sweeps share: sweeps that are interrupted, the script that runs them, and what is read of them.
+
+Imports no torch, so that processes start quickly.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from trainformer.sweep import choice, current_trial, log_uniform, read_sweep, sweep, uniform
+
+QUIET = {"log": "none"}
+
+# As somebody writes it who knows nothing of processes: without `if __name__ == "__main__"`.
+SCRIPT = """
+import json, sys
+from pathlib import Path
+with Path("starts").open("a") as file:
+    file.write("x")
+from sweep_victims import victim
+victim.run(**json.loads(sys.argv[1]))
+Path("ended").touch()
+"""
+
+
+@sweep(x=uniform(-1, 1), rate=log_uniform(1e-4, 1), kind=choice("a", "b", "c"))
+def victim(x, rate, kind):
+    """Says that it has begun, and as which process; waits as long as it is told to."""
+    trial = current_trial()
+    Path(f"begun-{trial.number}-{trial.attempt}").write_text(str(os.getpid()))
+    until = time.monotonic() + 60
+    while Path(f"hold-{trial.number}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    return rate - x**2 + len(kind) * (kind == "b")
+
+
+@sweep(x=choice(*range(7)))
+def accidents(x):
+    """Ends in many ways."""
+    trial = current_trial()
+    with Path("attempts.txt").open("a") as file:
+        file.write(f"{x} {trial.attempt} {os.getpid()} {os.environ.get('OMP_NUM_THREADS')}\n")
+    print("this is trial", x)
+    if x == 1 and trial.attempt == 1:
+        os.kill(os.getpid(), 9)
+    if x == 2:
+        os._exit(0)
+    if x == 3:
+        raise KeyError("three")
+    if x == 4:
+        sys.exit("four")
+    trial.report(-x)
+    return 10 * x
+
+
+def kept(name):
+    """The trials of a sweep as its folder shows them; which settings matter takes long to tell."""
+    return read_sweep(name, with_importances=False).trials

@@ -1,0 +1,308 @@
+"""Sweeps in this process: what is tried, what is stored, what is pruned. Optuna's own reading is held against ours."""
+
+import itertools
+import json
+import math
+import socket
+import sqlite3
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from sweep_victims import QUIET, kept
+
+from trainformer.core.errors import BadArgument
+from trainformer.sweep import (
+    choice,
+    current_trial,
+    grid,
+    int_uniform,
+    list_sweeps,
+    log_uniform,
+    read_sweep,
+    sweep,
+    uniform,
+)
+from trainformer.sweep.ledger import is_abandoned
+
+
+class Kind:
+    """Something that Optuna cannot store."""
+
+
+@sweep(lr=log_uniform(1e-5, 1e-1), layers=int_uniform(1, 4), kind=choice("plain", Kind, (1, 2)), scale=2)
+def experiment(lr, layers, kind, scale):
+    if kind is Kind:
+        raise RuntimeError("no such kind")
+    if kind == (1, 2) and layers < 3:
+        return math.nan
+    return scale * layers - abs(math.log10(lr) + 3)
+
+
+def stored(folder, name="experiment"):
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/study.db").trials
+
+
+def test_results_are_sorted_and_agree_with_optuna():
+    results = experiment.run(n_trials=16, **QUIET)
+    assert len(results) == 16
+    assert [row["status"] for row in results] == sorted(row["status"] for row in results)  # completed, failed
+    completed = [row for row in results if row["status"] == "completed"]
+    failed = [row for row in results if row["status"] == "failed"]
+    assert [row["metric"] for row in completed] == sorted((row["metric"] for row in completed), reverse=True)
+    assert {row["error"] for row in failed if row["config"]["kind"] is Kind} == {"RuntimeError: no such kind"}
+    assert any("to be a number, received nan" in row["error"] for row in failed), "no trial gave NaN"
+    for row in completed:
+        assert row["metric"] == experiment(**row["config"])
+        assert row["config"]["scale"] == 2
+
+    ours = {row["number"]: row for row in results}
+    theirs = {trial.number: trial for trial in stored("sweeps/experiment")}
+    assert ours.keys() == theirs.keys()
+    for number, row in ours.items():
+        trial = theirs[number]
+        assert trial.state.name == {"completed": "COMPLETE", "failed": "FAIL"}[row["status"]]
+        assert trial.value == row["metric"]
+        assert {key: trial.params[key] for key in ("lr", "layers")} == {
+            key: row["config"][key] for key in ("lr", "layers")
+        }
+    assert Path(f"sweeps/experiment/trials/{failed[0]['number']:04d}/error.txt").read_text().startswith("Traceback")
+
+
+def test_a_sweep_that_is_complete_returns_at_once_and_more_trials_go_on():
+    calls = []
+
+    @sweep(x=uniform(0, 1))
+    def counted(x):
+        calls.append(x)
+        return x
+
+    first = counted.run(n_trials=3, **QUIET)
+    assert counted.run(n_trials=3, **QUIET) == first
+    assert len(calls) == 3
+    more = counted.run(n_trials=5, **QUIET)
+    assert len(calls) == 5
+    whole = counted.run(n_trials=5, name="whole", **QUIET)
+    assert [row["config"] for row in more] == [row["config"] for row in whole]
+    other = counted.run(n_trials=5, name="other", seed=1, **QUIET)
+    assert {row["config"]["x"] for row in other}.isdisjoint(row["config"]["x"] for row in whole)
+
+
+def test_minimize_and_infinite_metrics():
+    @sweep(x=grid(3, 1, 2, 0))
+    def loss(x):
+        return math.inf if x == 0 else x
+
+    results = loss.run(method="grid", direction="minimize", **QUIET)
+    assert [row["metric"] for row in results] == [1, 2, 3, math.inf]
+    assert kept("loss")[0].metric == 1
+
+
+def test_grid_tries_every_combination_once():
+    @sweep(a=grid(1, 2, 3), b=choice("p", Kind), x=uniform(0, 1))
+    def point(a, b, x):
+        return a + x
+
+    results = point.run(method="grid", **QUIET)
+    by_number = sorted(results, key=lambda row: row["number"])
+    tried = [(row["config"]["a"], row["config"]["b"]) for row in by_number]
+    assert tried == list(itertools.product((1, 2, 3), ("p", Kind)))
+    assert len({row["config"]["x"] for row in results}) == 6  # what has no list is drawn for each
+    assert len(point.run(method="grid", n_trials=2, name="capped", **QUIET)) == 2
+
+
+def test_bayes_is_better_than_random():
+    @sweep(x=uniform(-10, 10), y=uniform(-10, 10))
+    def bowl(x, y):
+        return -((x - 3) ** 2) - (y + 4) ** 2
+
+    found = {
+        method: bowl.run(method=method, n_trials=25, name=method, storage="studies.log", **QUIET)
+        for method in ("random", "bayes")
+    }
+    assert found["bayes"][0]["metric"] > found["random"][0]["metric"]
+    importances = read_sweep("bayes").importances
+    assert set(importances) == {"x", "y"}
+    assert sum(importances.values()) == pytest.approx(1)
+
+
+# -- pruning -------------------------------------------------------------------------------------------------
+
+
+@sweep(quality=grid(5, 6, 7, 8, 9, 1, 10, 2))
+def curve(quality):
+    trial = current_trial()
+    for step in range(1, 10):
+        trial.report(quality * step)
+        if trial.should_stop:
+            return -1.0
+    return quality * 9
+
+
+def test_the_median_pruner_prunes_what_is_below_the_median():
+    results = curve.run(method="grid", pruner="median", **QUIET)  # after its five first trials it begins to prune
+    status = {row["config"]["quality"]: row["status"] for row in results}
+    assert status == {5: "completed", 6: "completed", 7: "completed", 8: "completed", 9: "completed",
+                      1: "pruned", 10: "completed", 2: "pruned"}  # fmt: skip
+    assert [row["metric"] for row in results] == [90, 81, 72, 63, 54, 45, 2, 1]  # pruned ones with their last report
+    trials = {trial.config["quality"]: trial for trial in kept("curve")}
+    assert trials[1].intermediate == {1: 1.0}
+    assert trials[10].intermediate == {step: 10.0 * step for step in range(1, 10)}
+    theirs = {trial.params["quality"]: trial for trial in stored("sweeps/curve", "curve")}
+    assert {q: t.state.name for q, t in theirs.items() if q in (1, 2, 10)} == {1: "PRUNED", 2: "PRUNED", 10: "COMPLETE"}
+    assert curve(3) == 27  # outside of a sweep reports go nowhere
+
+
+def test_hyperband_prunes_and_keeps_the_best():
+    @sweep(quality=uniform(0, 10))
+    def learner(quality):
+        trial = current_trial()
+        for step in range(1, 13):
+            trial.report(quality * step, step)
+            if trial.should_stop:
+                raise optuna.TrialPruned
+        return quality * 12
+
+    results = learner.run(method="hyperband", n_trials=16, storage="study.log", **QUIET)
+    pruned = [row for row in results if row["status"] == "pruned"]
+    assert 3 <= len(pruned) < 16
+    assert max(results, key=lambda row: row["config"]["quality"])["status"] == "completed"
+    assert all(len(t.intermediate) < 12 for t in kept("learner") if t.status == "pruned")
+
+
+# -- the folder ----------------------------------------------------------------------------------------------
+
+
+def test_another_sweep_in_the_same_folder_is_refused_or_moved_aside():
+    def fn(x):
+        return x
+
+    sweep(x=uniform(0, 1))(fn).run(n_trials=2, **QUIET)
+    with pytest.raises(BadArgument, match=r"x was uniform\(0, 1\) and is now uniform\(0, 2\)"):
+        sweep(x=uniform(0, 2))(fn).run(n_trials=2, **QUIET)
+    with pytest.raises(BadArgument, match=r"seed was 42 and is now 1.*resume=False"):
+        sweep(x=uniform(0, 1))(fn).run(n_trials=2, seed=1, **QUIET)
+    with pytest.raises(BadArgument, match="name was 'fn' and is now 'gn'"):
+        sweep(x=uniform(0, 1))(fn).run(n_trials=2, name="gn", folder="sweeps/fn", **QUIET)
+    assert len(sweep(x=uniform(0, 2))(fn).run(n_trials=1, resume=False, **QUIET)) == 1
+    assert len(stored("sweeps/fn/previous/001", "fn")) == 2
+    assert [path.name for path in list_sweeps()] == ["fn"]
+    assert json.loads(Path("sweeps/fn/sweep.json").read_text())["spaces"] == {"x": "uniform(0, 2)"}
+
+
+def test_a_journal_file_as_storage_and_secrets():
+    @sweep(x=uniform(0, 1))
+    def fn(x):
+        return x
+
+    results = fn.run(n_trials=3, storage="shared/study.log", **QUIET)
+    backend = optuna.storages.journal.JournalFileBackend("shared/study.log")
+    theirs = optuna.load_study(study_name="fn", storage=optuna.storages.JournalStorage(backend)).trials
+    assert sorted(trial.value for trial in theirs) == sorted(row["metric"] for row in results)
+    assert [trial.metric for trial in kept("fn")] == [row["metric"] for row in results]
+    with pytest.raises(BadArgument, match="give this one another name"):
+        fn.run(storage="shared/study.log", resume=False, **QUIET)
+    with pytest.raises(BadArgument, match=r"sqlite:///study\.txt"):
+        fn.run(storage="study.txt", name="other", **QUIET)
+
+
+def test_a_trial_whose_process_died_is_made_again_once():
+    @sweep(x=uniform(0, 1), y=uniform(0, 1))
+    def fn(x, y):
+        return x + y
+
+    reference = fn.run(n_trials=4, name="reference", **QUIET)
+    fn.run(n_trials=2, **QUIET)
+    study = optuna.load_study(study_name="fn", storage="sqlite:///sweeps/fn/study.db")
+    dead = {"host": socket.gethostname(), "process": 2**22 + 1, "identity": "gone", "call": ""}
+    study.enqueue_trial({}, user_attrs={"owner": dead})  # as a process leaves it that is killed in the third trial
+    study.ask().suggest_float("x", 0, 1)  # in the middle of drawing, even: y is still missing
+    assert [trial.status for trial in kept("fn")] == ["completed"] * 2 + ["waiting"]
+    results = fn.run(n_trials=3, **QUIET)
+    assert [row["attempt"] for row in sorted(results, key=lambda row: row["number"])] == [1, 1, 2]
+    results = fn.run(n_trials=4, **QUIET)
+    assert [(r["number"], r["config"], r["metric"]) for r in results] == [
+        (r["number"], r["config"], r["metric"]) for r in reference
+    ]
+    assert [trial.earlier for trial in kept("fn") if trial.attempt == 2] == [["the process of the sweep ended"]]
+    with sqlite3.connect("sweeps/fn/study.db") as database:
+        assert database.execute("select count(*) from trials").fetchone() == (5,)
+
+
+def test_what_a_call_of_this_very_process_left_is_made_again(monkeypatch):
+    @sweep(x=grid(1, 2))
+    def fn(x):
+        return x
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("trainformer.sweep.progress.Progress.began", interrupted)
+        patched.setattr("trainformer.sweep.ledger.Ledger.put_back", interrupted)  # as in a notebook, at a bad moment
+        with pytest.raises(KeyboardInterrupt):
+            fn.run(method="grid", **QUIET)
+    assert len(stored("sweeps/fn", "fn")) == 1
+    assert [row["metric"] for row in fn.run(method="grid", **QUIET)] == [2, 1]
+
+
+def test_signs_of_life_for_other_machines(monkeypatch):
+    monkeypatch.setattr("trainformer.sweep.conductor.BEAT", 0.05)
+
+    @sweep(x=grid(1))
+    def fn(x):
+        began = time.time()
+        while trial_of("fn").user_attrs["seen"] < began + 0.2:
+            assert time.time() < began + 30
+            time.sleep(0.05)
+        return x
+
+    def trial_of(name):
+        backend = optuna.storages.journal.JournalFileBackend("shared.log")
+        return optuna.load_study(study_name=name, storage=optuna.storages.JournalStorage(backend)).trials[0]
+
+    assert fn.run(method="grid", storage="shared.log", **QUIET)[0]["status"] == "completed"
+    trial = trial_of("fn")
+    for age, is_gone in ((30, False), (1000, True)):
+        elsewhere = trial.user_attrs["owner"] | {"host": "another"}
+        trial.user_attrs |= {"owner": elsewhere, "seen": time.time() - age}
+        assert is_abandoned(trial) is is_gone
+
+
+def test_after_the_timeout_no_trial_is_begun():
+    clock = []
+
+    @sweep(x=uniform(0, 1))
+    def slow(x):
+        time.sleep(0.2)
+        clock.append(x)
+        return x
+
+    assert len(slow.run(n_trials=50, timeout=0.1, **QUIET)) == len(clock) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "baies"}, "Did you mean 'bayes'"),
+        ({"direction": "max"}, "maximize, minimize"),
+        ({"n_trials": -1}, "n_trials"),
+        ({"n_parallel": 0}, "n_parallel"),
+        ({"timeout": -3}, "timeout"),
+        ({"backend": "dask"}, "'local' or 'ray'"),
+        ({"pruner": "mediann"}, "Did you mean 'median'"),
+        ({"sampler": "tpe"}, "a sampler of Optuna"),
+        ({"n_parallel": 2, "gpus_per_trial": 0.5}, "gpus_per_trial"),
+    ],
+)
+def test_bad_arguments(options, words):
+    with pytest.raises(BadArgument, match=words):
+        experiment.run(**options, **QUIET)
+
+
+def test_unknown_sweeps_are_told():
+    Path("sweeps/near").mkdir(parents=True)
+    Path("sweeps/near/sweep.json").write_text("{}")
+    with pytest.raises(BadArgument, match="Did you mean 'near'"):
+        read_sweep("neat")
