@@ -8,7 +8,7 @@ export WANDB_SILENT ?= true
 
 # Tests of small models gain nothing from more threads: one thread in each of JOBS processes takes half the time.
 # One hash seed, since xdist wants the same names of tests in all processes.
-JOBS ?= 2
+JOBS ?= 3
 export PYTHONHASHSEED ?= 0
 unit: export OMP_NUM_THREADS = 1
 

@@ -17,7 +17,6 @@ from pathlib import PurePath
 from typing import Any, Literal, Union, get_args, get_origin
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.core.optional import require
 
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
@@ -212,7 +211,8 @@ def _forms(kind: Kind, text: str) -> list[str]:
 
 
 def _plain_value(kind: Kind, text: str) -> tuple[bool, Any]:
-    library = require("jsonargparse", "cli", "for the options of tasks")
+    import jsonargparse as library
+
     try:
         return True, _reader(kind.hint).parse_args([f"--value={text}"], defaults=False).value
     except library.ArgumentError:
@@ -221,7 +221,8 @@ def _plain_value(kind: Kind, text: str) -> tuple[bool, Any]:
 
 @functools.cache
 def _reader(hint: Any) -> Any:
-    library = require("jsonargparse", "cli", "for the options of tasks")
+    import jsonargparse as library
+
     parser = library.ArgumentParser(exit_on_error=False, add_help=False)
     parser.add_argument("--value", type=hint)
     return parser

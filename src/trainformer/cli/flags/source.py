@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainformer.core.optional import require
-
 _ROOT = Path(__file__).parents[2]  # of the package `trainformer`
 _SENTENCE_END = re.compile(r"(?<=[.;])\s+(?=[`A-Z])")
 _LONGEST = 240  # characters about one field
@@ -225,7 +223,8 @@ def _arguments(doc: str) -> dict[str, str]:
     """What the section `Args` of a docstring says."""
     if "Args:" not in doc:
         return {}
-    parser = require("docstring_parser", "cli", "for the help of options")
+    import docstring_parser as parser
+
     return {known.arg_name: " ".join((known.description or "").split()) for known in parser.parse(doc).params}
 
 
