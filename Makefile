@@ -6,7 +6,8 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constrai
 export HF_HUB_OFFLINE ?= 1
 export WANDB_SILENT ?= true
 
-# Tests of small models gain nothing from more threads: one thread in each of JOBS processes takes half the time.
+# Tests of small models gain nothing from more threads: one thread in each of JOBS processes takes half the time. Three
+# processes on two cores, since a good part of the tests waits for processes that it has started.
 # One hash seed, since xdist wants the same names of tests in all processes.
 JOBS ?= 3
 export PYTHONHASHSEED ?= 0

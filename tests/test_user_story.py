@@ -34,7 +34,7 @@ def test_from_a_folder_of_pictures_to_an_onnx_file():
     from trainformer.tasks import ImageClassification
 
     trainer = Trainer(
-        ImageClassification("resnet18", pretrained=False), data="data/train", val_split=0.1, epochs=2, batch_size=6,
+        ImageClassification("resnet10t", pretrained=False, image_size=64), data="data/train", val_split=0.1, epochs=2, batch_size=6,
         lr=1e-3, num_workers=1, callbacks=[EarlyStopping(patience=3)],
     )  # fmt: skip
     assert trainer.check().ok
@@ -44,9 +44,9 @@ def test_from_a_folder_of_pictures_to_an_onnx_file():
     rows = trainer.predict("data/test")
     assert len(rows) == 3
     assert all(row["probabilities"].shape == (2,) for row in rows)
-    path = trainer.export("model", format="onnx", input_shape=(3, 224, 224))
+    path = trainer.export("model", format="onnx", input_shape=(3, 64, 64))
     assert path == "model.onnx"
-    x = torch.randn(1, 3, 224, 224)
+    x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         want = trainer.task.model.eval()(x).numpy()
     (got,) = onnxruntime.InferenceSession(path).run(None, {"input": x.numpy()})

@@ -11,6 +11,8 @@ from trainformer.core.errors import BadArgument, expected
 
 logger = logging.getLogger("trainformer")
 
+_NOISY = 10  # values of the smoothed loss that are not yet smooth
+
 
 @dataclass
 class LRFinder:
@@ -80,15 +82,20 @@ class LRFinder:
                 best = min(best, smooth)
 
     def _steepest(self) -> float | None:
-        """The rate of the steepest fall of the smoothed loss over log(lr)."""
+        """The rate of the steepest fall of the smoothed loss over log(lr).
+
+        The beginning does not count: an average over a few batches moves more than any rate makes it.
+        """
         if len(self.losses) < 3:
             return None
         logs = [math.log(lr) for lr in self.lrs]
-        slopes = [
-            (self.losses[i + 1] - self.losses[i - 1]) / (logs[i + 1] - logs[i - 1]) for i in range(1, len(logs) - 1)
-        ]
-        best = min(range(len(slopes)), key=slopes.__getitem__)
-        return self.lrs[best + 1] if slopes[best] < 0 else None
+        first = max(1, min(_NOISY, len(logs) // 4))
+        slopes = {
+            i: (self.losses[i + 1] - self.losses[i - 1]) / (logs[i + 1] - logs[i - 1])
+            for i in range(first, len(logs) - 1)
+        }
+        best = min(slopes, key=slopes.__getitem__)
+        return self.lrs[best] if slopes[best] < 0 else None
 
     def state_dict(self) -> dict[str, float | None]:
         """What was found: the test is not repeated."""

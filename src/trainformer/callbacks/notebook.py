@@ -73,7 +73,11 @@ class NotebookDisplay:
         self._draw(now=True)
 
     def fail(self, error: BaseException) -> None:
-        """The last state of a run that failed."""
+        """The last state of a run that failed, or that was interrupted at once."""
+        if isinstance(error, KeyboardInterrupt):
+            self._end = "interrupted"
+            self._draw(now=True)
+            return
         self._failed = True
         self._end = f"failed: {type(error).__name__}: {error}".removesuffix(": ")
         self._draw(now=True)

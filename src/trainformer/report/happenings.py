@@ -7,6 +7,7 @@ wrong.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def happenings(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for record in usable:
         kinds.setdefault(record["kind"], []).append(record)
     told = [record for record in usable if record["kind"] not in _SHOWN_ELSEWHERE]
-    ended = kinds.get("ended", [{}])[-1]
+    ended = _last_end(usable)
     began = {key: value for start in kinds.get("began", []) for key, value in start.items() if value is not None}
     return {
         "events": _events(told),
@@ -42,6 +43,14 @@ def happenings(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "git": began["git"] if isinstance(began.get("git"), str) else None,
         "device": began["device"] if isinstance(began.get("device"), str) else None,
     }
+
+
+def _last_end(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How the run ended, if it has not begun again since."""
+    for record in reversed(records):
+        if record["kind"] in ("ended", "began"):
+            return record if record["kind"] == "ended" else {}
+    return {}
 
 
 def texts_in(metrics: Iterable[dict[str, Any]], records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,7 +121,11 @@ def _matrix(record: dict[str, Any]) -> dict[str, Any] | None:
     assert matrix is not None
     known = isinstance(labels, list) and len(labels) == size
     names = [str(label) for label in labels] if known and labels is not None else [str(n) for n in range(size)]
-    totals, kept = [sum(row) for row in matrix], range(size)
+    totals, kept = _counts(record, "totals", size) or [sum(row) for row in matrix], range(size)
+    predicted = _counts(record, "predicted", size) or [sum(row[n] for row in matrix) for n in range(size)]
+    classes, accuracy = record.get("classes"), record.get("accuracy")
+    if not isinstance(accuracy, float | int):
+        accuracy = sum(matrix[n][n] for n in range(size)) / sum(totals) if sum(totals) else None
     if size > _LARGEST_MATRIX:
         wrong = [totals[n] - matrix[n][n] for n in range(size)]
         kept = sorted(sorted(range(size), key=lambda n: -wrong[n])[:_LARGEST_MATRIX])  # type: ignore[assignment]
@@ -120,10 +133,18 @@ def _matrix(record: dict[str, Any]) -> dict[str, Any] | None:
         "labels": [names[n] for n in kept],
         "matrix": [[matrix[row][column] for column in kept] for row in kept],
         "totals": [totals[n] for n in kept],
-        "predicted": [sum(row[n] for row in matrix) for n in kept],
-        "classes": size,
-        "accuracy": sum(matrix[n][n] for n in range(size)) / sum(totals) if sum(totals) else None,
+        "predicted": [predicted[n] for n in kept],
+        "classes": classes if isinstance(classes, int) else size,
+        "accuracy": accuracy,
     }
+
+
+def _counts(record: dict[str, Any], key: str, size: int) -> list[float] | None:
+    """One number for each class, of a record that has only some of all classes."""
+    counts = record.get(key)
+    if not isinstance(counts, list) or len(counts) != size:
+        return None
+    return counts if all(isinstance(count, int | float) for count in counts) else None
 
 
 def _images(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -163,7 +184,7 @@ def _rates(record: dict[str, Any]) -> dict[str, Any] | None:
     lrs, losses = record.get("lrs"), record.get("losses")
     if not isinstance(lrs, list) or not isinstance(losses, list) or len(lrs) != len(losses) or not lrs:
         return None
-    pairs = [(lr, loss) for lr, loss in zip(lrs, losses, strict=True) if isinstance(lr, float | int) and lr > 0]
+    pairs = [(lr, loss) for lr, loss in zip(lrs, losses, strict=True) if isinstance(lr, float | int) and 0 < lr < math.inf]
     suggestion = record.get("suggestion")
     return {
         "step": record.get("step"),

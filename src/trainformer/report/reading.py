@@ -40,7 +40,7 @@ def read_run(folder: Path, points: int = POINTS) -> dict[str, Any]:
         "host": info.host,
         "since": info.since,
         "task": _value(config, "task_type"),
-        "step": max(info.step, clock["steps"][-1] if clock["steps"] else 0),
+        "step": max(info.step, clock["steps"][-1] if clock["steps"] else 0, _last_step(records)),
         "steps_planned": _planned(info, config),
         "seconds": _seconds(info, clock, starts),
         "loss": series["train/loss"].values[-1] if "train/loss" in series else None,
@@ -127,6 +127,12 @@ def _best(series: dict[str, Series], config: dict[str, dict[str, Any]]) -> dict[
         if is_better(value, best and best[1], mode):
             best = step, value
     return None if best is None else {"name": name, "mode": mode, "step": best[0], "value": best[1]}
+
+
+def _last_step(records: Sequence[dict[str, Any]]) -> int:
+    """Where the run was at its last sign of life, which may be after the last metrics."""
+    step = records[-1].get("step") if records else 0
+    return step if isinstance(step, int) else 0
 
 
 def _step_of(event: dict[str, Any]) -> Any:

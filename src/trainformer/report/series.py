@@ -23,7 +23,7 @@ _EPOCH = "train/epoch"
 _GROUPS = (
     ("Learning rate", ("lr", "learning_rate", "weight_decay", "momentum")),
     ("Gradient norm", ("grad",)),
-    ("Throughput", ("per_second", "mfu", "throughput", "seconds", "_ms")),
+    ("Throughput", ("per_second", "mfu", "throughput", "seconds", "runtime", "_ms")),
     ("Memory", ("memory",)),
     ("Loss", ("loss", "perplexity")),
 )

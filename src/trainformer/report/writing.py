@@ -42,7 +42,7 @@ def write_report(
     title = title or _title([folder.resolve().name for folder in (*searched, *runs)])
     for sweep in found:
         runs = _together(runs, _runs_of_best(sweep, top))
-    write_atomically(path, page(content_of(title, runs, found)).encode())
+    _write(path, page(content_of(title, runs, found)))
     return path
 
 
@@ -58,7 +58,7 @@ def find(given: Iterable[AnyPath]) -> tuple[list[Path], list[Path]]:
             if _has_run(place):
                 runs = _together(runs, [place])
                 break
-            if place.is_dir() and (inside := [info.path for info in list_runs(place)]):
+            if inside := _runs_in(place):
                 runs = _together(runs, inside)
                 break
         else:
@@ -69,6 +69,14 @@ def find(given: Iterable[AnyPath]) -> tuple[list[Path], list[Path]]:
 def _has_run(folder: Path) -> bool:
     """Also a folder that somebody copied without its ``status.json``."""
     return is_run(folder) or any((folder / name).is_file() for name in ("metrics.jsonl", "records.jsonl"))
+
+
+def _runs_in(place: Path) -> list[Path]:
+    """Those of a folder of runs, or of one in which there is such a folder, as in an `output_dir` of `hf`."""
+    for folder in (place, place / RUNS):
+        if folder.is_dir() and (inside := [info.path for info in list_runs(folder)]):
+            return inside
+    return []
 
 
 def _not_found(source: str) -> str:
@@ -98,6 +106,17 @@ def _target(out: AnyPath | None, folders: list[Path]) -> Path:
     return path / FILE if path.is_dir() or str(out).endswith(os.sep) else path
 
 
+def _write(path: Path, text: str) -> None:
+    """A file that is there is replaced if it is a page; anything else was hardly meant."""
+    try:
+        if path.is_file() and not path.read_bytes()[:512].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+            raise BadArgument(expected("a new file, or a page to replace", str(path), "It is something else: move it."))
+        write_atomically(path, text.encode("utf-8", "replace"))  # a name may be no text at all
+    except OSError as error:
+        do = f"It cannot be written ({error.strerror}). Choose another place with --out."
+        raise BadArgument(expected("a file for the report", str(path), do)) from error
+
+
 def _title(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
@@ -123,8 +142,11 @@ def content_of(title: str, runs: list[Path], found: list[dict[str, Any]]) -> dic
 
 
 def _tell_apart(pages: list[dict[str, Any]]) -> None:
-    """Runs of one name get that of the folder they are in, too."""
-    names = [run["name"] for run in pages]
-    for run in pages:
-        if names.count(run["name"]) > 1:
-            run["name"] = "/".join(Path(run["path"]).resolve().parts[-2:])
+    """Runs of one name get those of the folders they are in, as many as it takes."""
+    parts = [Path(run["path"]).resolve().parts for run in pages]
+    for run, own in zip(pages, parts, strict=True):
+        alike = [others for others in parts if others[-1] == own[-1] and others != own]
+        depth = 1
+        while depth < len(own) and any(others[-depth:] == own[-depth:] for others in alike):
+            depth += 1
+        run["name"] = "/".join(own[-depth:])

@@ -162,16 +162,21 @@ def _ending_on_sigterm() -> Iterator[None]:
         yield
         return
 
-    process = os.getpid()
+    process, received = os.getpid(), []
 
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:
-            raise SweepStopped(128 + number)
+            received.append(number)
+            raise KeyboardInterrupt  # which everybody lets through, Ray included
         signal.signal(number, signal.SIG_DFL)  # a child that was forked meanwhile ends as it would have
         os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except KeyboardInterrupt:
+        if received:
+            raise SweepStopped(128 + received[0]) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)

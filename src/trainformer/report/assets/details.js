@@ -145,12 +145,12 @@ function drawSuggestion(u, suggestion) {
 function checkpoints(run) {
   if (!run.checkpoints.length) return null;
   const marks = { is_best: "best", is_last: "last", is_protected: "protected" };
-  return table(["checkpoint", "", ...["step", "epoch", "size"].map(numberHead), "saved", "metrics"],
+  return table(["checkpoint", "", ...["step", "epoch", "size", "saved"].map(numberHead), "metrics"],
     run.checkpoints.map((each) => [
       el("td", {}, el("code", {}, each.name)),
       el("td", {}, Object.keys(marks).filter((key) => each[key]).map((key) => [badge(marks[key]), " "])),
-      right(number(each.step)), right(number(each.epoch)), right(bytes(each.bytes)), moment(each.time),
-      pairs(each.metrics) || "–",
+      right(number(each.step)), right(number(each.epoch)), right(bytes(each.bytes)),
+      el("td", { class: "number" }, moment(each.time)), el("td", { class: "free" }, pairs(each.metrics) || "–"),
     ]));
 }
 
@@ -159,11 +159,15 @@ function describeEvent({ kind, content }) {
   const { reason } = content;
   if (kind === "resumed") return `from ${content.from || "a checkpoint"}`;
   if (kind === "split") return `out of memory: batches in ${content.parts} parts from here`;
+  if (kind === "skipped" && isNumber(content.steps)) {
+    return listed(": ", `${plural(content.steps, "step")} left out since the last look`, reason);
+  }
   if (kind === "evaluated" && content.metrics) return pairs(content.metrics);
   if (kind === "ended") return listed(": ", content.status, content.error && String(content.error).split("\n")[0]);
   if (kind === "stopped") return listed(": ", content.by && `by ${content.by}`, reason);
   if (kind === "saved") {
-    return listed(", ", content.checkpoint, isNumber(content.seconds) && duration(content.seconds), reason);
+    return listed(", ", content.checkpoint, isNumber(content.seconds) && duration(content.seconds),
+      reason === "best" ? "among the best" : reason);
   }
   if (kind === "began") {
     return listed(", ", content.device, content.precision, content.world_size > 1 && `${content.world_size} processes`,

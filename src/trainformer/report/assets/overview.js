@@ -28,6 +28,7 @@ function overview() {
 function leading(bests) {
   if (bests.length !== 1 || !several()) return null;
   const judged = report.runs.filter((run) => run.best && typeof run.best.value === "number");
+  if (!judged.length) return null;
   const sign = judged[0].best.mode === "min" ? 1 : -1;
   return judged.reduce((first, run) => (sign * run.best.value < sign * first.best.value ? run : first), judged[0]);
 }

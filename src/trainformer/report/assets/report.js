@@ -1,6 +1,10 @@
 // The page, top to bottom.
 
 const report = JSON.parse(document.getElementById("data").textContent);
+// What runs name is looked up by name: a metric called "constructor" is not the one that every object has.
+const bare = (values) => Object.assign(Object.create(null), values);
+report.runs.forEach((run) => { run.series = bare(run.series); run.config = bare(run.config); });
+report.sweeps.forEach((sweep) => sweep.trials.forEach((trial) => { trial.config = bare(trial.config); }));
 const themed = []; // what is to be done when dark and light change
 
 function setTheme(theme) {
