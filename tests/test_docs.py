@@ -23,11 +23,13 @@ EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 SLOW = {
     "README.md",
+    "cli.md",
     "getting-started.md",
     "image-classification.md",
     "jax.md",
     "language.md",
     "multimodal.md",
+    "sweep.md",
     "text-tasks.md",
 }  # pages that take more than some five seconds
 BLOCK = re.compile(r"^(?P<indent> *)```python(?P<flags>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.M | re.S)

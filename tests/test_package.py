@@ -10,8 +10,8 @@ PUBLIC = {
     "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
     "Task TaskBase TextClassification TextEmbedding TokenClassification VLM",
-    "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples LRFinder "
-    "LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput",
+    "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
+    "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
     "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss cosine_similarity_loss dino_kl dino_loss dpo_loss "
     "infonce_with_queue "
@@ -42,8 +42,8 @@ PUBLIC = {
     "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize "
     "to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",
-    "trainformer.sweep": "Choice Grid IntUniform PruneTrial Sweep SweepRecord Trial Uniform choice current_trial find_sweep "
-    "grid int_uniform list_sweeps log_uniform read_sweep sweep uniform",
+    "trainformer.sweep": "Choice Grid IntUniform PruneTrial Sweep SweepRecord Trial Uniform choice current_trial "
+    "find_sweep grid int_uniform list_sweeps log_uniform read_sweep sweep uniform",
     "trainformer.live": "ControlError RunInfo ask describe list_runs",
     "trainformer.utils": "MemoryRecord count_parameters get_device move_to_device profile_memory seed_everything",
     "trainformer.context": "ConfigSource ConfigValue Lifecycle PipelineConfig PipelineContext ScopedContext StateEntry "

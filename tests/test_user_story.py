@@ -34,8 +34,8 @@ def test_from_a_folder_of_pictures_to_an_onnx_file():
     from trainformer.tasks import ImageClassification
 
     trainer = Trainer(
-        ImageClassification("resnet10t", pretrained=False, image_size=64), data="data/train", val_split=0.1, epochs=2, batch_size=6,
-        lr=1e-3, num_workers=1, callbacks=[EarlyStopping(patience=3)],
+        ImageClassification("resnet10t", pretrained=False, image_size=64), data="data/train", val_split=0.1,
+        epochs=2, batch_size=6, lr=1e-3, num_workers=1, callbacks=[EarlyStopping(patience=3)],
     )  # fmt: skip
     assert trainer.check().ok
     trainer.fit()

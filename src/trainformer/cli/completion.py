@@ -23,6 +23,26 @@ to install it:
         (with this line in ~/.tcshrc: source ~/.trainformer.completion.csh)
 Make it again after an update. The folder of the file has to be there."""
 
+# Bash makes three words of `--task=CausalLM`; what shtab writes expects `--task CausalLM`.
+_BASH = """
+_trainformer() {
+  local -a words=()
+  local i place=0
+  for ((i = 0; i < ${#COMP_WORDS[@]}; i++)); do
+    if [[ "${COMP_WORDS[i]}" != "=" ]]; then
+      words+=("${COMP_WORDS[i]}")
+    elif ((i == COMP_CWORD)); then
+      words+=("")
+    fi
+    ((i == COMP_CWORD)) && place=$((${#words[@]} - 1))
+  done
+  local -a COMP_WORDS=("${words[@]}")
+  local COMP_CWORD=$place
+  _shtab_trainformer "$@"
+}
+
+complete -o bashdefault -F _trainformer trainformer"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -45,7 +65,7 @@ def script(shell: str) -> str:
 
     parser = frame.complete_parser()
     _mark_paths(parser, shtab)
-    return shtab.complete(parser, shell)
+    return shtab.complete(parser, shell) + (_BASH if shell == "bash" else "")
 
 
 def _mark_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:

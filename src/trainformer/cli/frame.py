@@ -182,14 +182,17 @@ def _without_command(words: list[str]) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
-    parser.parse_args(words)  # --help and --version end here; anything else is told and ends with 2
+    if words[0] in ("-h", "--help", "--version"):
+        parser.parse_args(words[:1])  # which ends here
+    do = "It stands after the command." if words[0] == "--debug" else "`trainformer --help` shows what there is."
+    print(f"error: Expected a command first, received {words[0]!r}. {do}", file=sys.stderr)
     return 2
 
 
 def _unknown(name: str) -> int:
     from trainformer.core.errors import did_you_mean
 
-    hint = did_you_mean(name, COMMANDS) or "`trainformer --help` lists them."
+    hint = ("" if name == "help" else did_you_mean(name, COMMANDS)) or "`trainformer --help` lists them."
     print(f"error: trainformer has no command {name!r}. {hint}", file=sys.stderr)
     return 2
 

@@ -120,7 +120,7 @@ def _seconds(info: RunInfo, clock: dict[str, list], starts: Sequence[float]) -> 
 def _best(series: dict[str, Series], config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """The best value of the metric that the run is judged by."""
     name, mode = _value(config, "monitor_metric") or "val/loss", _value(config, "monitor_mode") or "min"
-    if name not in series or mode not in ("min", "max"):
+    if not isinstance(name, str) or name not in series or mode not in ("min", "max"):
         return None
     best: tuple[int, float] | None = None
     for step, value in zip(series[name].steps, series[name].values, strict=True):

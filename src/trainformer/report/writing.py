@@ -107,14 +107,20 @@ def _target(out: AnyPath | None, folders: list[Path]) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """A file that is there is replaced if it is a page; anything else was hardly meant."""
+    """A page that is there is replaced. A file of any other kind was hardly meant."""
     try:
-        if path.is_file() and not path.read_bytes()[:512].lstrip().lower().startswith((b"<!doctype html", b"<html")):
-            raise BadArgument(expected("a new file, or a page to replace", str(path), "It is something else: move it."))
-        write_atomically(path, text.encode("utf-8", "replace"))  # a name may be no text at all
+        if path.suffix.lower() not in (".html", ".htm") and path.is_file() and not _is_page(path):
+            raise BadArgument(expected("a page, or no file yet, where the report goes", str(path), "Choose another --out."))
+        write_atomically(path, text.encode("utf-8", "replace"))  # the name of a folder may be no text
     except OSError as error:
-        do = f"It cannot be written ({error.strerror}). Choose another place with --out."
+        do = f"It cannot be written ({error.strerror}). Choose another --out."
         raise BadArgument(expected("a file for the report", str(path), do)) from error
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        beginning = file.read(512)
+    return not beginning or beginning.lstrip().lower().startswith(b"<!doctype html")
 
 
 def _title(names: list[str]) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainformer.cli.flags import catalogue, source
+from trainformer.cli.flags.hints import NONE
 from trainformer.cli.flags.owners import MISSING, Owner, all_flags, find_owner, spelled, trainer_owner
 from trainformer.cli.flags.routing import Router, Values, chosen, read_words
-from trainformer.core.errors import BadArgument
+from trainformer.core.errors import BadArgument, did_you_mean
 
 _SPELLING = (
     "Options are --name=value or --name value, with dashes or underscores; those that are true or false also --name "
@@ -69,9 +70,11 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
             parser.print_help()
             parser.exit(0)
         known = ", ".join(entry.name for entry in catalogue.entries("tasks"))
-        parser.error(f"expected --task=TASK, received none; there is {known}")
+        meant = [word.partition("=")[0] for word in words if _is_like_task(word, parser)]
+        parser.error(f"expected --task=TASK, received {meant[0] if meant else 'none'}; there is {known}")
+    adapter = chosen(words, "adapter")
     try:
-        owners = _owners(name, chosen(words, "adapter"))
+        owners = _owners(name, None if adapter in NONE else adapter)
         router = Router(owners, ("task", "adapter", *own))
         given = list(read_words(words, functools.partial(_stands_alone, own, router)))
         if any(word.name == "help" for word in given):
@@ -110,6 +113,12 @@ def _own_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
         for option, action in parser._option_string_actions.items()
         if option.startswith("--") and action.default is not argparse.SUPPRESS
     }
+
+
+def _is_like_task(word: str, parser: argparse.ArgumentParser) -> bool:
+    """Whether somebody has mistyped `--task`."""
+    option = word.partition("=")[0]
+    return option not in parser._option_string_actions and bool(did_you_mean(option.lstrip("-"), ["task"]))
 
 
 def _owners(task_name: str, adapter_name: str | None) -> list[Owner]:

@@ -20,7 +20,7 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_NONE = ("None", "null", "~")
+NONE = ("None", "null", "~")
 TRUE = ("true", "True", "yes", "on", "1")
 FALSE = ("false", "False", "no", "off", "0")
 
@@ -85,7 +85,7 @@ def kind_of(hint: Any, default: Any = inspect.Parameter.empty) -> Kind:
 
 def value_of(kind: Kind, text: str, option: str) -> Any:
     """What was typed, as a value: plain, or a part of a config."""
-    if kind.takes_none and text in _NONE:
+    if kind.takes_none and text in NONE:
         return None
     if kind.hint is Any:
         return _yaml(text, option)

@@ -58,7 +58,7 @@ def chosen(words: Sequence[str], name: str) -> str | None:
     for position, word in enumerate(words):
         if word.startswith(f"--{name}="):
             found = word.partition("=")[2]
-        elif word == f"--{name}" and position + 1 < len(words):
+        elif word == f"--{name}" and position + 1 < len(words) and not words[position + 1].startswith("-"):
             found = words[position + 1]
     return found or None
 
