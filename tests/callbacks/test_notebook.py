@@ -117,6 +117,18 @@ def test_a_failure_leaves_the_last_state_and_says_so(shown):
     assert logged("train/loss")[0][-1] == 12
 
 
+def test_an_interruption_is_no_failure(shown):
+    class Interrupted:
+        def on_step_end(self, trainer, step, loss):
+            if step == 10:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(callbacks=[Interrupted()]).fit()
+    assert shown[-1]["text/plain"].endswith("  interrupted")
+    assert "failed" not in shown.html
+
+
 def test_who_stopped_it(shown):
     class Stops:
         def on_step_end(self, trainer, step, loss):

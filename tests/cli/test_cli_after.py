@@ -18,6 +18,7 @@ from trainformer import Trainer
 from trainformer.backends.torch.export import _FORMATS
 from trainformer.checkpoint import compare, list_checkpoints
 from trainformer.cli import export, main, predict
+from trainformer.config import load_config
 from trainformer.live.processes import process_identity
 from trainformer.tasks import ImageClassification
 
@@ -204,6 +205,7 @@ def test_rows_of_other_tasks():
 
 def test_the_formats_are_those_there_are():
     assert {name: form[1] for name, form in _FORMATS.items()} == export.FORMATS
+    assert {".pt": "pytorch", ".onnx": "onnx", ".pt2": "torch.export"} == export._BY_ENDING
 
 
 def test_export_writes_what_the_trainer_would(pets, capsys):
@@ -212,9 +214,10 @@ def test_export_writes_what_the_trainer_would(pets, capsys):
     own, theirs = torch.load("weights.pt"), pets.trainer._session.whole_model().state_dict()
     assert own.keys() == theirs.keys()
     assert all(torch.equal(own[name], theirs[name]) for name in own)
-    assert answer(capsys, "export", pets.run, "net.pt2", "--input-shape", "3,32,32")["format"] == "torch.export"
+    words = ["--format", "torchscript", "--input-shape", "3,32,32"]
+    assert answer(capsys, "export", pets.run, "net", *words)["format"] == "torchscript"
     images = torch.randn(3, 3, 32, 32)
-    program = torch.export.load("net.pt2").module()
+    program = torch.jit.load("net.pt")
     with torch.no_grad():
         assert torch.allclose(program(images), pets.trainer._session.whole_model().eval()(images), atol=1e-5)
     assert main(["export", pets.run, "weights"]) == 1
@@ -268,6 +271,12 @@ def test_resume_of_a_finished_run_says_how_to_train_longer(pets, copy, capsys):
     assert files_of(copy) == before
     assert main(["resume", "copy", "--epochs", "4", "--set", "log_every=1"]) == 0
     assert list_checkpoints(copy)[-1].step == 8
+    # What nobody has set is nobody's, also where going on speaks of it.
+    asked = {"epochs": 4, "log_every": 1}
+    assert load_config(copy / "recipe.yaml")["trainer"] == load_config(f"{pets.run}/recipe.yaml")["trainer"] | asked
+    recorded = json.loads((copy / "config.json").read_text())
+    assert {recorded[name]["source"] for name in ("max_steps", "resume", "load_components")} == {"default"}
+    assert {recorded[name]["source"] for name in asked} == {"user"}
     # The same in Python: the trainer of the run goes on for another epoch.
     longer = by_hand(pets.root, "longer", epochs=4, log_every=1)
     longer.load(list_checkpoints(pets.run)[-1].path).fit()
@@ -304,6 +313,25 @@ def test_resume_leaves_a_running_one_alone(copy, capsys):
     set_status(copy, status="running", process=me, identity=process_identity(me), time=time.time())
     assert main(["resume", "copy"]) == 1
     assert f"is running (process {me})" in " ".join(capsys.readouterr().err.split())
+
+
+def test_data_that_are_not_there(pets, copy, capsys, monkeypatch):
+    recipe = copy / "recipe.yaml"
+    usual = recipe.read_text()
+    recipe.write_text(usual.replace(f"val_data: {pets.root}/val", "val_data: null"))
+    assert main(["evaluate", "copy"]) == 1
+    assert "Name some: --data DATA" in capsys.readouterr().err
+    recipe.write_text(usual.replace(f"{pets.root}/train", "train"))
+    assert main(["predict", "copy", pets.test]) == 1
+    here = " ".join(capsys.readouterr().err.split())
+    assert "The data of the run are needed too" in here
+    assert "started in" not in here
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["resume", "../runs/copy", "--epochs=4"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "recipe.yaml" in said
+    assert f"the folder that it was started in; this is {Path.cwd()}." in said
 
 
 def test_runs_and_checkpoints_that_are_not_enough(copy, capsys):

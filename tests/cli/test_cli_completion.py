@@ -34,6 +34,8 @@ def answers(tmp_path_factory):
         ["train", "--batch"],
         ["train", "--task", "Caus"],
         ["train", "--task", "SSL.d"],
+        ["train", "--task", "=", "Caus"],  # how bash cuts --task=Caus
+        ["train", "--lr=1", "--adapter", "="],
         ["runs", "--sort", "b"],
         ["evaluate", "ru"],
         ["run", "ba"],
@@ -57,7 +59,8 @@ def test_options_and_their_values(answers):
     assert answers["train --batch"] == {"--batch-size"}
     assert answers["runs --sort b"] == {"best"}
     assert answers["completion z"] == {"zsh"}
-    assert answers["train --task Caus"] == {"CausalLM"}
+    assert answers["train --task Caus"] == answers["train --task = Caus"] == {"CausalLM"}
+    assert answers["train --lr=1 --adapter ="] >= {"LoRA", "QLoRA"}
     known = {entry.name for entry in catalogue.entries("tasks") if entry.name.startswith("SSL.d")}
     assert "SSL.dino" in known
     assert answers["train --task SSL.d"] == known

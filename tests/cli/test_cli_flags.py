@@ -190,6 +190,10 @@ def test_values_of_tasks_and_adapters():
     assert fields_of(task) == fields_of(tasks.CausalLM(adapter=made, packing=True, model_kwargs=options))
 
 
+def test_no_adapter_can_be_said():
+    assert parsed("--task=CausalLM", "--data=d", "--adapter=None") == parsed("--task=CausalLM", "--data=d")
+
+
 def test_a_class_remembers_what_was_typed():
     # Against a recipe it counts what was passed, be it the default.
     task = task_of("--task=ImageClassification", "--recipe=modern", "--mixup=0.0")
@@ -267,6 +271,8 @@ def test_a_class_that_is_no_dataclass(capsys):
     ("words", "says"),
     [
         ("--data=d", "expected --task=TASK, received none; there is CLIP, CausalLM"),
+        ("--tas=DPO --data=d", "expected --task=TASK, received --tas; there is"),
+        ("--task --lr=1 --data=d", "expected --task=TASK, received none"),
         ("--task=CausalML --data=d", "received 'CausalML'. Did you mean 'CausalLM'?"),
         ("--task=SSL.dyno --data=d", "Did you mean 'SSL.dino'"),
         ("--task=no_such_module:Task --data=d", "Expected --task to name a module that is there"),
@@ -276,6 +282,7 @@ def test_a_class_that_is_no_dataclass(capsys):
         ("--task=DPO --data=d --bta=1", "There is no option --bta. Did you mean --beta"),
         ("--task=DPO --data=d --epoch=1", "Did you mean --epochs"),
         ("--task=DPO --data=d --trainer.epoch=1", "Did you mean --epochs"),
+        ("--task=DPO --data=d --learning-rate=1", "There is no option --learning-rate. Here it is --lr."),
         ("--task=DPO --data=d --qqqq=1", "There is no option --qqqq. `--task=DPO --help` lists all options."),
         ("--task=DPO --data=d --r=1", "--r is an option of an adapter: add --adapter=LoRA."),
         ("--task=DPO --data=d --adapter=LoRA --num-virtual-tokens=1", "is an option of PrefixTuning, not of LoRA."),

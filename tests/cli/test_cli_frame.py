@@ -88,6 +88,10 @@ def test_without_a_command(capsys):
     err = capsys.readouterr().err
     assert "usage: trainformer" in err
     assert "Did you mean 'train'" in err
+    assert frame.main(["--debug", "train"]) == frame.main(["--hepl"]) == 2
+    err = capsys.readouterr().err
+    assert "received '--debug'. It stands after the command." in err
+    assert "received '--hepl'. `trainformer --help` shows" in err
 
 
 def test_a_paragraph_is_as_wide_as_the_terminal(monkeypatch):

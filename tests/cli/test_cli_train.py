@@ -1,7 +1,6 @@
 """`trainformer train` and `check` as they are called: the plan's commands on small models, signals, and going on."""
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ import torch
 from cli_toys import last_weights
 from transformers import GPT2LMHeadModel
 
+from forking import SERVER
 from text_toys import chat_tokenizer, gpt2, sentences
 from toys import same
 from trainformer import Trainer, tasks
@@ -60,10 +60,10 @@ def test_a_language_model_with_an_adapter(capsys):
 def test_images_with_and_without_labels():
     pictures("data/sop")
     line = "train --task=MetricLearning --model=resnet10t --data=data/sop --loss=arcface"
-    small = "--image-size=32 --batch-size=4 --max-steps=2 --log=none"
+    small = "--image-size=32 --batch-size=4 --max-steps=2 --log=none --num-workers=0"
     assert frame.main(f"{line} {small} --no-pretrained --name=typed".split()) == 0
     task = tasks.MetricLearning("resnet10t", loss="arcface", pretrained=False, image_size=32)
-    Trainer(task, "data/sop", batch_size=4, max_steps=2, log="none", name="by hand").fit()
+    Trainer(task, "data/sop", batch_size=4, max_steps=2, num_workers=0, log="none", name="by hand").fit()
     assert same(last_weights("typed"), last_weights("by-hand"))
 
     line = "train --task=SSL.dino --model=vit_tiny --data=data/sop --epochs=100 --out-dim=16 --num-local=1"
@@ -100,7 +100,7 @@ def test_what_fails_is_told_in_one_paragraph(capsys):
         == 1
     )
     text = capsys.readouterr().err
-    assert text.startswith("error: ")
+    assert text.startswith("error: Expected a folder of images")  # and not where in a config, which nobody has written
     assert "nowhere" in text
     assert "Traceback" not in text
 
@@ -126,9 +126,7 @@ def test_check_tells_by_its_exit_code_whether_it_will_work(capsys):
 
 def start(words):
     """The command in a process of its own, forked from one that has imported torch."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["trainformer.trainer", "trainformer.callbacks"])
-    process = server.Process(target=frame.main, args=(words,))
+    process = SERVER.Process(target=frame.main, args=(words,))
     process.start()
     return process
 

@@ -12,6 +12,7 @@ from trainformer.loggers import read_jsonl
 from trainformer.report import write_report
 from trainformer.report.page import page as page_of
 
+EMPTY = {"title": "t", "written": 0, "version": "0", "points": 5000, "plots": [], "runs": []}
 BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
 
 
@@ -337,6 +338,20 @@ def test_runs_with_little_or_damaged_content_are_shown_as_far_as_they_go(visit, 
     assert page.locator(".bar-top").count() == 0
 
 
+def test_names_that_every_object_has_and_a_best_value_that_is_no_number(visit, tmp_path):
+    """One of two runs has metrics and settings called like what JavaScript gives to all objects."""
+    names = ["constructor", "toString", "val/__proto__"]
+    metrics = [{"step": step, "time": 1.0 + step, "val/loss": "Infinity"} for step in (1, 2)]
+    config = dict.fromkeys(names, (1, "user"))
+    first = write_run(tmp_path / "first", [{**one, **dict.fromkeys(names, 0.5)} for one in metrics], config=config)
+    page = visit(write_report([first, write_run(tmp_path / "second", metrics)], tmp_path)).page
+    draw_all(page)
+    titles = [box.get_attribute("data-title") for box in page.locator("#curves .chart").all()]
+    assert sorted(titles) == ["__proto__", "constructor", "loss", "toString"]
+    assert page.locator("#settings tbody tr td:last-child").all_inner_texts() == ["–"] * 3
+    assert page.locator(".overview td:nth-child(6)").all_inner_texts() == ["Infinity at 1"] * 2
+
+
 def test_one_point_and_one_value_make_a_plot(visit, tmp_path):
     metrics = [{"step": 5, "time": 1.0, "train/loss": 0.5, "val/zero": 0.0, "val/odd": "Infinity"}]
     seen = visit(write_report(write_run(tmp_path / "one", metrics)))
@@ -394,10 +409,24 @@ def test_a_sweep_in_plots_and_in_a_table(visit, rich, tmp_path):
     assert page.evaluate("location.hash") == "#run-0"
 
 
+def test_a_choice_of_none_has_its_place(visit, tmp_path):
+    path, sweep = tmp_path / "sweep.html", sweep_content()
+    for trial in sweep["trials"][1::2]:
+        trial["config"]["kind"] = None
+    path.write_text(page_of({**EMPTY, "sweeps": [sweep]}))
+    page = visit(path).page
+    plot = page.locator(".chart[data-title=kind]")
+    across = plot.locator("circle").evaluate_all("all => all.map(c => +c.getAttribute('cx'))")
+    labels = plot.locator("text").all_text_contents()
+    assert {"a", "null"} <= set(labels)
+    assert len(set(across)) == 2
+    assert min(across) > 60  # beside the axis, not on its labels
+    assert page.locator(".parallel").bounding_box()["width"] < 900  # of two parameters
+
+
 def test_a_part_of_an_axis_can_be_kept(visit, tmp_path):
     path = tmp_path / "sweep.html"
-    empty = {"title": "t", "written": 0, "version": "0", "points": 5000, "plots": [], "runs": []}
-    path.write_text(page_of({**empty, "sweeps": [sweep_content()]}))
+    path.write_text(page_of({**EMPTY, "sweeps": [sweep_content()]}))
     page = visit(path).page
     axis = page.locator(".parallel .brushing").last.bounding_box()
     middle = axis["x"] + axis["width"] / 2

@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from run_folders import CONFIG, START, everything, happened, resumed_times, training, write_run
 
 from toys import MeanTask, classes
@@ -20,6 +22,7 @@ from trainformer.report.happenings import happenings
 from trainformer.report.reading import read_run
 from trainformer.report.series import clock_of, kept_points, plots_of, series_of
 from trainformer.sweep import choice, grid, sweep
+from trainformer.tasks.confusion import confusion_record
 
 
 def content_of(path):
@@ -147,6 +150,22 @@ def test_a_resumed_run_marks_where_it_went_on(tmp_path):
     assert run["versions"]["torch"] == "2.13.0"
 
 
+def test_an_error_counts_until_the_run_begins_again(tmp_path):
+    failed = [
+        {"time": START, "step": 0, "kind": "began"},
+        {"time": START + 9, "step": 9, "kind": "ended", "error": "E: no"},
+    ]
+    run = read_run(write_run(tmp_path / "failed", list(training(8)), failed))
+    assert (run["error"], run["step"]) == ("E: no", 9)  # where it failed, after the last metrics
+    again = [
+        *failed,
+        {"time": START + 20, "step": 4, "kind": "began"},
+        {"time": START + 25, "step": 6, "kind": "saved"},
+    ]
+    run = read_run(write_run(tmp_path / "again", list(training(4)), again))
+    assert (run["error"], run["step"]) == (None, 6)
+
+
 def test_texts_are_shown_once_whether_logged_or_recorded_or_made_again(tmp_path):
     metrics = [
         {"step": 4, "time": START, "text/free": "hello"},
@@ -183,6 +202,17 @@ def test_of_very_many_classes_those_that_are_confused_are_shown():
     assert step["classes"] == size
     assert (step["totals"][place], step["matrix"][place][place]) == (75, 50)
     assert step["accuracy"] == pytest.approx(10_000 / 10_025)
+
+
+def test_shares_are_those_of_all_classes_also_if_a_task_records_some():
+    counts = torch.randint(0, 9, (130, 130), generator=torch.Generator().manual_seed(0))
+    record = {**confusion_record(counts, None)["confusion_matrix"], "kind": "confusion_matrix", "step": 1}
+    [step] = happenings([record])["confusion"][0]["steps"]
+    assert (len(step["matrix"]), step["classes"]) == (50, 130)
+    assert step["accuracy"] == pytest.approx(float(counts.trace() / counts.sum()))
+    for place, label in enumerate(map(int, step["labels"])):
+        assert step["totals"][place] == sum(counts[label].tolist())
+        assert step["predicted"][place] == sum(counts[:, label].tolist())
 
 
 def test_a_large_run_makes_a_small_file(tmp_path):
@@ -255,6 +285,32 @@ def test_runs_of_one_name_are_told_apart(place):
     content = content_of(write_report(["calm", "other/calm"]))
     assert [run["name"] for run in content["runs"]] == ["runs/calm", "other/calm"]
     assert content["title"] == "calm and 1 more"
+    write_run(place / "other" / "runs" / "calm", list(training(8)))
+    names = [run["name"] for run in content_of(write_report(["calm", "bold", "other/runs/calm"]))["runs"]]
+    assert names == [f"{place.name}/runs/calm", "bold", "other/runs/calm"]
+
+
+def test_a_folder_with_a_folder_of_runs_is_enough(place):
+    """As the `output_dir` of a trainer in HuggingFace's style."""
+    write_run(place / "out" / "runs" / "first", list(training(8)))
+    assert [run["name"] for run in content_of(write_report("out"))["runs"]] == ["first"]
+
+
+def test_no_other_file_is_replaced_and_a_place_that_cannot_be_written_is_told(place, capsys):
+    (place / "train.py").write_text("import this")
+    assert frame.main(["report", "calm", "--out", "train.py"]) == 1
+    assert frame.main(["report", "calm", "--out", "train.py/report.html"]) == 1
+    assert (place / "train.py").read_text() == "import this"
+    told = " ".join(capsys.readouterr().err.split())
+    assert "a page, or no file yet" in told
+    assert "'train.py/report.html'. It cannot be written" in told
+    write_report("calm", "page")
+    assert write_report("calm", "page", title="new").read_text().count("<title>new</title>") == 1
+
+
+def test_a_folder_whose_name_is_no_text(place):
+    run = write_run(place / os.fsdecode(b"caf\xe9"), list(training(8)))
+    assert "<title>caf?</title>" in write_report(run).read_text()
 
 
 def test_a_report_needs_no_torch(place):
@@ -294,6 +350,7 @@ def test_a_real_sweep_with_the_run_of_its_best_trial(tmp_path, monkeypatch):
     assert (best["page"], failed["page"]) == (0, None)
     assert content["runs"][0]["best"]["value"] == pytest.approx(-best["metric"])
     assert (tmp_path / "sweeps/tiny/report.html").is_file()
+    assert [each["name"] for each in content_of(write_report("sweeps"))["sweeps"]] == ["tiny"]
 
 
 def test_the_words_of_the_records_are_those_that_the_page_knows():

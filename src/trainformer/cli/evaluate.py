@@ -11,6 +11,7 @@ from trainformer.cli.trained import (
     load_trained,
     only_the_result_on_stdout,
 )
+from trainformer.core.errors import DataError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the metrics."""
     with only_the_result_on_stdout():
         trained = load_trained(args)
+        if args.data is None and trained.trainer.val_batches is None:
+            raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
         metrics = trained.trainer.evaluate(args.data)
     if not trained.trainer.is_main:
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 
 # Written down here, so that asking for help takes no torch; a test compares them with the recipes there are.
 RECIPES = (
@@ -35,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it, and say what was done."""
-    # torchao warns of its own enums when it is imported; nobody here can do anything about it.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     from trainformer.checkpoint import finalize
 
     result = finalize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _unknown(name)
     debug = "--debug" in words
+    # torchao warns of its own enums when it is imported, for an adapter too; nobody can do anything about it.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         with _ending_on_request():
             args = _parse(name, words[1:])

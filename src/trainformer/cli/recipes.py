@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from trainformer.core.errors import BadArgument
+from trainformer.core.errors import BadArgument, DataError
 
 if TYPE_CHECKING:
     from trainformer.config import Config
@@ -44,7 +44,7 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
     Data that it names are looked for from the current folder, as when the run was started.
     """
     from trainformer.config import load_config
-    from trainformer.live.runs import find_run
+    from trainformer.live.runs import RUNS, find_run
 
     folder = find_run(run)
     file = folder / FILE
@@ -60,7 +60,23 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
         raise BadArgument(
             f"Expected {file} to have a key trainer, received {', '.join(map(str, recipe)) or 'nothing'}."
         )
-    return build(recipe["trainer"], trust=trust, changes={"run_dir": str(folder), **(changes or {})})
+    try:
+        return build(recipe["trainer"], trust=trust, changes={"run_dir": str(folder), **(changes or {})})
+    except (BadArgument, DataError) as error:
+        if folder.absolute().parent == Path(RUNS).absolute():
+            raise
+        where = f"Paths and modules of a run are meant from the folder that it was started in; this is {os.getcwd()}."
+        raise type(error)(f"{error} {where}") from error
+
+
+def settings_in(folder: Path, trust: Sequence[str] = ()) -> Mapping[str, Any]:
+    """The settings that the recipe of a run has; none if there is no recipe."""
+    from trainformer.config import load_config
+    from trainformer.config.nodes import as_call
+
+    file = folder / FILE
+    call = as_call(load_config(file, trust=trust).get("trainer")) if file.is_file() else None
+    return {} if call is None else call.kwargs
 
 
 def build(part: Any, *, trust: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Any:
@@ -68,7 +84,13 @@ def build(part: Any, *, trust: Sequence[str] = (), changes: Mapping[str, Any] | 
     from trainformer.config import build_from_cfg
 
     seed(part, changes or {})
-    return build_from_cfg(part, trust=trust, **(changes or {}))
+    try:
+        return build_from_cfg(part, trust=trust, **(changes or {}))
+    except (BadArgument, DataError) as error:
+        # What was typed stands in no file: there is no place to tell, and the user did not write what is called.
+        if part.place is None and isinstance(error.__cause__, type(error)):
+            raise error.__cause__ from None
+        raise
 
 
 def seed(part: Any, changes: Mapping[str, Any] | None = None) -> None:

@@ -14,6 +14,8 @@ from trainformer.core.errors import BadArgument, expected
 if TYPE_CHECKING:
     from trainformer.live.runs import RunInfo
 
+_NOT_TYPED = ("max_steps", "resume", "load_components")  # settings that going on implies
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -64,10 +66,18 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 def _go_on(info: RunInfo, trust: list[str], changes: dict[str, Any]) -> None:
     from trainformer.cli import recipes
     from trainformer.config import load_config
+    from trainformer.session import RunSettings
 
-    trainer = recipes.trainer_of(str(info.path), trust=trust, changes=changes | _beginning(info))
+    written, usual = recipes.settings_in(info.path, trust), RunSettings.defaults()
+    settings = {
+        name: value
+        for name, value in {**changes, **_beginning(info)}.items()
+        # A default that nobody has set stays one: `config.json` tells who set what.
+        if name in written or name not in _NOT_TYPED or value != usual[name]
+    }
+    trainer = recipes.trainer_of(str(info.path), trust=trust, changes=settings)
     if changes:  # if it is cut short again, they still count
-        lasting = [f"+trainer.{name}={json.dumps(value)}" for name, value in changes.items()]
+        lasting = [f"+trainer.{name}={json.dumps(settings[name])}" for name in changes if name in settings]
         recipes.keep(trainer, load_config(info.path / recipes.FILE, lasting, trust=trust))
     trainer.fit()
 

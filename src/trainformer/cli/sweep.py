@@ -171,11 +171,16 @@ def _show(args: argparse.Namespace) -> int:
 
 def _show_all(args: argparse.Namespace) -> int:
     from trainformer.cli.output import note, print_json, print_table
+    from trainformer.core.errors import BadArgument
     from trainformer.sweep import list_sweeps, read_sweep
 
-    records = [read_sweep(path, storage=args.storage, with_importances=False) for path in list_sweeps()]
-    rows = []
-    for record in records:
+    rows: list[dict[str, Any]] = []
+    for path in list_sweeps():
+        try:
+            record = read_sweep(path, storage=args.storage, with_importances=False)
+        except BadArgument as error:  # its storage is away, say: the others are shown
+            note(f"{path}: {error}")
+            continue
         best, ended = record.best, [t for t in record.trials if t.status in ("completed", "pruned", "failed")]
         rows.append({
             "sweep": record.name, "method": record.method, "direction": record.direction, "trials": len(record.trials),

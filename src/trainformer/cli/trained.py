@@ -74,7 +74,11 @@ def load_trained(args: argparse.Namespace) -> Trained:
     changes: dict[str, Any] = {"log": "none", "resume": None}
     if getattr(args, "batch_size", None) is not None:
         changes["eval_batch_size"] = args.batch_size
-    trainer = trainer_of(str(run), trust=args.trust, changes=changes)
+    try:
+        trainer = trainer_of(str(run), trust=args.trust, changes=changes)
+    except DataError as error:  # on another machine, perhaps
+        do = "The data of the run are needed too: the task looks at them when it makes the model."
+        raise DataError(f"{error} {do}") from error
     # An average of the weights (EMA) is a callback's; parameters of the loss, centres and class names are the task's.
     parts = [key for key in checkpoint.manifest.components if key in ("model", "task") or key.startswith("callback.")]
     trainer.load(checkpoint.path, parts)

@@ -184,7 +184,9 @@ def _rates(record: dict[str, Any]) -> dict[str, Any] | None:
     lrs, losses = record.get("lrs"), record.get("losses")
     if not isinstance(lrs, list) or not isinstance(losses, list) or len(lrs) != len(losses) or not lrs:
         return None
-    pairs = [(lr, loss) for lr, loss in zip(lrs, losses, strict=True) if isinstance(lr, float | int) and 0 < lr < math.inf]
+    pairs = [
+        (lr, loss) for lr, loss in zip(lrs, losses, strict=True) if isinstance(lr, float | int) and 0 < lr < math.inf
+    ]
     suggestion = record.get("suggestion")
     return {
         "step": record.get("step"),

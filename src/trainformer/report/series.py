@@ -173,6 +173,6 @@ def clock_of(records: Sequence[dict[str, Any]], starts: Sequence[float], others:
         steps = [steps[place * (len(steps) - 1) // _CLOCK_POINTS] for place in range(_CLOCK_POINTS + 1)]
     return {
         "steps": steps,
-        "seconds": [round(table[step][0], 2) for step in steps],
+        "seconds": [round(table[step][0], 3) for step in steps],
         "epochs": [table[step][1] for step in steps],
     }

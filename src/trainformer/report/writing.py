@@ -27,7 +27,7 @@ def write_report(
 ) -> Path:
     """Write one HTML file about runs and sweeps; its path.
 
-    `sources` are folders of runs, folders of sweeps, folders with runs in them, or names under ``runs/`` or
+    `sources` are folders of runs, folders of sweeps, folders with runs or sweeps in them, or names under ``runs/`` or
     ``sweeps/``. `out` is a file or a folder; by default ``report.html`` in the folder of the run or sweep if it is
     one, else here. `top`: with each sweep also the runs of its so many best trials.
     """
@@ -60,6 +60,9 @@ def find(given: Iterable[AnyPath]) -> tuple[list[Path], list[Path]]:
                 break
             if inside := _runs_in(place):
                 runs = _together(runs, inside)
+                break
+            if place.is_dir() and (inside := sorted(path for path in place.iterdir() if is_sweep(path))):
+                searched = _together(searched, inside)
                 break
         else:
             raise BadArgument(_not_found(str(source)))
@@ -110,7 +113,9 @@ def _write(path: Path, text: str) -> None:
     """A page that is there is replaced. A file of any other kind was hardly meant."""
     try:
         if path.suffix.lower() not in (".html", ".htm") and path.is_file() and not _is_page(path):
-            raise BadArgument(expected("a page, or no file yet, where the report goes", str(path), "Choose another --out."))
+            raise BadArgument(
+                expected("a page, or no file yet, where the report goes", str(path), "Choose another --out.")
+            )
         write_atomically(path, text.encode("utf-8", "replace"))  # the name of a folder may be no text
     except OSError as error:
         do = f"It cannot be written ({error.strerror}). Choose another --out."

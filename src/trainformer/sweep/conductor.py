@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from trainformer.session.folder import write_atomically
 from trainformer.sweep.ledger import BEAT, Job, Ledger
 from trainformer.sweep.progress import Progress
-from trainformer.sweep.trials import CurrentTrial, Outcome, execute
+from trainformer.sweep.trials import CurrentTrial, Outcome, SweepStopped, execute
 
 logger = logging.getLogger("trainformer")
 
@@ -32,10 +32,6 @@ class Runner(Protocol):
     def start(self, job: Job) -> None: ...
     def wait(self, seconds: float) -> list[tuple[Job, Outcome]]: ...
     def close(self) -> None: ...
-
-
-class SweepStopped(SystemExit):
-    """The sweep was asked by a signal to end; its trials are there to be taken up again."""
 
 
 class InThisProcess:

@@ -25,6 +25,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.live.processes import process_identity
 from trainformer.session.folder import write_atomically
 from trainformer.sweep.methods import make_pruner, make_sampler
+from trainformer.sweep.reading import read_spec
 from trainformer.sweep.spaces import PLAIN, Space, described, in_words, suggest
 from trainformer.sweep.storages import open_storage, quiet_optuna, shown
 from trainformer.sweep.trials import Outcome
@@ -99,7 +100,7 @@ class Ledger:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / SPEC
         if path.exists():
-            self._check_same(json.loads(path.read_bytes()))
+            self._check_same(read_spec(folder))
         with quiet_optuna():
             self._storage = open_storage(storage, folder)
             direction: Any = spec.direction

@@ -36,8 +36,7 @@ class LocalProcesses:
     """A runner of trials, each in one of several processes."""
 
     def __init__(self, function: Callable[..., Any], direction: str, slots: list[dict[str, str]], hear: Listener):
-        self._pickle = require("cloudpickle", "sweep", "to run trials in processes of their own")
-        self._function = self._pickle.dumps(function)
+        self._function = as_bytes(function)
         self._direction = direction
         self._free = list(slots)
         self._idle: list[_Worker] = []
@@ -51,11 +50,12 @@ class LocalProcesses:
 
     def start(self, job: Job) -> None:
         """Begin a trial."""
+        about = as_bytes((job.number, job.attempt, job.config, job.folder))
         worker = self._idle.pop() if self._idle else _Worker(self._free.pop(0), self._function, self._direction)
         worker.job = job
         self._busy.append(worker)
         try:
-            worker.pipe.send_bytes(self._pickle.dumps((job.number, job.attempt, job.config, job.folder)))
+            worker.pipe.send_bytes(about)
         except OSError:
             pass  # it is gone, which is noticed while waiting
 
@@ -121,9 +121,12 @@ class _Worker:
             self.process.start()
         theirs.close()
         try:
-            self.pipe.send_bytes(function)
+            self.pipe.send_bytes(function)  # which waits until the process reads, if the function is large
         except OSError:
             pass  # it is gone, which is noticed while waiting
+        except BaseException:
+            self.process.kill()
+            raise
 
     def ask_to_end(self) -> None:
         self.pipe.close()  # ends one that waits for a trial
@@ -136,6 +139,17 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+
+
+def as_bytes(thing: Any) -> bytes:
+    """Something as it goes to another process: by value, if that cannot import it."""
+    cloudpickle = require("cloudpickle", "sweep", "to run trials in processes of their own")
+    try:
+        return cloudpickle.dumps(thing)
+    except Exception as error:  # each kind of object says so in its own way
+        what = "the function of a sweep, and its settings, to be such that they can go to another process"
+        do = "Make what cannot be sent inside the function, or run one trial at a time, in this process."
+        raise BadArgument(expected(what, in_short(error), do)) from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
+from trainformer.sweep.processes import as_bytes
 from trainformer.sweep.trials import CurrentTrial, Outcome, execute, in_short
 
 if TYPE_CHECKING:
@@ -38,13 +39,12 @@ class RayTasks:
     ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing phones home
         self._ray = ray = require("ray", "ray", "to run trials on a cluster")
-        self._pickle = require("cloudpickle", "sweep", "to run trials in processes of their own")
         self._ours = not ray.is_initialized()
         if self._ours:
             local = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
         self._check(resources)
-        self._function = ray.put(self._pickle.dumps(function))
+        self._function = ray.put(as_bytes(function))
         self._direction = direction
         self._hear = hear
         self._free = n_parallel
@@ -72,7 +72,7 @@ class RayTasks:
 
     def start(self, job: Job) -> None:
         """Begin a trial."""
-        about = self._pickle.dumps((job.trial.number, job.number, job.attempt, job.config, str(job.folder.absolute())))
+        about = as_bytes((job.trial.number, job.number, job.attempt, job.config, str(job.folder.absolute())))
         self._jobs[self._task.remote(self._function, about, self._direction, self._mailbox)] = job
 
     def wait(self, seconds: float) -> list[tuple[Job, Outcome]]:

@@ -14,6 +14,7 @@ from trainformer.core.optional import require
 
 SWEEPS = Path("sweeps")
 _STATUS = {"COMPLETE": "completed", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
+_SAID = ("name", "direction", "method", "seed", "spaces", "constants")
 _ORDER = ("completed", "pruned", "running", "waiting", "failed")
 
 
@@ -77,6 +78,19 @@ def find_sweep(sweep: str | os.PathLike[str]) -> Path:
     raise BadArgument(expected("the folder of a sweep, or the name of one under sweeps/", str(sweep), hint))
 
 
+def read_spec(folder: Path) -> dict[str, Any]:
+    """What a sweep searches, and how, as its folder says."""
+    path = folder / "sweep.json"
+    try:
+        spec = json.loads(path.read_bytes())
+        missing = [key for key in _SAID if key not in spec]
+    except (ValueError, TypeError) as error:
+        raise BadArgument(expected("the description of a sweep", str(path), f"It cannot be read: {error}.")) from error
+    if missing:
+        raise BadArgument(expected("the description of a sweep", str(path), f"It lacks {', '.join(missing)}."))
+    return spec
+
+
 def read_sweep(sweep: str | os.PathLike[str], storage: Any = None, *, with_importances: bool = True) -> SweepRecord:
     """A sweep, given its folder or its name.
 
@@ -87,11 +101,12 @@ def read_sweep(sweep: str | os.PathLike[str], storage: Any = None, *, with_impor
     from trainformer.sweep.storages import open_storage, quiet_optuna
 
     folder = find_sweep(sweep)
-    spec = json.loads((folder / "sweep.json").read_bytes())
+    spec = read_spec(folder)
     where = storage if storage is not None else spec.get("storage")
     with quiet_optuna():
         try:
-            study = optuna.load_study(study_name=spec["name"], storage=open_storage(where, folder))
+            opened = open_storage(where, folder, make=False)
+            study = optuna.load_study(study_name=spec["name"], storage=opened)
         except BadArgument:
             raise
         except Exception as error:
@@ -99,8 +114,7 @@ def read_sweep(sweep: str | os.PathLike[str], storage: Any = None, *, with_impor
             raise BadArgument(expected("a storage with the trials of the sweep", where or str(folder), do)) from error
         trials = collect(study.get_trials(deepcopy=False), spec, folder)
         importances = _importances(study) if with_importances else {}
-    keys = ("name", "direction", "method", "seed", "spaces")
-    return SweepRecord(folder=folder, trials=trials, importances=importances, **{key: spec[key] for key in keys})
+    return SweepRecord(folder=folder, trials=trials, importances=importances, **{key: spec[key] for key in _SAID[:-1]})
 
 
 def collect(stored: list[Any], spec: Mapping[str, Any], folder: Path) -> list[Trial]:

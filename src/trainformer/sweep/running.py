@@ -12,6 +12,7 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.sweep.reading import SWEEPS, Trial, collect, is_sweep
 from trainformer.sweep.spaces import check_names, described
+from trainformer.sweep.trials import current_trial
 
 if TYPE_CHECKING:
     from trainformer.sweep.conductor import Conductor, Runner
@@ -31,12 +32,14 @@ class Sweep:
     """
 
     def __init__(self, fn: Callable[..., Any], spaces: dict[str, Any]) -> None:
+        if isinstance(fn, Sweep):  # decorated twice: the last word counts
+            fn = fn.fn
         if not callable(fn):
             raise BadArgument(expected("a function to sweep", fn))
         check_names(fn, spaces)
         self.fn = fn
         self.spaces = dict(spaces)
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
@@ -86,8 +89,9 @@ class Sweep:
         check_method(method, direction)
         _check_call(n_parallel, seed, timeout, backend)
         most = trials_of(method, n_trials, self.spaces)
-        name = re.sub(r"[^\w.=+-]+", "-", name or self.name)
-        place = Path(folder) if folder is not None else SWEEPS / name
+        name = _as_file_name(name or self.name)
+        around = current_trial().folder or Path()  # a sweep inside a trial is another one in each
+        place = Path(folder) if folder is not None else around / SWEEPS / name
         if not resume:
             move_aside(place, storage)
         ledger = Ledger(Spec.of(name, method, seed, direction, self.spaces), self.spaces, place, storage)
@@ -154,6 +158,12 @@ def _as_dict(trial: Trial) -> dict[str, Any]:
     if trial.error is not None:
         row["error"] = trial.error
     return row | {"number": trial.number, "seconds": trial.seconds, "run": trial.run, "attempt": trial.attempt}
+
+
+def _as_file_name(name: str) -> str:
+    if not isinstance(name, str) or not name.strip(". "):
+        raise BadArgument(expected("the name of a sweep to be one that a folder can have", name))
+    return re.sub(r"[^\w.=+-]+", "-", name)
 
 
 def _check_call(n_parallel: Any, seed: Any, timeout: Any, backend: Any) -> None:

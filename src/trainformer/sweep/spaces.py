@@ -77,7 +77,7 @@ class Uniform:
         return trial.suggest_float(name, self.low, self.high, log=self.log)
 
     def __str__(self) -> str:
-        return f"{'log_uniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
+        return f"{'log_uniform' if self.log else 'uniform'}({_exactly(self.low)}, {_exactly(self.high)})"
 
 
 @dataclass
@@ -175,6 +175,11 @@ def in_words(value: Any) -> str:
         return "{" + ", ".join(f"{in_words(k)}: {in_words(v)}" for k, v in value.items()) + "}"
     text = getattr(value, "__name__", None) or repr(value)
     return type(value).__name__ if " at 0x" in text or len(text) > 60 else text
+
+
+def _exactly(number: float) -> str:
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -33,9 +33,11 @@ def quiet_optuna() -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def open_storage(storage: Any, folder: Path) -> Any:
+def open_storage(storage: Any, folder: Path, make: bool = True) -> Any:
     """The storage of a sweep: None is a file in its folder; else an URL, the path of a journal file, or a storage."""
     if storage is None:
+        if not make and not (folder / DATABASE).exists():
+            raise BadArgument(expected(f"a sweep with its {DATABASE}", str(folder), "There is none."))
         return _database(f"sqlite:///{(folder / DATABASE).absolute()}")
     if isinstance(storage, optuna.storages.BaseStorage):
         return storage
@@ -61,6 +63,9 @@ def _database(url: str) -> Any:
         return optuna.storages.RDBStorage(url, engine_kwargs=waiting)
     except ImportError as error:
         do = f"Its driver is missing ({error}): pip install psycopg2-binary for PostgreSQL, pymysql for MySQL."
+        raise BadArgument(expected("a storage that can be opened", shown(url), do)) from error
+    except Exception as error:  # of SQLAlchemy, of the driver, of Optuna
+        do = f"It says: {str(error).splitlines()[0]}." if str(error) else type(error).__name__
         raise BadArgument(expected("a storage that can be opened", shown(url), do)) from error
 
 

@@ -42,6 +42,8 @@ class CurrentTrial:
     def report(self, value: float, step: int | None = None) -> None:
         """Say how good it is so far. `step` counts from 1, by itself unless given; look at `should_stop` afterwards."""
         value = as_number(value, "what is reported")
+        if step is not None and step < 0:
+            raise BadArgument(expected("the step of a report to be at least 0", step))
         self.reports = self.reports + 1 if step is None else int(step)
         if self.tell("report", (self.reports, value)):
             self.should_stop = True
@@ -94,6 +96,10 @@ def _going_on(trial: CurrentTrial) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+class SweepStopped(SystemExit):
+    """The sweep was asked by a signal to end; its trials are there to be taken up again."""
+
+
 @dataclass
 class Outcome:
     """How a trial ended: completed, pruned, failed (it raised), or lost (its process is gone)."""
@@ -109,10 +115,15 @@ def execute(function: Callable[..., Any], config: dict[str, Any], trial: Current
     """Call the function of a sweep. What it raises is a failed trial; signals and Ctrl-C go through."""
     began = time.perf_counter()
     try:
+        if trial.folder is not None:
+            trial.folder.mkdir(parents=True, exist_ok=True)
         with _going_on(trial):
             value = function(**config)
-        outcome = Outcome("pruned" if trial.should_stop else "completed", as_number(value, "what the function returns"))
-    except SignalStop:
+        if trial.should_stop:  # what it returns does not matter any more
+            outcome = Outcome("pruned")
+        else:
+            outcome = Outcome("completed", as_number(value, "what the function returns"))
+    except (SignalStop, SweepStopped):  # of the trial's run, or of a sweep inside it
         raise
     except (Exception, SystemExit) as error:
         if type(error).__name__ == "TrialPruned":  # as those who know Optuna write it
@@ -126,8 +137,10 @@ def execute(function: Callable[..., Any], config: dict[str, Any], trial: Current
 def as_number(value: Any, what: str) -> float:
     """A metric as a float, which is not NaN."""
     try:
+        if hasattr(value, "item"):  # of a tensor or an array that holds one number
+            value = value.item()
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if math.isnan(number):
         do = "Return the metric that is to be made large (or small, with direction='minimize')."

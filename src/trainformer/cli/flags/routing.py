@@ -20,6 +20,14 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 Values = dict[str, dict[str, Any]]
 _HELP = ("-h", "--help")
+# What other trainers call it, where that is not close to our name.
+_ELSEWHERE = {
+    "learning_rate": "lr", "num_train_epochs": "epochs", "max_epochs": "epochs", "logging_steps": "log_every",
+    "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "accumulation_steps",
+    "accumulate_grad_batches": "accumulation_steps", "max_grad_norm": "gradient_clip", "save_steps": "save_every",
+    "gradient_clip_val": "gradient_clip", "eval_steps": "eval_every", "output_dir": "run_dir", "run_name": "name",
+    "lr_scheduler_type": "scheduler", "optim": "optimizer", "report_to": "log", "max_seq_length": "max_length",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,8 @@ class Router:
             some = f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''}"
             chosen_one = next((owner.name for owner in self.owners if f"{owner.role}s" == kind), task.name)
             raise BadArgument(f"{word.typed} is an option of {some}, not of {chosen_one}.")
+        if _ELSEWHERE.get(name) in self.by_name:
+            raise BadArgument(f"There is no option {word.typed}. Here it is {spelled(_ELSEWHERE[name])}.")
         close = did_you_mean(name, [*self.by_name, *self.others])
         close = re.sub(r"'(\w+)'", lambda found: spelled(found[1]), close)
         more = f"`--task={task.name} --help` lists all options."

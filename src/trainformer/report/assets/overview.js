@@ -52,7 +52,7 @@ function legend() {
     class: "chip", "aria-pressed": "true", "data-run": place,
     title: `${run.path}\nclick: on or off; shift-click: only this`,
     onclick: (event) => (event.shiftKey ? only(place) : flip(place)),
-  }, swatch(place), run.name));
+  }, swatch(place), el("span", {}, run.name)));
   return el("div", { class: "chips", role: "group", "aria-label": "runs shown" }, chips,
     el("button", { class: "quiet", onclick: () => show(report.runs.map((run, place) => place)) }, "all"),
     el("button", { class: "quiet", onclick: () => show([]) }, "none"));

@@ -2,6 +2,9 @@
 
 const isScored = (trial) => isNumber(trial.metric);
 
+// What a trial had for a parameter. None is a choice like others; only what a trial does not have has no place.
+const chosen = (trial, name) => (trial.config[name] === null ? "null" : trial.config[name]);
+
 // -- axes ---------------------------------------------------------------------------------------------------
 
 // Where values are on an axis of a given length. Numbers are on a log scale if they were searched so.
@@ -87,7 +90,7 @@ const TOP = 34, TALL = 280;
 
 function parallel(sweep, board) {
   const names = Object.keys(sweep.spaces), left = 60, gap = Math.min(280, Math.max(120, 1000 / names.length));
-  const axes = [...names.map((name) => ({ name, space: sweep.spaces[name], of: (trial) => trial.config[name] })),
+  const axes = [...names.map((name) => ({ name, space: sweep.spaces[name], of: (trial) => chosen(trial, name) })),
     { name: "metric", space: "uniform", of: (trial) => (isScored(trial) ? trial.metric : null) }];
   axes.forEach((each, n) => {
     each.x = left + n * gap;
@@ -109,7 +112,7 @@ function parallel(sweep, board) {
   const width = left + names.length * gap + 80;
   return el("div", { class: "scroll" }, svg("svg", {
     class: "parallel", viewBox: `0 0 ${width} ${TOP + TALL + 34}`, role: "img",
-    style: { "min-width": `${Math.min(width, 90 * axes.length)}px` },
+    style: { "min-width": `${Math.min(width, 90 * axes.length)}px`, "max-width": `${Math.round(1.25 * width)}px` },
     "aria-label": `${plural(sweep.trials.length, "trial")} in parallel coordinates; the table has the same values`,
   }, lines, axes.map((each) => axisOf(each, brushed))));
 }
@@ -197,9 +200,9 @@ function bestSoFar(sweep, board) {
 }
 
 function against(sweep, name, board) {
-  const scored = sweep.trials.filter((trial) => isScored(trial) && trial.config[name] !== undefined);
-  const xs = (length) => scaleOf(sweep.trials.map((trial) => trial.config[name]), sweep.spaces[name], length);
-  const dots = (x, y) => scored.map((trial) => dotOf(trial, x(trial.config[name]), y(trial.metric), board));
+  const scored = sweep.trials.filter((trial) => isScored(trial) && chosen(trial, name) !== undefined);
+  const xs = (length) => scaleOf(sweep.trials.map((trial) => chosen(trial, name)), sweep.spaces[name], length);
+  const dots = (x, y) => scored.map((trial) => dotOf(trial, x(chosen(trial, name)), y(trial.metric), board));
   return frame(name, xs, metricScale(sweep), dots, xs(1).log ? muted("log") : null);
 }
 
