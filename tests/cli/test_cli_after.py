@@ -205,7 +205,7 @@ def test_rows_of_other_tasks():
 
 def test_the_formats_are_those_there_are():
     assert {name: form[1] for name, form in _FORMATS.items()} == export.FORMATS
-    assert {".pt": "pytorch", ".onnx": "onnx", ".pt2": "torch.export"} == export._BY_ENDING
+    assert export._BY_ENDING == {".pt": "pytorch", ".onnx": "onnx", ".pt2": "torch.export"}
 
 
 def test_export_writes_what_the_trainer_would(pets, capsys):
