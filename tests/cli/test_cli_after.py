@@ -17,7 +17,7 @@ from pyarrow import parquet
 from trainformer import Trainer
 from trainformer.backends.torch.export import _FORMATS
 from trainformer.checkpoint import compare, list_checkpoints
-from trainformer.cli import export, main, predict
+from trainformer.cli import export, main, predict, row_files
 from trainformer.config import load_config
 from trainformer.live.processes import process_identity
 from trainformer.tasks import ImageClassification
@@ -181,6 +181,15 @@ def test_predict_is_asked_for_something_impossible(words, said, capsys):
         main(["predict", "run", "data", *words])
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_parquet_waits_until_it_knows_what_is_in_a_list(monkeypatch):
+    monkeypatch.setattr(row_files, "_GROUP", 2)
+    rows = [{"index": place, "classes": names} for place, names in enumerate([[], [], [], [], ["ä"], [], ["b", "c"]])]
+    row_files.write_file(iter(rows), Path("late.parquet"), "parquet")
+    assert parquet.read_table("late.parquet").to_pylist() == rows
+    row_files.write_file(iter(rows[:4]), Path("never.parquet"), "parquet")
+    assert parquet.read_table("never.parquet").to_pylist() == rows[:4]
 
 
 def test_rows_of_other_tasks():

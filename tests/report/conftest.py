@@ -78,17 +78,30 @@ def chromium():
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def screens(chromium):
+    """One context for each kind of screen: making one takes as long as opening a report."""
+    made = {}
+
+    def screen(scheme: str, width: int, height: int):
+        if (scheme, width, height) not in made:
+            size = {"width": width, "height": height}
+            made[scheme, width, height] = chromium.new_context(
+                offline=True, viewport=size, color_scheme=scheme, timezone_id="UTC"
+            )
+        return made[scheme, width, height]
+
+    return screen
+
+
 @pytest.fixture
-def visit(chromium):
+def visit(screens):
     """Open a report as from a disk, without a network. What it should not have done fails the test at its end."""
     opened = []
 
     def open_(path: Path, *, scheme="light", width=1280, height=900) -> Visit:
-        context = chromium.new_context(
-            offline=True, viewport={"width": width, "height": height}, color_scheme=scheme, timezone_id="UTC"
-        )
-        seen = Visit(context.new_page())
-        opened.append((context, seen))
+        seen = Visit(screens(scheme, width, height).new_page())
+        opened.append(seen)
         page, address = seen.page, path.resolve().as_uri()
         page.set_default_timeout(10_000)
         page.on("console", lambda message: seen.faults.append(f"console: {message.text}"))
@@ -99,8 +112,9 @@ def visit(chromium):
         return seen
 
     yield open_
-    for context, seen in opened:
-        context.close()
+    for seen in opened:
+        seen.page.evaluate("localStorage.clear()")  # what one page remembers, all of a disk do
+        seen.page.close()
         assert not seen.faults, seen.faults
 
 

@@ -68,6 +68,12 @@ def test_time_at_work_leaves_out_the_pause_between_two_processes():
     assert clock["epochs"] == [1, 2, 3, 4]
 
 
+def test_quick_steps_have_times_of_their_own():
+    """Two at one time would be one point of the curves over time."""
+    records = [{"step": step, "time": START + step / 500, "train/loss": 1.0} for step in range(1, 200)]
+    assert len(set(clock_of(records, [], [])["seconds"])) == 199
+
+
 def test_metrics_are_grouped_by_what_they_measure():
     names = ["train/epoch", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/memory_gb", "val/f1",
              "train/loss", "val/loss", "reward", "train/f1", "train/peak_memory_gb", "val/birds/recall"]  # fmt: skip

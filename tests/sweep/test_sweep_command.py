@@ -23,6 +23,7 @@ def value(x):
 
 @sweep(x=uniform(0, 1), kind=choice("good", "bad"))
 def experiment(x, kind):
+    print("this is not JSON")
     if kind == "bad":
         raise ValueError("a bad one")
     return value(x)
@@ -55,13 +56,19 @@ def test_a_script_is_swept_and_shown(script, capsys):
         assert trial.status in row
         assert ("a bad one" in row) == (trial.status == "failed")
 
-    assert frame.main(["sweep", script, "--n-trials", "6", "--json"]) == 0
+    assert frame.main(["sweep", script, "--n-trials", "7", "--json"]) == 0
     said = capsys.readouterr()
+    record = read_sweep("experiment")
     assert [row["metric"] for row in json.loads(said.out)] == [trial.metric for trial in record.trials]
-    assert "6 of 6 trials are done" in said.err
+    assert "6 of 7 trials are done" in said.err
 
+    Path("sweeps/gone").mkdir()
+    Path("sweeps/gone/sweep.json").write_text(Path("sweeps/experiment/sweep.json").read_text())
     assert frame.main(["sweep", "show"]) == 0
-    assert "experiment" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "experiment" in said.out
+    assert "sweeps/gone: Expected a sweep with its study.db" in said.err
+    assert not Path("sweeps/gone/study.db").exists()
     assert frame.main(["sweep", "show", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["best"] == record.best.metric
     assert frame.main(["sweep", "show", "experiment"]) == 0

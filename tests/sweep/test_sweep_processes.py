@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from sweep_victims import QUIET, SCRIPT, accidents, kept, victim
 
 from trainformer.core.errors import BadArgument
 from trainformer.live.processes import process_identity
-from trainformer.sweep import sweep, uniform
+from trainformer.sweep import current_trial, grid, sweep, uniform
 from trainformer.sweep.processes import make_slots
 
 
@@ -110,6 +111,15 @@ def test_lambdas_and_closures_and_what_is_printed(capfd):
     assert output.out == ""
     assert output.err.startswith("trial 0 completed: 5.")
     assert Path("sweeps/lambda/study.db").exists()
+
+
+def test_what_cannot_be_sent_or_stored_is_told():
+    lock = threading.Lock()
+    with pytest.raises(BadArgument, match="cannot pickle.*in this process"):
+        sweep(x=grid(1, 2))(lambda x: lock).run(method="grid", n_parallel=2, **QUIET)
+    bad = sweep(x=grid(1))(lambda x: current_trial().report(x, -1))
+    (row,) = bad.run(method="grid", name="bad", isolate=True, **QUIET)
+    assert "at least 0, received -1" in row["error"]
 
 
 def test_a_sweep_that_is_killed_goes_on_with_the_same_trials():

@@ -1,15 +1,19 @@
 """Sweeps in this process: what is tried, what is stored, what is pruned. Optuna's own reading is held against ours."""
 
+import fcntl
 import itertools
 import json
 import math
+import signal
 import socket
 import sqlite3
 import time
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
+import torch
 from sweep_victims import QUIET, kept
 
 from trainformer.core.errors import BadArgument
@@ -25,6 +29,9 @@ from trainformer.sweep import (
     uniform,
 )
 from trainformer.sweep.ledger import is_abandoned
+
+
+FAIL = optuna.trial.TrialState.FAIL
 
 
 class Kind:
@@ -112,13 +119,54 @@ def test_grid_tries_every_combination_once():
     assert len(point.run(method="grid", n_trials=2, name="capped", **QUIET)) == 2
 
 
+def test_what_a_function_may_return():
+    values = {
+        "tensor": torch.tensor(2.0, requires_grad=True),
+        "array": np.array([5.0]),
+        "many": torch.ones(2),
+        "no": None,
+    }
+
+    @sweep(kind=grid(*values))
+    def returned(kind):
+        return values[kind]
+
+    results = returned.run(method="grid", **QUIET)
+    assert [row["metric"] for row in results] == [5, 2, None, None]
+
+
+def test_a_sweep_in_a_trial_is_another_one_in_each():
+    @sweep(factor=grid(1, 2))
+    def outer(factor):
+        (current_trial().folder / "mine.txt").write_text("its folder is there")
+        inner = sweep(x=uniform(0, 1))(lambda x: factor * x)
+        return inner.run(n_trials=2, **QUIET)[0]["metric"]
+
+    results = outer.run(method="grid", **QUIET)
+    assert results[0]["metric"] == 2 * results[1]["metric"]
+    assert Path("sweeps/outer/trials/0001/sweeps/lambda/study.db").exists()
+    assert [path.name for path in list_sweeps()] == ["outer"]
+
+
+def test_sigterm_in_a_sweep_in_a_trial_ends_both():
+    @sweep(x=grid(1, 2))
+    def inner(x):
+        signal.raise_signal(signal.SIGTERM)
+
+    outer = sweep(a=grid(1, 2))(lambda a: inner.run(method="grid", **QUIET))
+    with pytest.raises(SystemExit) as ended:
+        outer.run(method="grid", name="outer", **QUIET)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [trial.status for trial in kept("outer")] == ["waiting"]
+
+
 def test_bayes_is_better_than_random():
     @sweep(x=uniform(-10, 10), y=uniform(-10, 10))
     def bowl(x, y):
         return -((x - 3) ** 2) - (y + 4) ** 2
 
     found = {
-        method: bowl.run(method=method, n_trials=25, name=method, storage="studies.log", **QUIET)
+        method: bowl.run(method=method, n_trials=20, name=method, storage="studies.log", **QUIET)
         for method in ("random", "bayes")
     }
     assert found["bayes"][0]["metric"] > found["random"][0]["metric"]
@@ -136,7 +184,7 @@ def curve(quality):
     for step in range(1, 10):
         trial.report(quality * step)
         if trial.should_stop:
-            return -1.0
+            return None  # of a trial that is pruned it does not matter
     return quality * 9
 
 
@@ -179,8 +227,9 @@ def test_another_sweep_in_the_same_folder_is_refused_or_moved_aside():
         return x
 
     sweep(x=uniform(0, 1))(fn).run(n_trials=2, **QUIET)
-    with pytest.raises(BadArgument, match=r"x was uniform\(0, 1\) and is now uniform\(0, 2\)"):
-        sweep(x=uniform(0, 2))(fn).run(n_trials=2, **QUIET)
+    for high in (2, 1.0000001):
+        with pytest.raises(BadArgument, match=rf"x was uniform\(0, 1\) and is now uniform\(0, {high}\)"):
+            sweep(x=uniform(0, high))(fn).run(n_trials=2, **QUIET)
     with pytest.raises(BadArgument, match=r"seed was 42 and is now 1.*resume=False"):
         sweep(x=uniform(0, 1))(fn).run(n_trials=2, seed=1, **QUIET)
     with pytest.raises(BadArgument, match="name was 'fn' and is now 'gn'"):
@@ -247,6 +296,64 @@ def test_what_a_call_of_this_very_process_left_is_made_again(monkeypatch):
     assert [row["metric"] for row in fn.run(method="grid", **QUIET)] == [2, 1]
 
 
+@pytest.mark.parametrize("write", ["enqueue_trial", "ask", "tell"])
+def test_ctrl_c_while_something_is_stored_leaves_no_lock(monkeypatch, write):
+    @sweep(x=grid(1, 2))
+    def fn(x):
+        return x
+
+    storing, times = getattr(optuna.Study, write), []
+
+    def interrupted(self, *args, **kwargs):
+        times.append(write)
+        if len(times) == 1:
+            with self._storage._backend.engine.begin() as transaction:  # the database is locked for everybody else
+                transaction.exec_driver_sql("update trials set number = number")
+                signal.raise_signal(signal.SIGINT)
+                assert transaction.in_transaction()
+        return storing(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optuna.Study, write, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fn.run(method="grid", **QUIET)
+    assert len(times) > 1 or write != "enqueue_trial"  # the trial was put back
+    assert {trial.status for trial in kept("fn")} <= {"waiting", "completed"}
+    assert [row["metric"] for row in fn.run(method="grid", **QUIET)] == [2, 1]
+
+
+def test_one_process_at_a_time_takes_a_trial(monkeypatch):
+    ask, refused = optuna.Study.ask, []
+
+    def watched(self):
+        with open("sweeps/fn/study.db.lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refused.append("another")
+        return ask(self)
+
+    monkeypatch.setattr(optuna.Study, "ask", watched)
+    assert len(sweep(x=grid(1, 2))(lambda x: x).run(method="grid", name="fn", **QUIET)) == len(refused) == 2
+
+
+def test_a_trial_that_another_process_took_for_dead_is_not_counted(caplog):
+    @sweep(x=grid(1, 2))
+    def fn(x):
+        if x == 1 and current_trial().attempt == 1:
+            optuna.load_study(study_name="fn", storage="sqlite:///sweeps/fn/study.db").tell(0, state=FAIL)
+            current_trial().report(x)
+            return 100 * current_trial().should_stop
+        return x
+
+    results = fn.run(method="grid", **QUIET)
+    assert [(row["number"], row["metric"], row["status"]) for row in results] == [
+        (1, 2, "completed"),
+        (0, None, "failed"),
+    ]
+    assert "took this one for dead" in caplog.text
+
+
 def test_signs_of_life_for_other_machines(monkeypatch):
     monkeypatch.setattr("trainformer.sweep.conductor.BEAT", 0.05)
 
@@ -293,6 +400,8 @@ def test_after_the_timeout_no_trial_is_begun():
         ({"backend": "dask"}, "'local' or 'ray'"),
         ({"pruner": "mediann"}, "Did you mean 'median'"),
         ({"sampler": "tpe"}, "a sampler of Optuna"),
+        ({"name": ".."}, "a folder can have"),
+        ({"storage": "sqlite:///no/such/folder.db"}, "unable to open"),
         ({"n_parallel": 2, "gpus_per_trial": 0.5}, "gpus_per_trial"),
     ],
 )
@@ -306,3 +415,5 @@ def test_unknown_sweeps_are_told():
     Path("sweeps/near/sweep.json").write_text("{}")
     with pytest.raises(BadArgument, match="Did you mean 'near'"):
         read_sweep("neat")
+    with pytest.raises(BadArgument, match="lacks name, direction"):
+        read_sweep("near")

@@ -61,6 +61,7 @@ def test_a_sweep_is_still_its_function():
     assert made(0.25) == 0.25
     assert made.__name__ == made.name == "objective"
     assert repr(made) == "Sweep(objective: lr=uniform(0, 1), r=8)"
+    assert repr(sweep(lr=2)(made)) == "Sweep(objective: lr=2)"
 
 
 def test_combinations_are_the_product():

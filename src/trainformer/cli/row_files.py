@@ -81,11 +81,22 @@ def _write_parquet(rows: Rows, path: Path) -> None:
 
     _, rows = _opened(rows)
     rows = iter(rows)
-    group = arrow.Table.from_pylist(list(islice(rows, _GROUP)))
+    first = list(islice(rows, _GROUP))
+    group = arrow.Table.from_pylist(first)
+    # Where all lists are empty so far (no class was predicted), nobody knows yet what will be in them.
+    while any(map(_is_unknown, group.schema.types)) and (more := list(islice(rows, _GROUP))):
+        first += more
+        group = arrow.Table.from_pylist(first)
     with parquet.ParquetWriter(path, group.schema) as writer:
         while len(group):
             writer.write_table(group)
             group = arrow.Table.from_pylist(list(islice(rows, _GROUP)), schema=group.schema)
+
+
+def _is_unknown(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_null(kind) or (types.is_list(kind) and _is_unknown(kind.value_type))
 
 
 def _opened(rows: Rows) -> tuple[dict[str, Any], Rows]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
     if args.show:
         return _show(args)
     given = {name: value for name in _PASSED if (value := getattr(args, name)) is not None}
-    sweep = _sweep_of(_load(Path(args.script)), args.function)
-    results = sweep.run(**given, resume=not args.anew)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # the script and its trials may print
+        sweep = _sweep_of(_load(Path(args.script)), args.function)
+        results = sweep.run(**given, resume=not args.anew)
     if args.json:
         from trainformer.cli.output import print_json
 

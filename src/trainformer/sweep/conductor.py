@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
+from optuna.exceptions import UpdateFinishedTrialError
+
 from trainformer.session.folder import write_atomically
 from trainformer.sweep.ledger import BEAT, Job, Ledger
 from trainformer.sweep.progress import Progress
@@ -79,11 +81,15 @@ class Conductor:
 
     def hear(self, job: Job, kind: str, content: Any) -> bool:
         """What a trial says of itself; the answer is whether it should stop."""
-        if kind == "run":
-            self._ledger.note_run(job, content)
-            return False
-        step, value = content
-        return self._ledger.report(job, step, value)
+        with undisturbed():
+            try:
+                if kind == "run":
+                    self._ledger.note_run(job, content)
+                    return False
+                step, value = content
+                return self._ledger.report(job, step, value)
+            except UpdateFinishedTrialError:  # another process took this one for dead
+                return True
 
     def run(self, runner: Runner) -> None:
         """Make trials until there are enough, or it is too late to begin one."""
@@ -101,18 +107,24 @@ class Conductor:
 
     def _fill(self, runner: Runner) -> None:
         while runner.room and (self._until is None or time.monotonic() < self._until):
-            job = self._ledger.next(self._n_trials)
-            if job is None:
-                return
-            self._running[job.trial.number] = job
+            with undisturbed():
+                job = self._ledger.next(self._n_trials)
+                if job is None:
+                    return
+                self._running[job.trial.number] = job
             self._progress.began(job)
             runner.start(job)
 
     def _conclude(self, job: Job, outcome: Outcome) -> None:
         if outcome.traceback is not None:
             write_atomically(job.folder / "error.txt", outcome.traceback.encode())
-        will_be_made_again = self._ledger.conclude(job, outcome)
-        del self._running[job.trial.number]
+        with undisturbed():
+            del self._running[job.trial.number]
+            try:
+                will_be_made_again = self._ledger.conclude(job, outcome)
+            except UpdateFinishedTrialError:
+                logger.warning("trial %d is not counted: another process took this one for dead", job.number)
+                will_be_made_again = True
         self._progress.ended(job, outcome, will_be_made_again)
 
     def _give_up(self, runner: Runner) -> None:
@@ -122,7 +134,8 @@ class Conductor:
         finally:
             for job in self._running.values():
                 try:
-                    self._ledger.put_back(job)
+                    with undisturbed():
+                        self._ledger.put_back(job)
                 except Exception as error:  # the same is done when the sweep goes on
                     logger.warning("trial %d could not be put back: %s", job.number, error)
 
@@ -149,6 +162,36 @@ class Conductor:
         finally:
             over.set()
             thread.join()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """What is stored is stored whole: a signal that comes meanwhile is heard afterwards, unless it comes twice.
+
+    Ctrl-C inside a transaction would leave the database locked, also for the trials that are then put back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ what is stored, so that several processes and machines can work on one study, an
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -27,7 +28,7 @@ from trainformer.session.folder import write_atomically
 from trainformer.sweep.methods import make_pruner, make_sampler
 from trainformer.sweep.reading import read_spec
 from trainformer.sweep.spaces import PLAIN, Space, described, in_words, suggest
-from trainformer.sweep.storages import open_storage, quiet_optuna, shown
+from trainformer.sweep.storages import alone, open_storage, quiet_optuna, shown
 from trainformer.sweep.trials import Outcome
 
 MOST_ATTEMPTS = 2
@@ -94,6 +95,7 @@ class Ledger:
         self._spaces = spaces
         self._drawn = {name for name, space in spaces.items() if isinstance(space, Space)}
         self._where = shown(storage)
+        self._alone = functools.partial(alone, storage, folder)
         process = os.getpid()
         identity = process_identity(process)
         self._owner = {"host": socket.gethostname(), "process": process, "identity": identity, "call": str(uuid4())}
@@ -101,7 +103,7 @@ class Ledger:
         path = folder / SPEC
         if path.exists():
             self._check_same(read_spec(folder))
-        with quiet_optuna():
+        with quiet_optuna(), self._alone():
             self._storage = open_storage(storage, folder)
             direction: Any = spec.direction
             self.study = optuna.create_study(
@@ -157,6 +159,16 @@ class Ledger:
 
     def next(self, n_trials: int) -> Job | None:
         """The next trial to be made, unless all are made or being made."""
+        with self._alone():
+            trial = self._take(n_trials)
+        if trial is None:
+            return None
+        number = self.number_of(trial.number)
+        with quiet_optuna():
+            config = suggest(trial, self._spaces)
+        return Job(number, trial.user_attrs.get("attempt", 1), config, self.folder / "trials" / f"{number:04d}", trial)
+
+    def _take(self, n_trials: int) -> Any:
         self._take_back()
         trials = self.trials()
         if not any(trial.state is TrialState.WAITING for trial in trials):
@@ -166,15 +178,14 @@ class Ledger:
             self.study.enqueue_trial({}, user_attrs={"owner": self._owner, "seen": time.time()})
         with quiet_optuna():
             trial = self.study.ask()
-            number = self.number_of(trial.number)
-            if number >= n_trials and "follows" not in trial.user_attrs:  # another process was as fast
+            is_new = "follows" not in trial.user_attrs
+            if is_new and self.number_of(trial.number) >= n_trials:  # another process was as fast
                 trial.set_user_attr("surplus", True)
                 self.study.tell(trial, state=TrialState.FAIL)
                 return None
-            config = suggest(trial, self._spaces)
         if trial.user_attrs.get("owner") != self._owner:  # it was waiting for whoever comes
             trial.set_user_attr("owner", self._owner)
-        return Job(number, trial.user_attrs.get("attempt", 1), config, self.folder / "trials" / f"{number:04d}", trial)
+        return trial
 
     def _take_back(self) -> None:
         """Trials whose process is gone are lost; they are made again, once."""

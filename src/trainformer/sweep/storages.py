@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import warnings
 from collections.abc import Iterator
@@ -54,6 +55,19 @@ def open_storage(storage: Any, folder: Path, make: bool = True) -> Any:
         raise BadArgument(expected("storage to be the URL of a database or the path of a journal file", text, do))
     path.parent.mkdir(parents=True, exist_ok=True)
     return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path)))
+
+
+@contextmanager
+def alone(storage: Any, folder: Path) -> Iterator[None]:
+    """One process of this machine at a time: with SQLite, Optuna lets two make the tables, or take the same trial."""
+    text = f"sqlite:///{folder / DATABASE}" if storage is None else str(storage)
+    path = Path(text.partition("sqlite:///")[2].partition("?")[0])
+    if not path.name or not path.parent.is_dir():
+        yield
+        return
+    with path.with_name(f"{path.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _database(url: str) -> Any:

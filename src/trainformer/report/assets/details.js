@@ -151,7 +151,7 @@ function checkpoints(run) {
       el("td", {}, Object.keys(marks).filter((key) => each[key]).map((key) => [badge(marks[key]), " "])),
       right(number(each.step)), right(number(each.epoch)), right(bytes(each.bytes)),
       el("td", { class: "number" }, moment(each.time)), el("td", { class: "free" }, pairs(each.metrics) || "–"),
-    ]));
+    ]), { class: "checkpoints" });
 }
 
 function describeEvent({ kind, content }) {
