@@ -527,3 +527,17 @@ def test_six_frames_from_fit_to_the_task():
 
     make(Look(), max_steps=1).fit()
     assert depth[0] <= 6
+
+
+@pytest.mark.parametrize("name", ["", "..", "."])
+def test_a_name_that_names_no_folder_is_refused(name):
+    with pytest.raises(BadArgument, match="name to name a folder under runs/"):
+        Trainer(MeanTask(), classes(), name=name, log="none", max_steps=1).fit()
+
+
+@pytest.mark.parametrize(("given", "recorded"), [({}, ("cpu", "env")), ({"device": "cpu"}, ("cpu", "user"))])
+def test_the_device_is_recorded_with_whoever_chose_it(given, recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trainer = Trainer(MeanTask(), classes(), log="none", max_steps=1, **given).fit()
+    written = json.loads((trainer.run_folder / "config.json").read_text())["device"]
+    assert (written["value"], written["source"]) == recorded

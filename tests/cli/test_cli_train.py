@@ -16,6 +16,7 @@ from forking import SERVER
 from text_toys import chat_tokenizer, gpt2, sentences
 from toys import same
 from trainformer import Trainer, tasks
+from trainformer.adapters import LoRA
 from trainformer.cli import frame
 from trainformer.loggers import read_jsonl
 
@@ -54,6 +55,19 @@ def test_a_language_model_with_an_adapter(capsys):
     assert "epoch 2.00" in capsys.readouterr().out
     made = json.loads(Path("runs/lora/checkpoints/step_00000002/adapter_config.json").read_text())
     assert (made["r"], made["peft_type"]) == (8, "LORA")
+
+    Path("prompts.jsonl").write_text('{"prompt": "the cat"}\n{"text": "a dog"}\n{"prompt": "where"}\n')
+    options = ["--batch-size=2", "--max-new-tokens=5", "--out=written.jsonl"]
+    assert frame.main(["predict", "lora", "prompts.jsonl", *options]) == 0
+    rows = read_jsonl(Path("written.jsonl"))
+    prompts = ["the cat", "a dog", "where"]
+    assert [(row["index"], row["prompt"]) for row in rows] == list(enumerate(prompts))
+    task = tasks.CausalLM("gpt2", adapter=LoRA(r=8), max_length=16)
+    Trainer(task, "data/text", log="none", resume=None).load("runs/lora", ["model"])
+    assert [row["text"] for row in rows] == [task.generate(prompt, max_new_tokens=5)[0] for prompt in prompts]
+    Path("wrong.jsonl").write_text('{"words": 1}\n')
+    assert frame.main(["predict", "lora", "wrong.jsonl"]) == 1
+    assert "record 0 to have a prompt, a text or messages" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 Imports no torch, so that processes start quickly.
 """
 
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,6 +30,8 @@ Path("ended").touch()
 def victim(x, rate, kind):
     """Says that it has begun, and as which process; waits as long as it is told to."""
     trial = current_trial()
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGTERM, lambda *_: Path(f"told-{trial.number}").touch() or os._exit(1))
     Path(f"begun-{trial.number}-{trial.attempt}").write_text(str(os.getpid()))
     until = time.monotonic() + 60
     while Path(f"hold-{trial.number}").exists() and time.monotonic() < until:

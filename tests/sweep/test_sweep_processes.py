@@ -95,10 +95,8 @@ def test_devices_and_cores_are_divided(monkeypatch):
 
 def test_the_same_trials_in_any_number_of_processes():
     serial = victim.run(n_trials=6, name="serial", **QUIET)
-    parallel = victim.run(n_trials=6, n_parallel=3, name="parallel", **QUIET)
-    isolated = victim.run(n_trials=2, isolate=True, name="isolated", **QUIET)
+    parallel = victim.run(n_trials=6, n_parallel=2, name="parallel", **QUIET)
     assert facts(parallel) == facts(serial)
-    assert facts(isolated) == facts(serial)[:2]
     assert len({row["metric"] for row in serial}) == 6
 
 
@@ -115,7 +113,7 @@ def test_lambdas_and_closures_and_what_is_printed(capfd):
 
 def test_what_cannot_be_sent_or_stored_is_told():
     lock = threading.Lock()
-    with pytest.raises(BadArgument, match="cannot pickle.*in this process"):
+    with pytest.raises(BadArgument, match=r"cannot pickle.*in this process"):
         sweep(x=grid(1, 2))(lambda x: lock).run(method="grid", n_parallel=2, **QUIET)
     bad = sweep(x=grid(1))(lambda x: current_trial().report(x, -1))
     (row,) = bad.run(method="grid", name="bad", isolate=True, **QUIET)
@@ -149,6 +147,7 @@ def test_nobody_is_left_behind_and_the_script_is_not_run_again_in_workers():
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert [process_identity(worker) for worker in workers] == [None, None]
+    assert Path("told-2").exists() and Path("told-3").exists()  # a run would have saved
     statuses = [trial.status for trial in kept("victim")]
     assert statuses == ["completed"] * 2 + ["waiting"] * 2
 

@@ -41,11 +41,12 @@ def _print(found: Mapping[str, Any]) -> None:
         dict.fromkeys(names, "left") | {"name": "fold"},
         [[_text(device[name]) for name in names] for device in found["devices"]],
     )
-    print("extras", end="")
     rows = [
         [extra["name"], extra["status"], ", ".join(extra["missing"]), extra["install"]] for extra in found["extras"]
     ]
-    print_table({"extra": "left", "status": "left", "missing": "fold", "to install": "left"}, rows)
+    if rows:  # they are known where the package is installed
+        print("extras", end="")
+        print_table({"extra": "left", "status": "left", "missing": "fold", "to install": "left"}, rows)
     for problem in found["problems"]:
         kind = "broken" if problem["broken"] else "warning"
         print(f"{kind}: {problem['what']} {problem['do']}".rstrip())

@@ -1,7 +1,8 @@
 """`trainformer predict RUN DATA`: what a run's model says to each sample, as JSON lines, CSV or Parquet.
 
 A row has the sample's place as `index`, what the task predicts as numbers and lists, and the names or the text that go
-with it where the task knows them. Files are written by `cli.row_files`.
+with it where the task knows them. Of a language model it has the text that follows each prompt (`cli.continuations`).
+Files are written by `cli.row_files`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trainformer.cli import row_files
 from trainformer.cli.output import note
@@ -19,7 +20,11 @@ from trainformer.cli.trained import (
     add_run_arguments,
     load_trained,
     only_the_result_on_stdout,
+    positive,
 )
+
+if TYPE_CHECKING:
+    from trainformer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=row_files.FORMATS, help="if the file's ending does not say it")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     add_batch_size_argument(parser)
+    longest = "how far a language model writes on (default: 64)"
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help=longest)
 
 
 def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
@@ -53,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         row_files.require_parquet()
     with only_the_result_on_stdout():
         trained = load_trained(args)
-        predictions = trained.trainer.predict(args.data)
+        predictions = _predictions(trained.trainer, args)
     if not trained.trainer.is_main:
         return 0
     rows = rows_of(trained.trainer.task, predictions)
@@ -63,6 +70,15 @@ def run(args: argparse.Namespace) -> int:
         row_files.write_file(rows, args.out, args.format)
         note(f"{len(predictions)} predictions of {trained.checkpoint.path} are in {args.out}")
     return 0
+
+
+def _predictions(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:
+    from trainformer.cli.continuations import continuations, writes_on
+
+    if not writes_on(trainer.task):
+        return trainer.predict(args.data)
+    size = trainer.eval_batch_size or trainer.batch_size
+    return list(continuations(trainer, args.data, size, args.max_new_tokens))
 
 
 def rows_of(task: Any, predictions: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -50,7 +50,7 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     >>> did_you_mean("resnt18", ["resnet18", "vit_tiny"])
     "Did you mean 'resnet18'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=most, cutoff=0.5)
     if not close:
         return ""
     return "Did you mean " + " or ".join(repr(c) for c in close) + "?"

@@ -76,7 +76,7 @@ def find_run(run: str | os.PathLike[str]) -> Path:
         if place.is_dir():
             raise BadArgument(expected("the folder of a run", str(place), "There is no status.json of a run in it."))
     known = [path.name for path in _run_folders(RUNS)]
-    hint = did_you_mean(str(run), known) or "`trainformer ctl list` shows the runs there are."
+    hint = did_you_mean(str(run), known) or "`trainformer runs` shows those there are."
     raise BadArgument(expected("the folder of a run, or the name of one under runs/", str(run), hint))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.context import PipelineConfig
+from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.checkpoint.store import is_alive
 from trainformer.live.processes import process_identity
 from trainformer.live.runs import read_status
@@ -47,7 +48,11 @@ class RunFolder:
         if run_dir is not None:
             return cls(Path(run_dir), save_dir)
         if name is not None:
-            return cls(Path("runs") / re.sub(r"[^\w.=+-]+", "-", name), save_dir)
+            chosen = re.sub(r"[^\w.=+-]+", "-", name)
+            if not chosen.strip("."):
+                do = "Leave it out for one after the task and the time."
+                raise BadArgument(expected("name to name a folder under runs/", name, do))
+            return cls(Path("runs") / chosen, save_dir)
         if unfinished is not None and (found := _unfinished_run(task, unfinished)) is not None:
             return cls(found, save_dir)
         stem = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainformer.context import PipelineConfig, record_arguments
+from trainformer.context import ConfigSource, PipelineConfig, record_arguments
 
 if TYPE_CHECKING:
     from trainformer.session.run import Run
@@ -37,7 +37,9 @@ def record_changes(run: Run) -> None:
     """Settings that were changed between two calls of `fit`, and what follows from them."""
     config = run.context.config
     for name, value in run.settings.values().items():
-        if config.get(name) != value:
+        # What was left to the machine, such as the device, was not changed by nobody setting it.
+        left = value is None and name in config and config.source(name) is ConfigSource.ENV
+        if config.get(name) != value and not left:
             config.set_user(name, value, filterable=name in FILTERABLE)
     run.record_derived()
 

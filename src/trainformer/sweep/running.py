@@ -32,12 +32,10 @@ class Sweep:
     """
 
     def __init__(self, fn: Callable[..., Any], spaces: dict[str, Any]) -> None:
-        if isinstance(fn, Sweep):  # decorated twice: the last word counts
-            fn = fn.fn
         if not callable(fn):
             raise BadArgument(expected("a function to sweep", fn))
-        check_names(fn, spaces)
-        self.fn = fn
+        self.fn: Callable[..., Any] = fn.fn if isinstance(fn, Sweep) else fn  # decorated twice: the last word counts
+        check_names(self.fn, spaces)
         self.spaces = dict(spaces)
         functools.update_wrapper(self, fn, updated=())
 

@@ -38,7 +38,10 @@ class ProgressCallback(TrainerCallback):
         self._draws = self._is_shown and not getattr(args, "disable_tqdm", False)
         self._is_training = True
         if self._draws:
-            self._bar.on_train_begin(_view(state))
+            view = _view(state)
+            metric = getattr(args, "metric_for_best_model", None) or "loss"
+            view.monitor_metric = f"val/{metric.removeprefix('eval_')}"  # whose curve a notebook shows
+            self._bar.on_train_begin(view)
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Name the epoch."""

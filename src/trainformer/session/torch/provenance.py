@@ -69,7 +69,8 @@ def _differs(value: Any, other: Any) -> bool:
 def _record_environment(session: Session) -> None:
     config = session.context.config
     config.set_env("torch_version", torch.__version__)
-    config.set_env("device", str(session.backend.device))
+    if session.settings.device is None:
+        config.set_env("device", str(session.backend.device))
     config.set_env("cuda_available", torch.cuda.is_available())
     if torch.cuda.is_available():
         config.set_env("cuda_version", torch.version.cuda)
