@@ -62,7 +62,7 @@ class Visit:
         return {(c.get_attribute("data-run"), c.get_attribute("data-name")): c.inner_text() for c in cells}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: processes that other tests fork would hold its pipes open
 def chromium():
     executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     sync_api = pytest.importorskip("playwright.sync_api") if "CI" not in os.environ else None
@@ -78,7 +78,7 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def screens(chromium):
     """One context for each kind of screen: making one takes as long as opening a report."""
     made = {}

@@ -423,7 +423,7 @@ def test_wrong_data_and_arguments(task, tmp_path):
 @pytest.mark.slow
 def test_it_learns(task):
     made = task()
-    trainer = trainer_for(made, RECORDS, val_data=RECORDS, max_steps=250, batch_size=12, lr=5e-3, precision="no")
+    trainer = trainer_for(made, RECORDS, val_data=RECORDS, max_steps=400, batch_size=12, lr=2e-3, precision="no")
     assert trainer.evaluate()["val/accuracy"] < 0.8
     found = trainer.fit().evaluate()
     assert found["val/accuracy"] == 1.0
