@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import re
 import warnings
 from collections.abc import Iterator
@@ -62,6 +61,10 @@ def alone(storage: Any, folder: Path) -> Iterator[None]:
     """One process of this machine at a time: with SQLite, Optuna lets two make the tables, or take the same trial."""
     text = f"sqlite:///{folder / DATABASE}" if storage is None else str(storage)
     path = Path(text.partition("sqlite:///")[2].partition("?")[0])
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows has none: there one process at a time works on a sweep
+        path = Path()
     if not path.name or not path.parent.is_dir():
         yield
         return
