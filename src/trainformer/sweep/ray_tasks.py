@@ -50,7 +50,7 @@ class RayTasks:
         self._free = n_parallel
         self._jobs: dict[Any, Job] = {}
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=True
+            ray.get_runtime_context().get_node_id(), soft=False
         )
         self._mailbox = ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
         self._mail = self._mailbox.take.remote()
