@@ -28,9 +28,9 @@ LOW_RANK: dict[str, Any] = {"r": 16, "alpha": 32, "dropout": 0.0, "target_module
 
 
 def small_llama() -> LlamaConfig:
-    """A quarter of a million parameters."""
+    """Half a million parameters."""
     return toys.llama(
-        vocab_size=VOCABULARY, hidden_size=80, intermediate_size=208, num_hidden_layers=2, num_key_value_heads=4,
+        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_key_value_heads=4,
         max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
 
@@ -56,16 +56,16 @@ def counted(train: list[np.ndarray], held_out: list[np.ndarray]) -> tuple[float,
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory) -> tuple[Path, dict[str, float]]:
-    """The Llama after 900,000 tokens of Python's source, in a folder; and perplexities on files it has not seen."""
+    """The Llama after a million tokens of Python's source, in a folder; and perplexities on files it has not seen."""
     folder = tmp_path_factory.mktemp("llama")
     train, held_out = load_text("python-stdlib"), load_text("python-stdlib:test")
-    texts = [train[i]["text"] for i in range(0, len(train), 16)]
+    texts = [train[i]["text"] for i in range(0, len(train), 4)]
     others = [held_out[i]["text"][:6000] for i in range(len(held_out))]
     plain = toys.byte_pairs(texts, ["</s>"], VOCABULARY)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
     task = CausalLM(small_llama(), max_length=LENGTH, tokenizer=tokenizer, cache_dir=folder / "tokens")
-    trainer = toys.trainer_for(task, texts, val_data=others, max_steps=900, lr=6e-3, run_dir=folder / "run", **RUN)
-    assert 2e5 < sum(p.numel() for p in task.model.parameters()) < 3e5
+    trainer = toys.trainer_for(task, texts, val_data=others, max_steps=1000, lr=4e-3, run_dir=folder / "run", **RUN)
+    assert 5e5 < sum(p.numel() for p in task.model.parameters()) < 6e5
     sources = trainer._session.train_source, trainer._session.val_source
     unigram, bigram = counted(*(tokens_of(source.dataset) for source in sources))
     found = trainer.fit().evaluate()
@@ -116,7 +116,7 @@ def test_adapters_learn_another_language(adapted):
     almost, qlora = adapted(QLoRA(**LOW_RANK))
     assert lora < before / 2
     assert almost == pytest.approx(before, rel=0.2)  # four bits cost something
-    assert qlora < 1.15 * lora  # a narrow model feels it more
+    assert qlora < 1.05 * lora
 
 
 # BART's usual 0.02 is meant for widths of 768 and more: at 32 it takes hundreds of steps to leave zero. T5 has to find
