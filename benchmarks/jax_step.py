@@ -40,7 +40,7 @@ from rich.table import Table
 import trainformer
 from trainformer.backends.jax.mesh import make_mesh
 from trainformer.backends.jax.precision import attention_kernel, cast_floating, compute_in, resolve_dtype
-from trainformer.core.types import Sized
+from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
 from trainformer.models.jax import Decoder, DecoderConfig
 
@@ -267,9 +267,9 @@ class Prepared:
     batches_per_epoch = None
 
     def __init__(self, work: Work) -> None:
-        self._batches = [Sized(batch, work.rows) for batch in work.batches]
+        self._batches = [HostBatch(batch, work.rows) for batch in work.batches]
 
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """Without end."""
         while True:
             yield from self._batches

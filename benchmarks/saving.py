@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from trainformer.engine.checkpoint import Manifest, Retention, StateComponent
-from trainformer.session.checkpoints import Checkpointer
-from trainformer.session.torch.state_files import TorchFiles
+from trainformer.checkpointing import Manifest, Retention, StateComponent
+from trainformer.checkpointing.checkpointer import Checkpointer
+from trainformer.checkpointing.torch_files import TorchFiles
 
 console = Console()
 if not console.is_terminal:

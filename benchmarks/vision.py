@@ -120,7 +120,7 @@ def methods(size: int) -> dict[str, Callable[[], SSL]]:
     }
 
 
-# -- judging -----------------------------------------------------------------------------------------------
+# -- eval_mode -----------------------------------------------------------------------------------------------
 
 
 def few_label_accuracy(train: dict[str, Tensor], val: dict[str, Tensor]) -> float:

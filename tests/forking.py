@@ -19,7 +19,7 @@ SERVER.set_forkserver_preload(
         "torchvision",
         "transformers.models.llama.modeling_llama",
         "transformers.trainer",
-        "trainformer.backends.torch.distribution.watch",
+        "trainformer.distributed.failure_detection",
         "trainformer.callbacks",
         "trainformer.hf.trainer",
         "trainformer.tasks",
@@ -30,6 +30,6 @@ SERVER.set_forkserver_preload(
         "optax",
         "trainformer.jax.base_trainer",
         "trainformer.jax.sft",
-        "trainformer.backends.jax.orbax_files",
+        "trainformer.checkpointing.orbax_files",
     ]
 )

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from toys import MeanTask, classes, mlp, same, weights
 from trainformer import Trainer
 from trainformer.callbacks import EMA, EarlyStopping, LRFinder
+from trainformer.checkpointing import CheckpointStore
+from trainformer.checkpointing.checkpointer import SaveFailed
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.engine.checkpoint import CheckpointStore
 from trainformer.loggers import read_jsonl
-from trainformer.session.checkpoints import SaveFailed
 
 
 def make(task=None, data=None, **options):
@@ -278,7 +278,7 @@ def test_the_config_is_kept_up_to_date():
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous, monkeypatch, caplog):
-    from trainformer.session.torch import state_files
+    from trainformer.run.torch import state_files
 
     real, calls = state_files.write_component, []
 
@@ -299,7 +299,7 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous, monkey
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_three_failures_in_a_row_stop_the_run(asynchronous, monkeypatch):
-    from trainformer.session.torch import state_files
+    from trainformer.run.torch import state_files
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -498,7 +498,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 
 
 def test_a_failed_save_is_not_announced_and_is_tried_again(monkeypatch):
-    from trainformer.session.torch import state_files
+    from trainformer.run.torch import state_files
 
     real, announced = state_files.write_component, []
 

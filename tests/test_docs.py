@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainformer.session import RunSettings
+from trainformer.run import RunSettings
 from trainformer.tasks import CausalLM, ImageClassification, MetricLearning
 
 ROOT = Path(__file__).parents[1]

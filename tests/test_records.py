@@ -13,10 +13,10 @@ import trainformer
 from toys import MeanTask, classes, same, weights
 from trainformer import Trainer
 from trainformer.callbacks import EarlyStopping, LRFinder, TextSamples
+from trainformer.checkpointing import CheckpointStore
 from trainformer.core.errors import BadArgument
-from trainformer.engine.checkpoint import CheckpointStore
 from trainformer.loggers import read_jsonl
-from trainformer.session.records import RecordFile, current_commit
+from trainformer.run.records import RecordFile, current_commit
 
 
 def trainer_for(task=None, **options):
@@ -30,7 +30,7 @@ def records(kind=None, folder="run"):
     return [line for line in lines if kind in (None, line["kind"])]
 
 
-class Heard:
+class RequestFlag:
     """Remembers which checkpoints were written."""
 
     def __init__(self):
@@ -58,7 +58,7 @@ class Fails(MeanTask):
 
 
 def test_a_run_tells_how_it_began_what_was_saved_and_how_it_ended():
-    heard = Heard()
+    heard = RequestFlag()
     trainer = trainer_for(save_every=5, callbacks=[heard]).fit()
     kinds = [(r["step"], r["kind"]) for r in records()]
     assert kinds == [

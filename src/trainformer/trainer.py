@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from trainformer.backends.torch.distribution import is_first_process
 from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
-from trainformer.session import RunSettings, Session
-from trainformer.session.torch.handle import RunHandle
-from trainformer.session.torch.preflight import CheckReport, check_session
+from trainformer.distributed import is_first_process
+from trainformer.run import RunSettings, Session
+from trainformer.run.torch.handle import RunHandle
+from trainformer.run.torch.preflight import CheckReport, check_session
 from trainformer.tasks.base import provides
 
 
@@ -116,7 +116,7 @@ class Trainer(RunSettings, RunHandle):
         model = self._session.whole_model()
         if provides(self.task, "export_module"):
             model = self.task.export_module(model)
-        return self._session.ranks.done_by_main(lambda: str(export_model(model, Path(path), format, shape)))
+        return self._session.process_group.run_on_main(lambda: str(export_model(model, Path(path), format, shape)))
 
     def was_set(self, name: str) -> bool:
         """Whether the user set a setting, to whatever value."""

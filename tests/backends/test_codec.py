@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainformer.backends.torch.codec import read_weights, write_weights
-from trainformer.backends.torch.components import read_component, write_component
+from trainformer.checkpointing.torch_components import read_component, write_component
 from trainformer.core.errors import BadArgument, DataError
 
 

@@ -8,7 +8,7 @@ import torch
 from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 from trainformer import Trainer
 from trainformer.backends.torch.splitting import MemorySplitter
-from trainformer.core.types import Placed
+from trainformer.core.types import DeviceBatch
 from trainformer.data.sharding import slice_batch
 
 
@@ -82,7 +82,7 @@ def test_pieces_are_remembered_in_a_checkpoint(monkeypatch):
 def test_cutting_keeps_every_sample_in_order():
     splitter = MemorySplitter("split")
     splitter.pieces = 4
-    batch = Placed(
+    batch = DeviceBatch(
         {"x": torch.arange(10), "names": list("abcdefghij"), "flag": 3, "pair": (torch.arange(10), "text")},
         10,
         20,

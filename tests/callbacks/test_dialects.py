@@ -7,9 +7,9 @@ import transformers
 from toys import MeanTask, classes, same, weights
 from trainformer import Trainer
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.dialects.huggingface import speaks_huggingface
-from trainformer.callbacks.dialects.huggingface_types import IntervalStrategy, TrainerCallback
-from trainformer.callbacks.dialects.mini import BaseHook
+from trainformer.callbacks.compat.huggingface import speaks_huggingface
+from trainformer.callbacks.compat.huggingface_types import IntervalStrategy, TrainerCallback
+from trainformer.callbacks.compat.mini import BaseHook
 from trainformer.core.errors import BadArgument
 
 

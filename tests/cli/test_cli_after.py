@@ -19,8 +19,8 @@ from trainformer.backends.torch.export import _FORMATS
 from trainformer.checkpoint import compare, list_checkpoints
 from trainformer.cli import export, main, predict, row_files
 from trainformer.config import load_config
-from trainformer.live.processes import process_identity
 from trainformer.tasks import ImageClassification
+from trainformer.utils.processes import process_identity
 
 CONFIG = """\
 trainer:

@@ -11,9 +11,9 @@ import torch
 
 from toys import MeanTask, classes
 from trainformer import Trainer
+from trainformer.checkpointing import CheckpointStore
 from trainformer.cli import main
 from trainformer.cli.runs import SORTS, best_of
-from trainformer.engine.checkpoint import CheckpointStore
 
 
 class Other(MeanTask):

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from tasks import shapes
 from trainformer.core import BadArgument, DataError
-from trainformer.data.fetch import Fetcher
+from trainformer.data.fetcher import Fetcher
 from trainformer.data.loader import stream_source
 from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
 

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from trainformer.core.errors import DataError
-from trainformer.data.info import DatasetInfo, extract_info, labels_of
+from trainformer.data.metadata import DatasetInfo, extract_info, labels_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 datasets = pytest.importorskip("datasets")
@@ -515,7 +515,7 @@ def test_class_weights_match_scikit_learn_and_never_divide_by_zero() -> None:
 
 def test_optional_packages_are_not_imported() -> None:
     code = (
-        "import sys; from trainformer.data.info import DatasetInfo, extract_info\n"
+        "import sys; from trainformer.data.metadata import DatasetInfo, extract_info\n"
         "assert 'torch' not in sys.modules\n"
         "assert extract_info([('a', 1)]).num_classes == 2\n"
         "sys.exit(any(name in sys.modules for name in ('torchvision', 'datasets', 'PIL', 'pyarrow')))"

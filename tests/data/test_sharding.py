@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.core.types import Origin, Sized
+from trainformer.core.types import HostBatch, Origin
 from trainformer.data.dispatch import DispatchedSource
 from trainformer.data.loader import DatasetSource, LoaderSource
 from trainformer.data.sharding import Shard, check_divisible, is_divided, undivided
@@ -33,7 +33,7 @@ def test_a_batch_that_is_cut_is_counted_once(size, count):
         "words": [f"w{i}" for i in range(size)],
         "pair": Pair(torch.arange(size), 3),
     }
-    batch = Sized(data, size, bad=2, origin=Origin(0, 1, np.arange(size) + 10))
+    batch = HostBatch(data, size, bad=2, origin=Origin(0, 1, np.arange(size) + 10))
     parts = [Shard(index, count).cut(batch) for index in range(count)]
     real = [part for part in parts if part.size]
     assert torch.equal(torch.cat([part.data["x"] for part in real]), data["x"])
@@ -116,9 +116,9 @@ def test_who_divides_the_data_is_recognised():
 
 def test_a_batch_that_cannot_be_divided_is_refused():
     with pytest.raises(BadArgument, match="DistributedSampler"):
-        check_divisible(Sized(object(), 3))
-    check_divisible(Sized(torch.zeros(3, 2), 3))
-    assert check_divisible(Sized(object(), 1)) is None  # of one sample there are no parts
+        check_divisible(HostBatch(object(), 3))
+    check_divisible(HostBatch(torch.zeros(3, 2), 3))
+    assert check_divisible(HostBatch(object(), 1)) is None  # of one sample there are no parts
 
 
 class Hands:
@@ -147,7 +147,7 @@ def test_rank_0_hands_out_parts_and_the_end_and_errors():
         batches_per_epoch = None
 
         def batches(self, *place):
-            yield Sized(torch.zeros(2), 2)
+            yield HostBatch(torch.zeros(2), 2)
             raise DataError("the disk is gone")
 
     failing = Hands()

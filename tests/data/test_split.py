@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.info import extract_info, labels_of
+from trainformer.data.metadata import extract_info, labels_of
 from trainformer.data.split import split_dataset
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data import extract_info, split_dataset
-from trainformer.data.fetch import is_in_memory
+from trainformer.data.fetcher import is_in_memory
 from trainformer.data.text import (
     FORMS,
     ChatDataset,

@@ -26,7 +26,7 @@ class Plain(IterableDataset):
         return iter(RECORDS)
 
 
-class Placed(Plain):
+class DeviceBatch(Plain):
     """Says where it is; counts what is read."""
 
     def __init__(self):
@@ -56,7 +56,7 @@ def streamed(**options):
     return datasets.IterableDataset.from_generator(generate, **options)
 
 
-SOURCES = {"plain": Plain, "placed": Placed, "hf": streamed}
+SOURCES = {"plain": Plain, "placed": DeviceBatch, "hf": streamed}
 
 
 def make(source, max_length=16, **options):

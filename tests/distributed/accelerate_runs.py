@@ -16,7 +16,7 @@ from training_runs import QUIET, found, run_mlp
 
 from toys import TokenTask, mlp, tokens
 from trainformer import Trainer
-from trainformer.session.torch.probe import Probe
+from trainformer.run.torch.dry_run import Probe
 
 
 def accelerated(rank: int, world: int) -> dict[str, Tensor]:

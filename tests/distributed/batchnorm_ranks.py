@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import added_up, share_of
-from trainformer.backends.torch.distribution.shared_batchnorm import share_batchnorm
 from trainformer.core.errors import DataError
+from trainformer.distributed.shared_batchnorm import share_batchnorm
 from trainformer.models.heads import BNNeck, MLPHead, single_sample_batchnorm
 from trainformer.models.momentum import MomentumCopy
 from trainformer.utils.distributed import padding

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from trainformer import Trainer
-from trainformer.backends.torch.distribution import Launch
+from trainformer.distributed import Launch
 
 SAMPLES, BATCH, EPOCHS = 50, 12, 4
 
@@ -107,7 +107,7 @@ def main():
     trainer.fit()
     history = [[record["step"], record["train/loss"]] for record in trainer.state.log_history if "train/loss" in record]
     end = {"model": task.model.state_dict(), "history": torch.tensor(history), "step": trainer.state.step}
-    torch.save(end, options.folder / f"end-{launch.world}-{launch.rank}.pt")
+    torch.save(end, options.folder / f"end-{launch.world_size}-{launch.rank}.pt")
 
 
 if __name__ == "__main__":

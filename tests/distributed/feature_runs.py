@@ -33,7 +33,7 @@ from trainformer.callbacks import (
     Throughput,
 )
 from trainformer.core.types import Mean
-from trainformer.session import meeting
+from trainformer.run import meeting
 
 # -- callbacks ---------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ def dropped_out(rank: int, world: int) -> Values:
     whole, rest = Noisy(), Noisy()
     run = trainer("dropout", world, whole, max_steps=10, callbacks=[Saves()]).fit()
     trainer("dropout-rest", world, rest, max_steps=10).load(f"dropout-{world}.pt").fit()
-    masks = run._session.ranks.gather(whole.masks)
+    masks = run._session.process_group.gather(whole.masks)
     same = all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters(), strict=True))
     return {"own masks": world == 1 or masks[0] != masks[1], "the same again": rest.masks == whole.masks[6:] and same}
 

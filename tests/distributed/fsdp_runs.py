@@ -17,11 +17,11 @@ from text_toys import llama
 from toys import MeanTask, classes, mlp, tokens
 from trainformer import Loss, Trainer
 from trainformer.backends.torch.backend import TorchBackend, TorchSettings
-from trainformer.backends.torch.distribution.fsdp import FSDP
-from trainformer.backends.torch.distribution.sharded_state import ShardedState, fitted, write_sharded
 from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument
-from trainformer.core.types import Placed
+from trainformer.core.types import DeviceBatch
+from trainformer.distributed.fsdp import FSDP
+from trainformer.distributed.sharded_state import ShardedState, fitted, write_sharded
 
 LR, DECAY, CLIP, STEPS, HALF = 0.05, 0.1, 0.3, 6, 3
 # Each rank divides its sums by 8 / ranks. Parts of Llama compute in fp32 always: by another number than that, times a
@@ -223,7 +223,7 @@ def part_of(batch, ranks, more):
     """The samples of this rank; one of others' that counts nothing, where there are too few."""
     mine = [torch.tensor_split(t, ranks.count)[ranks.index] for t in batch]
     size = len(mine[0])
-    return Placed(tuple(mine) if size else tuple(t[:1] for t in batch), size, more=more)
+    return DeviceBatch(tuple(mine) if size else tuple(t[:1] for t in batch), size, more=more)
 
 
 def train(backend, first=0, last=STEPS):
@@ -231,7 +231,7 @@ def train(backend, first=0, last=STEPS):
     losses = []
     for step, window in enumerate(windows(backend.task)[first:last], first):
         for i, batch in enumerate(window):
-            assert backend.accumulate(part_of(batch, backend.ranks, more=i < len(window) - 1))
+            assert backend.accumulate(part_of(batch, backend.process_group, more=i < len(window) - 1))
         assert backend.finish()
         (loss,) = backend.update(step).loss
         backend.end_step()
@@ -251,11 +251,11 @@ def parts_of_run(backend):
 
 
 def save(backend, folder):
-    if backend.ranks.is_main:
+    if backend.process_group.is_main:
         folder.mkdir()
     dist.barrier()
     for stem, state in parts_of_run(backend).items():
-        write_sharded(folder, stem, state, backend.ranks)
+        write_sharded(folder, stem, state, backend.process_group)
     dist.barrier()
 
 
@@ -359,7 +359,7 @@ def beside_training():
         here = [p.to_local() for p in every if is_divided(p)]
         found[f"{name}/divided"] = torch.tensor([is_divided(p) for p in every])
         found[f"{name}/held"] = torch.tensor([sum(p.numel() for p in parts) for parts in (here, every)])
-    found["flag"] = torch.tensor(float(backend.ranks.rank == 1))
+    found["flag"] = torch.tensor(float(backend.process_group.rank == 1))
     strategy.agree_on_overflow(found["flag"])
     return found
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from text_toys import gpt2
 from toys import classes
 from trainformer import Loss
-from trainformer.backends.torch.distribution.pipeline import Pipeline
 from trainformer.backends.torch.optimizers import make_optimizer
 from trainformer.core.errors import BadArgument
+from trainformer.distributed.pipeline import Pipeline
 from trainformer.utils import distributed
 
 CLIP = 0.3
@@ -177,7 +177,7 @@ class Run:
         sums = self.strategy.received(None)
         assert sums is not None
         assert sums[0] == weight
-        assert sums[2] == self.strategy.ranks.world
+        assert sums[2] == self.strategy.process_group.world_size
         grads = [p.grad for p in self.task.model.parameters() if p.grad is not None]
         factor = self.strategy.reference / sums[0]
         norm = self.strategy.total_norm(grads, True) * factor
@@ -275,7 +275,7 @@ def results(folder: str, rank: int, world: int) -> dict[str, Tensor]:
 
 def seen_by_others(run: Run) -> dict[str, Tensor]:
     """What is counted over all stages, and what is each rank's own."""
-    rows = distributed.gather_rows(torch.tensor([run.strategy.ranks.rank]))
+    rows = distributed.gather_rows(torch.tensor([run.strategy.process_group.rank]))
     counted = run.strategy.count_parameters(run.task.model.parameters())
     return {"counted": torch.tensor(counted), "stream": torch.tensor(run.strategy.random_stream), "rows": rows}
 
@@ -301,7 +301,7 @@ def resumed(folder: str, rank: int, world: int) -> dict[str, Tensor]:
     optimizer = plain_optimizer(alone.model)
     by_hand(alone, windows[:2], optimizer)
     states = {
-        "same": run.strategy.ranks.from_main(state),
+        "same": run.strategy.process_group.broadcast(state),
         "one": {"weights": whole(alone.model), "optimizer": optimizer.state_dict()},
         "two": torch.load(f"{folder}/2.state", weights_only=True) if world > 2 else None,
     }

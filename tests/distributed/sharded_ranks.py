@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trainformer.backends.torch.distribution.ranks import Ranks
-from trainformer.backends.torch.distribution.sharded_state import ShardedState, fitted, write_sharded
+from trainformer.distributed.process_group import TorchProcessGroup
+from trainformer.distributed.sharded_state import ShardedState, fitted, write_sharded
 
 COUNTS = (1, 2, 4)
 
@@ -63,7 +63,7 @@ def every_pair(rank, world, folder):
         (folder / str(n)).mkdir(exist_ok=True)
         if rank < n:
             state = divided(truth(), n, (flat[n], grid))
-            wrote.append(len(write_sharded(folder / str(n), "model", state, Ranks(rank, n))))
+            wrote.append(len(write_sharded(folder / str(n), "model", state, TorchProcessGroup(rank, n))))
     dist.barrier()
     for n in COUNTS:
         for m in COUNTS:

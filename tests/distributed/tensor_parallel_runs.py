@@ -24,9 +24,9 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3C
 
 from text_toys import llama
 from toys import TokenTask
-from trainformer.backends.torch.distribution.tensor_parallel import TensorParallel
 from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument
+from trainformer.distributed.tensor_parallel import TensorParallel
 from trainformer.utils import distributed
 
 # A vocabulary that no number of ranks divides.
@@ -212,9 +212,9 @@ def copied(backend):
 def asked_by_one(backend):
     """Whether a rank hears what the last one asks, and which ranks share rows with it."""
     quiet = backend.others_ask()
-    backend.asks = lambda: backend.ranks.rank == backend.ranks.world - 1
+    backend.asks = lambda: backend.process_group.rank == backend.process_group.world_size - 1
     train(backend, 0, 1)
-    rows = distributed.gather_rows(torch.tensor([backend.ranks.rank]))
+    rows = distributed.gather_rows(torch.tensor([backend.process_group.rank]))
     return {"heard": torch.tensor([quiet, backend.others_ask()]), "rows": rows}
 
 

@@ -12,10 +12,10 @@ from accelerate_runs import accelerated, divided, run_tokens
 from training_runs import found, run_mlp
 
 from ranks import on_ranks
-from trainformer.backends.torch.distribution import make_strategy
-from trainformer.backends.torch.distribution.accelerate import launched_strategy
-from trainformer.backends.torch.distribution.accelerate_engine import check_config
 from trainformer.core.errors import BadArgument
+from trainformer.distributed import make_strategy
+from trainformer.distributed.accelerate import launched_strategy
+from trainformer.distributed.accelerate_engine import check_config
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ PROGRAM = """
 import os, torch
 from accelerate_runs import run_tokens
 from training_runs import found
-from trainformer.backends.torch.distribution.accelerate import launched_strategy
+from trainformer.distributed.accelerate import launched_strategy
 
 trainer = run_tokens("auto", "out").fit()
 kind = {"ddp": 0, "fsdp": 1}[trainer._session.backend.strategy.name]

@@ -6,8 +6,8 @@ from torch import nn
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration
 
 from text_toys import gpt2, llama, t5
-from trainformer.backends.torch.distribution.blocks import find_blocks
 from trainformer.core.errors import BadArgument
+from trainformer.distributed.blocks import find_blocks
 
 
 def kinds(model, wanted=None):

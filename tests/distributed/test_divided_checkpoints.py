@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from ranks import named, on_ranks
 from trainformer import checkpoint
 from trainformer.adapters import LoRA
-from trainformer.engine.checkpoint import CheckpointStore
+from trainformer.checkpointing import CheckpointStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -23,16 +23,16 @@ from torch import nn
 
 from ranks import named, on_ranks
 from toys import MeanTask, largest_difference, weights
-from trainformer.backends.torch.distribution.fsdp import FSDP
-from trainformer.backends.torch.distribution.mesh import sharding_mesh
-from trainformer.backends.torch.distribution.optimizer_state import NamedParameters, whole_optimizer_state
-from trainformer.backends.torch.distribution.ranks import Ranks
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.distributed.fsdp import FSDP
+from trainformer.distributed.mesh import sharding_mesh
+from trainformer.distributed.optimizer_state import NamedParameters, whole_optimizer_state
+from trainformer.distributed.process_group import TorchProcessGroup
 
 TOLERANCE = 1e-8
 
 
-class Alone:
+class SingleProcess:
     """The runs of a single process, by hand, with their states in the middle."""
 
     def __init__(self, folder):
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return Alone(folder)
+    return SingleProcess(folder)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_bad_options_are_named(options, words):
 
 def test_replicas_must_divide_the_ranks():
     with pytest.raises(BadArgument, match="4 processes can hold 1, 2, 4 replicas"):
-        sharding_mesh(Ranks(0, 4), torch.device("cpu"), replicas=3)
+        sharding_mesh(TorchProcessGroup(0, 4), torch.device("cpu"), replicas=3)
 
 
 # -- the optimizer's state by names ------------------------------------------------------------------------

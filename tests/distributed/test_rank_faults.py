@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainformer.engine.checkpoint import CheckpointStore
+from trainformer.checkpointing import CheckpointStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -6,8 +6,8 @@ from feature_data import trainer
 from feature_runs import FAILING, SAME, features
 
 from ranks import on_ranks
-from trainformer.backends.torch.distribution import Launch, make_strategy
 from trainformer.core.errors import BadArgument
+from trainformer.distributed import Launch, make_strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -4,7 +4,7 @@ import pytest
 from writing_ranks import writing
 
 from ranks import on_ranks
-from trainformer.engine.checkpoint import CheckpointStore
+from trainformer.checkpointing import CheckpointStore
 
 
 @pytest.mark.slow

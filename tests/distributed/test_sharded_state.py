@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from sharded_ranks import COUNTS, every_pair, truth
 
 from ranks import on_ranks
-from trainformer.backends.torch.distribution.ranks import Ranks
-from trainformer.backends.torch.distribution.sharded_state import ShardedState, fitted, write_sharded
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.distributed.process_group import TorchProcessGroup
+from trainformer.distributed.sharded_state import ShardedState, fitted, write_sharded
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def a_state():
 
 
 def saved(folder, state=None):
-    write_sharded(folder, "model", a_state() if state is None else state, Ranks())
+    write_sharded(folder, "model", a_state() if state is None else state, TorchProcessGroup())
     return folder
 
 
@@ -179,7 +179,7 @@ def test_any_key_keeps_its_tensor(tmp_path):
     values = [found["a/b"], found["a"]["b"], found["a~1b"], found["a"][3]]
     assert torch.cat(values).tolist() == [1, 0, 2, 3]
     with pytest.raises(BadArgument, match="keys of a state to differ as text, received 'a/3'"):
-        write_sharded(tmp_path, "model", {"a": {"3": torch.zeros(1), 3: torch.zeros(1)}}, Ranks())
+        write_sharded(tmp_path, "model", {"a": {"3": torch.zeros(1), 3: torch.zeros(1)}}, TorchProcessGroup())
 
 
 def test_views_of_one_memory_are_written_as_they_look(tmp_path):
@@ -193,7 +193,7 @@ def test_views_of_one_memory_are_written_as_they_look(tmp_path):
 def test_a_state_is_written_in_a_thread_while_the_run_goes_on(tmp_path):
     state = a_state()
     snapshot = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-    thread = threading.Thread(target=write_sharded, args=(tmp_path, "model", snapshot, Ranks()))
+    thread = threading.Thread(target=write_sharded, args=(tmp_path, "model", snapshot, TorchProcessGroup()))
     thread.start()
     state["weight"].zero_()
     thread.join()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ranks import on_ranks, share_of
-from trainformer.backends.torch.distribution.shared_batchnorm import share_batchnorm
+from trainformer.distributed.shared_batchnorm import share_batchnorm
 from trainformer.models.heads import BNNeck
 
 # -- over ranks --------------------------------------------------------------------------------------------

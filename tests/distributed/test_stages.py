@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from text_toys import bert, gpt2, t5
 from toys import largest_difference
-from trainformer.backends.torch.distribution.pipeline import Pipeline
-from trainformer.backends.torch.distribution.pipeline_parts import cut, weighed
-from trainformer.backends.torch.distribution.stages import Chain, balanced
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import Loss, Mean
+from trainformer.distributed.pipeline import Pipeline
+from trainformer.distributed.pipeline_parts import cut, weighed
+from trainformer.distributed.stages import Chain, balanced
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}

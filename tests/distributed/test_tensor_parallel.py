@@ -14,10 +14,10 @@ from transformers import GPT2LMHeadModel
 from ranks import named, on_ranks
 from text_toys import gpt2
 from toys import MeanTask, largest_difference, same
-from trainformer.backends.torch.distribution.optimizer_state import whole_optimizer_state
-from trainformer.backends.torch.distribution.tensor_parallel import TensorParallel
-from trainformer.backends.torch.distribution.tp_plans import plan_layers
 from trainformer.core.errors import BadArgument
+from trainformer.distributed.optimizer_state import whole_optimizer_state
+from trainformer.distributed.tensor_parallel import TensorParallel
+from trainformer.distributed.tp_plans import plan_layers
 
 TOLERANCE = 1e-10
 

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 from watched_ranks import Case, Fleet
 
-from trainformer.backends.torch.distribution.heartbeats import LocalProcess, Note, Who
-from trainformer.backends.torch.distribution.watch import HUNG, RankLost, RankWatch, is_of_a_collective
 from trainformer.core.errors import BadArgument
+from trainformer.distributed.failure_detection import HUNG, RankLost, RankWatch, is_of_a_collective
+from trainformer.distributed.heartbeats import LocalProcess, Note, Who
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -216,7 +216,7 @@ def test_a_rank_that_has_not_come_yet_is_not_lost(caplog):
         assert stage.watch.explain(ValueError("shapes differ")) is None
         # Beside a failed collective its absence is the best explanation there is.
         lost = stage.watch.explain(COLLECTIVE_FAILED)
-    assert lost.ranks == (2,)
+    assert lost.process_group == (2,)
     assert "rank 2 has not been heard of" in str(lost).lower()
     assert caplog.text == ""  # and this process was not ended
 
@@ -239,7 +239,7 @@ def test_causes_are_told_and_symptoms_are_not():
         better = stage.watch.explain(COLLECTIVE_FAILED)
         stage.say(2, "failed", Note("MemoryError: 3 GB"))
         cause = stage.watch.explain(COLLECTIVE_FAILED)
-    assert [symptom.ranks, better.ranks, cause.ranks] == [(1,), (3,), (2,)]
+    assert [symptom.process_group, better.process_group, cause.process_group] == [(1,), (3,), (2,)]
     assert "gloo timed out" in str(symptom)
     assert "MemoryError: 3 GB" in str(cause)
 
@@ -285,7 +285,7 @@ def test_a_goodbye_counts_though_the_end_is_seen_first(caplog):
     who = replace(Who.here(), process=child.pid)
     stage.say(1, "0", who=who)
     with stage.watch.guarding():
-        (other,) = stage.watch._beats.peers
+        (other,) = stage.watch._beats.process_group
         assert wait_for(lambda: other.works and other.process)
         stage.say(1, "left", who=who)
         child.kill()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from forking import SERVER
-from trainformer.backends.torch.distribution import heartbeats
-from trainformer.backends.torch.distribution.watch import RankWatch
+from trainformer.distributed import heartbeats
+from trainformer.distributed.failure_detection import RankWatch
 
 MOST_SECONDS = 90  # for whatever should happen; only a failing test waits that long
 
@@ -39,41 +39,41 @@ class Fleet:
         self.folder = folder
         os.environ["OMP_NUM_THREADS"] = "1"
         targets = [(case, rank, world, str(folder)) for rank in range(world)]
-        self.ranks = [SERVER.Process(target=be_rank, args=target) for target in targets]
-        for rank in self.ranks:
+        self.process_group = [SERVER.Process(target=be_rank, args=target) for target in targets]
+        for rank in self.process_group:
             rank.start()
 
     def __enter__(self) -> "Fleet":
         return self
 
     def __exit__(self, *error) -> None:
-        for rank in self.ranks:
+        for rank in self.process_group:
             if rank.exitcode is None:
                 rank.kill()
 
     def hit(self, rank: int, signal: int) -> str:
         """Send a signal to a rank when all of them are at work; how the others have to call it."""
         self.wait_until_busy()
-        os.kill(self.ranks[rank].pid, signal)
+        os.kill(self.process_group[rank].pid, signal)
         return self.name(rank)
 
     def wait_until_busy(self) -> None:
         """Wait until all ranks are at work and have heard each other."""
         until = time.monotonic() + MOST_SECONDS
-        while not all((self.folder / f"{i}.busy").exists() for i in range(len(self.ranks))):
+        while not all((self.folder / f"{i}.busy").exists() for i in range(len(self.process_group))):
             assert time.monotonic() < until, f"the ranks did not come up:\n{self.said(0)}"
             time.sleep(0.02)
 
     def name(self, rank: int) -> str:
         """How the others have to call a rank."""
-        return f"ank {rank} on {os.uname().nodename} (process {self.ranks[rank].pid})"
+        return f"ank {rank} on {os.uname().nodename} (process {self.process_group[rank].pid})"
 
     def end(self, *ranks: int) -> list[int]:
         """Wait for ranks to end; their exit codes."""
         for rank in ranks:
-            self.ranks[rank].join(MOST_SECONDS)
-            assert self.ranks[rank].exitcode is not None, f"rank {rank} hangs:\n{self.said(rank)}"
-        return [self.ranks[rank].exitcode for rank in ranks]
+            self.process_group[rank].join(MOST_SECONDS)
+            assert self.process_group[rank].exitcode is not None, f"rank {rank} hangs:\n{self.said(rank)}"
+        return [self.process_group[rank].exitcode for rank in ranks]
 
     def said(self, rank: int) -> str:
         """Everything a rank has printed."""

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch
 
-from trainformer.backends.torch.distribution import Ranks
+from trainformer.checkpointing import CheckpointStore, Manifest
+from trainformer.checkpointing.multi_rank import SharedWriting
 from trainformer.core.errors import TrainformerError
-from trainformer.engine.checkpoint import CheckpointStore, Manifest
-from trainformer.session.rank_writing import SharedWriting
+from trainformer.distributed import TorchProcessGroup
 
 
 def writing(rank, world):
     """How each save ended here: 0 for well, 1 if the reason was told, 2 for anything else."""
-    ranks = Ranks(rank, world, rank)
+    ranks = TorchProcessGroup(rank, world, rank)
     store = CheckpointStore(Path("checkpoints").absolute())
     shared = SharedWriting(store, ranks, timeout=30)
     ended = []
@@ -35,8 +35,8 @@ def writing(rank, world):
 
 def told_by_main(ranks):
     """The number that rank 0 found, and whether its failure reached this rank in its own words."""
-    found = ranks.done_by_main(lambda: 7 + ranks.rank)
+    found = ranks.run_on_main(lambda: 7 + ranks.rank)
     try:
-        ranks.done_by_main(lambda: [].pop())
+        ranks.run_on_main(lambda: [].pop())
     except (IndexError, TrainformerError) as error:
         return torch.tensor([found, "pop from empty list" in str(error)])

@@ -1,6 +1,6 @@
 """A backend, a source and services without any framework: the engine must run on them."""
 
-from trainformer.core.types import Entry, EvalResult, Placed, Sized, StepResult
+from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
 
 
 class CountingScalar:
@@ -34,7 +34,7 @@ class FakeSource:
 
     def batches(self, epoch, batch=0, position=0):
         for i in range(batch, self.n):
-            yield Sized((epoch, i), self.size)
+            yield HostBatch((epoch, i), self.size)
 
 
 class FakeBackend:
@@ -49,7 +49,7 @@ class FakeBackend:
         self.verified = []
 
     def feed(self, batches, train):
-        return (Placed(b.data, b.size) for b in batches)
+        return (DeviceBatch(b.data, b.size) for b in batches)
 
     def begin_training(self):
         pass

@@ -25,11 +25,11 @@ class Table:
 
 
 class Seat:
-    """One rank at the table, as `Peers`; also the backend that hears whether somebody asks."""
+    """One rank at the table, as `ProcessGroup`; also the backend that hears whether somebody asks."""
 
     def __init__(self, table, rank):
         self.table, self.rank = table, rank
-        self.is_main, self.is_alone = rank == 0, table.count == 1
+        self.is_main, self.is_single_process = rank == 0, table.count == 1
         self.asks = lambda: False
         self.exchanges = 0
 

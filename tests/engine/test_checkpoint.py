@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainformer.engine.checkpoint import (
+from trainformer.checkpointing import (
     BackgroundWriter,
     Checkpoint,
     CheckpointStore,
@@ -205,8 +205,8 @@ def fake(step, value=None, folder=Path("/nowhere")):
 
 
 def kept(retention, checkpoints):
-    doomed = {c.step for c in retention.doomed(checkpoints)}
-    return [c.step for c in checkpoints if c.step not in doomed]
+    to_delete = {c.step for c in retention.to_delete(checkpoints)}
+    return [c.step for c in checkpoints if c.step not in to_delete]
 
 
 def test_last_best_and_every():

@@ -84,12 +84,12 @@ def test_nan_is_seen_not_hidden():
 
 
 def test_evaluation_keeps_rows_only_when_wanted():
-    from trainformer.core.types import EvalResult, Sized
+    from trainformer.core.types import EvalResult, HostBatch
 
     def step(batch):
         return EvalResult([Entry("n", 1.0, batch.size, True)], {"row": list(batch.data)})
 
-    batches = [Sized([1, 2], 2), Sized([3], 1)]
+    batches = [HostBatch([1, 2], 2), HostBatch([3], 1)]
     assert evaluate(FakeBackend(), iter(batches), step, keep_rows=True) == ({"n": 1.0}, {"row": [1, 2, 3]})
     assert evaluate(FakeBackend(), iter(batches), step, keep_rows=False) == ({"n": 1.0}, {})
 

@@ -15,8 +15,8 @@ import torch
 from victim import SAMPLES, Case, start
 
 from forking import SERVER
-from trainformer.backends.torch.components import read_component
-from trainformer.engine.checkpoint import CheckpointStore
+from trainformer.checkpointing import CheckpointStore
+from trainformer.checkpointing.torch_components import read_component
 from trainformer.loggers.jsonl import read_jsonl
 
 _MOST_SECONDS = 120

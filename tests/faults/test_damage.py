@@ -12,8 +12,8 @@ import torch
 from harness import complete, differences, finish, launch, output
 from victim import Case, make_trainer
 
+from trainformer.checkpointing import FileRecord, Manifest
 from trainformer.core.errors import DataError
-from trainformer.engine.checkpoint import FileRecord, Manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

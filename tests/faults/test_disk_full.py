@@ -9,7 +9,7 @@ import pytest
 from harness import complete, differences, final_state, finish, launch, output
 from victim import Case
 
-from trainformer.engine.checkpoint import CheckpointStore
+from trainformer.checkpointing import CheckpointStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

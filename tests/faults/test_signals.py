@@ -14,7 +14,7 @@ import victim
 from harness import complete, differences, finish, launch, output, run_folder, trained_on, wait_for
 from victim import STEPS_PER_EPOCH, Case
 
-from trainformer.engine.checkpoint import CheckpointStore
+from trainformer.checkpointing import CheckpointStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -172,7 +172,7 @@ def handlers():
 
 def slow_down_saves(seconds):
     """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
-    from trainformer.engine.checkpoint import store
+    from trainformer.checkpointing import store
 
     if seconds:
         really = store.sync
@@ -181,7 +181,7 @@ def slow_down_saves(seconds):
 
 def fail_saves(numbers, seconds):
     """Let some saves find the disk full, as the system would say it."""
-    from trainformer.session.torch import state_files
+    from trainformer.run.torch import state_files
 
     really, count = state_files.write_component, [0]
 

@@ -132,7 +132,7 @@ def test_the_terminal_is_given_back_after_an_error():
 
 
 def test_other_processes_show_nothing():
-    from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
+    from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 
     callback, file = progress(True)
     state = TrainerState(max_steps=4, is_world_process_zero=False)
@@ -165,7 +165,7 @@ def test_the_summary_says_what_is_trained_on_what_and_how(caplog):
 
 
 def _state(max_steps):
-    from trainformer.callbacks.dialects.huggingface_types import TrainerState
+    from trainformer.callbacks.compat.huggingface_types import TrainerState
 
     return TrainerState(max_steps=max_steps)
 

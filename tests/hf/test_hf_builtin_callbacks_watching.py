@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from text_toys import chat_tokenizer, gpt2, reading_tokenizer, sentences, t5, trainer_for
 from toys import MeanTask, classes, mlp, same, weights
 from trainformer import Trainer
-from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument
 from trainformer.hf.callbacks import DivergenceDetector, GradLogger, PeakMemory, TextgenCallback
 from trainformer.loggers import BaseLogger, read_jsonl

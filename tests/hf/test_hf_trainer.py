@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from text_toys import reading_tokenizer
 from trainformer import checkpoint, hf
 from trainformer.callbacks import EMA
+from trainformer.checkpointing import SharingPattern
 from trainformer.core.errors import BadArgument, CheckFailed, DataError
-from trainformer.engine.checkpoint import SharingPattern
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 

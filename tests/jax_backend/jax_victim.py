@@ -161,7 +161,7 @@ def train(case, callbacks=()):
 def slow_down_saves(seconds):
     """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
     from trainformer.backends.jax import orbax_files
-    from trainformer.engine.checkpoint import store
+    from trainformer.checkpointing import store
 
     if seconds:
         really = store.sync
@@ -188,8 +188,8 @@ def final_state(folder):
     from harness import output, run_folder, without_clock
 
     from trainformer.backends.jax.orbax_import import ocp, quiet
-    from trainformer.engine.checkpoint import CheckpointStore
-    from trainformer.session.jax.state_files import JaxFiles
+    from trainformer.checkpointing import CheckpointStore
+    from trainformer.checkpointing.jax_files import JaxFiles
 
     newest = CheckpointStore(run_folder(folder) / "checkpoints").newest()
     assert newest is not None, f"there is no checkpoint in {folder}:\n{output(folder)}"

@@ -130,7 +130,7 @@ def exchange(folder: Path, kind: str, options: dict) -> None:
     mesh = make_mesh((1, -1, 1, 1))
     peers = peers_on(mesh)
     told = {"gather": peers.gather({"rank": peers.rank}), "long": peers.gather(str(peers.rank) * (3000 * peers.rank))}
-    told["from_main"] = peers.from_main(f"of {peers.rank}")
+    told["broadcast"] = peers.broadcast(f"of {peers.rank}")
     told["parts"] = peers.gather_parts(peers.rank + 10)
     told["total"] = peers.total([1.0, peers.rank])
     told["any"] = peers.any([False, peers.rank == 1, True])
@@ -138,7 +138,7 @@ def exchange(folder: Path, kind: str, options: dict) -> None:
     asking = Asking(mesh)
     told["asking"] = [asking(asks) for asks in (False, peers.rank == 1, False, False, peers.rank == 0, False)]
     try:
-        peers.done_by_main(lambda: 1 / 0)
+        peers.run_on_main(lambda: 1 / 0)
     except Exception as error:
         told["failure"] = f"{type(error).__name__}: {error}"
     (folder / f"told.{peers.rank}.json").write_text(json.dumps(told))

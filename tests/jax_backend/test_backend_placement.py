@@ -14,7 +14,7 @@ from trainformer.backends.jax import precision, remat
 from trainformer.backends.jax.mesh import make_mesh
 from trainformer.backends.jax.placement import Placer, processes_of_rows
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.core.types import Sized
+from trainformer.core.types import HostBatch
 
 MESH_DIMS = (2, 2, 2, 1)
 
@@ -27,15 +27,15 @@ def text_batch(rows=8):
 def test_rows_are_divided_over_the_data_axes_and_counted_on_the_host():
     mesh = make_mesh(MESH_DIMS)
     batch = text_batch()
-    placed = Placer(mesh).place(Sized(batch, 7, 1, None, 9, 8))
+    placed = Placer(mesh).place(HostBatch(batch, 7, 1, None, 9, 8))
     ids = placed.data["input_ids"]
     assert np.array_equal(ids, batch["input_ids"])
     assert {s.data.shape for s in ids.addressable_shards} == {(2, 6)}
     assert placed._replace(data=None) == (None, 7, int(batch["attention_mask"].sum()), 1, False, 9, 8)
     del batch["attention_mask"]
-    assert Placer(mesh).place(Sized(batch, 8)).tokens == 48
-    assert Placer(mesh).place(Sized({"x": np.ones((8, 2))}, 8)).tokens == 0
-    assert Placer(mesh).place(Sized(batch, 0)).tokens == 0  # only there to take part
+    assert Placer(mesh).place(HostBatch(batch, 8)).tokens == 48
+    assert Placer(mesh).place(HostBatch({"x": np.ones((8, 2))}, 8)).tokens == 0
+    assert Placer(mesh).place(HostBatch(batch, 0)).tokens == 0  # only there to take part
 
 
 def test_batches_come_in_order_and_one_is_taken_ahead():
@@ -44,7 +44,7 @@ def test_batches_come_in_order_and_one_is_taken_ahead():
     def source():
         for number in range(4):
             taken.append(number)
-            yield Sized({"x": np.full((8, 1), number)}, 8)
+            yield HostBatch({"x": np.full((8, 1), number)}, 8)
 
     feed = Placer(make_mesh(MESH_DIMS)).feed(source())
     seen = []
@@ -56,7 +56,7 @@ def test_batches_come_in_order_and_one_is_taken_ahead():
 
 
 def test_a_scalar_goes_to_every_device():
-    placed = Placer(make_mesh(MESH_DIMS)).place(Sized({"x": np.ones((8, 2)), "temperature": np.float32(0.5)}, 8))
+    placed = Placer(make_mesh(MESH_DIMS)).place(HostBatch({"x": np.ones((8, 2)), "temperature": np.float32(0.5)}, 8))
     assert placed.data["temperature"].sharding.is_fully_replicated
     assert float(placed.data["temperature"]) == 0.5
 
@@ -65,11 +65,11 @@ def test_columns_of_text_stay_on_the_host_and_are_named_once(caplog):
     placer = Placer(make_mesh(MESH_DIMS))
     data = {"x": np.ones(8), "text": np.array(["a"] * 8), "meta": [{"a": 1}] * 8, "half": jnp.ones(8, jnp.bfloat16)}
     with caplog.at_level(logging.INFO, logger="trainformer"):
-        first, second = (placer.place(Sized(data, 8)).data for _ in range(2))
+        first, second = (placer.place(HostBatch(data, 8)).data for _ in range(2))
     assert set(first) == set(second) == {"x", "half"}
     (record,) = caplog.records
     assert "meta, text" in record.getMessage()
-    assert placer.place(Sized({"h": np.ones(8, jnp.bfloat16)}, 8)).data["h"].dtype == jnp.bfloat16
+    assert placer.place(HostBatch({"h": np.ones(8, jnp.bfloat16)}, 8)).data["h"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_columns_of_text_stay_on_the_host_and_are_named_once(caplog):
 )
 def test_batches_that_cannot_be_placed_are_refused(data, accumulation, message):
     with pytest.raises(DataError, match=message):
-        list(Placer(make_mesh(MESH_DIMS), accumulation).feed([Sized(data, 8)]))
+        list(Placer(make_mesh(MESH_DIMS), accumulation).feed([HostBatch(data, 8)]))
 
 
 def test_evaluation_batches_need_not_divide_into_micro_batches():
-    feed = Placer(make_mesh(MESH_DIMS), accumulation=2).feed([Sized({"x": np.ones(12)}, 12)], train=False)
+    feed = Placer(make_mesh(MESH_DIMS), accumulation=2).feed([HostBatch({"x": np.ones(12)}, 12)], train=False)
     assert next(feed).size == 12
 
 

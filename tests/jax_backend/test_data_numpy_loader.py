@@ -16,9 +16,9 @@ from torch.utils.data import Subset as TorchSubset
 from torch.utils.data import TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.indexed import Arrays, Subset
-from trainformer.data.info import extract_info
+from trainformer.data.dataset import Arrays, Subset
 from trainformer.data.loader import DatasetSource
+from trainformer.data.metadata import extract_info
 from trainformer.data.numpy_inputs import as_data, numpy_source
 from trainformer.data.numpy_loader import NumpySource
 from trainformer.data.order import sample_rng

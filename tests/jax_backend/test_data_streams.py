@@ -31,7 +31,7 @@ class Countdown:
         return ({"x": i, "noise": random.random() + np.random.rand()} for i in range(N))
 
 
-class Placed(Countdown):
+class DeviceBatch(Countdown):
     """The same with a state; `read` counts what was taken."""
 
     def __init__(self):
@@ -91,7 +91,7 @@ def batched():
 SOURCES = {
     "plain": lambda: StreamSource(Countdown(), 4, seed=1),
     "function": lambda: StreamSource(lambda: iter(Countdown()), 4, seed=1),
-    "placed": lambda: StreamSource(Placed(), 4, seed=1),
+    "placed": lambda: StreamSource(DeviceBatch(), 4, seed=1),
     "hf": lambda: StreamSource(hf_stream(), 4, seed=1),
     "hf shuffled": lambda: StreamSource(shuffled_hf_stream(), 4, seed=1),
     "grain": lambda: StreamSource(grain_stream(), 4, seed=1),
@@ -147,18 +147,18 @@ def test_a_state_at_the_end_of_an_epoch_begins_the_next(kind):
 
 
 def test_streams_that_know_their_place_are_not_read_again():
-    source = StreamSource(Placed(), 4)
+    source = StreamSource(DeviceBatch(), 4)
     iterator = source.batches(0)
     for _ in range(4):
         next(iterator)
-    other = StreamSource(Placed(), 4)
+    other = StreamSource(DeviceBatch(), 4)
     other.load_state_dict(source.state_dict())
     assert len(list(other.batches(0, 4, 16))) == 2
     assert other.stream.read == N - 16
     hf = SOURCES["hf"]()
     next(hf.batches(0))
     assert hf.state_dict()["known_by"] == "stream"
-    again = StreamSource(Placed(), 4)  # without the state there is no other way
+    again = StreamSource(DeviceBatch(), 4)  # without the state there is no other way
     assert len(list(again.batches(0, 4, 16))) == 2
     assert again.stream.read == N
 
@@ -171,16 +171,16 @@ def test_epochs_of_a_shuffled_stream_differ():
 
 
 def test_who_reads_ahead_says_how_far():
-    source = StreamSource(Placed(), 4, kept=2)
+    source = StreamSource(DeviceBatch(), 4, kept=2)
     iterator = source.batches(0)
     taken = plain(next(iterator) for _ in range(4))
-    other = StreamSource(Placed(), 4)
+    other = StreamSource(DeviceBatch(), 4)
     other.load_state_dict(source.state_dict(unused=2))
     assert plain(other.batches(0, 2, 8))[:2] == taken[2:]
     with pytest.raises(BadArgument, match="kept"):
         source.state_dict(unused=3)
     with pytest.raises(BadArgument, match="kept"):
-        StreamSource(Placed(), 4).state_dict(unused=1)
+        StreamSource(DeviceBatch(), 4).state_dict(unused=1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "loader", "grain"])

@@ -52,7 +52,7 @@ def test_what_processes_tell_each_other(tmp_path):
     assert told[0] == told[1]
     assert told[0]["gather"] == [{"rank": 0}, {"rank": 1}]
     assert told[0]["long"] == ["", "1" * 3000]
-    assert told[0]["from_main"] == "of 0"
+    assert told[0]["broadcast"] == "of 0"
     assert told[0]["parts"] == [10]
     assert told[0]["total"] == [2.0, 1.0]
     assert told[0]["any"] == [False, True, True]
@@ -65,7 +65,7 @@ def test_what_processes_tell_each_other(tmp_path):
 
 def test_alone_unless_the_environment_says_otherwise():
     mesh = make_mesh((1, -1, 1, 1))
-    assert peers_on(mesh).is_alone
+    assert peers_on(mesh).is_single_process
     assert rows_of_process(mesh) == ALL
     assert launched({}) is launched({"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert launched({"OMPI_COMM_WORLD_SIZE": "2"}) == {}

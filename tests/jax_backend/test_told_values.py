@@ -9,8 +9,8 @@ import pytest
 from jax_toys import MeanTrainer, losses, mesh_on, mlp_trainer, samples
 
 from trainformer.backends.jax.placement import Placer
-from trainformer.backends.jax.told import TOLD, Part, added_up, read_parts, telling, told_by
-from trainformer.core.types import Sized
+from trainformer.backends.jax.step_metrics import TOLD, Part, added_up, read_parts, telling, told_by
+from trainformer.core.types import HostBatch
 from trainformer.jax import TrainerConfigureDataloaderOutput
 
 
@@ -66,7 +66,7 @@ def test_a_batch_for_a_jitted_step_stays_on_the_host_and_none_is_taken_ahead():
     def source():
         for number in range(3):
             taken.append(number)
-            yield Sized({"x": np.full((8, 2), number)}, 8)
+            yield HostBatch({"x": np.full((8, 2), number)}, 8)
 
     placer = Placer(mesh_on((1, 4, 1, 1)), on_host=True)
     first = next(placer.feed(source()))

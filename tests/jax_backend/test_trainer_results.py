@@ -22,7 +22,7 @@ from trainformer import Trainer
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import Loss
 from trainformer.jax import TrainingArguments, TrainState
-from trainformer.session.jax import state_files
+from trainformer.run.jax import state_files
 
 # -- evaluation ----------------------------------------------------------------------------------------------------
 

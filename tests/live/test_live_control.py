@@ -12,7 +12,7 @@ from controlled import asked, control_file, ctl, finish_ctl, launch_gated, log_o
 from harness import compare_states, complete, differences, final_state, finish, kept, output, records
 from victim import Case
 
-from trainformer.engine.checkpoint import CheckpointStore
+from trainformer.checkpointing import CheckpointStore
 
 WAYS = {"at once": Case(), "in the background": Case(save_async=True, slow=0.02)}
 

@@ -21,12 +21,12 @@ from torch.utils.data import TensorDataset
 
 from toys import MeanTask, classes
 from trainformer import Trainer
+from trainformer.checkpointing import CheckpointStore
 from trainformer.core.errors import BadArgument
-from trainformer.engine.checkpoint import CheckpointStore
 from trainformer.live import ControlError, address, ask, describe, list_runs
-from trainformer.live.processes import process_identity
 from trainformer.live.requests import Request, Ticket
-from trainformer.session.folder import NoFolder
+from trainformer.run.folder import NoFolder
+from trainformer.utils.processes import process_identity
 
 
 def trainer(*callbacks, **settings):

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from forking import SERVER
 from toys import mlp, same, weights
+from trainformer.checkpointing.checkpointer import SaveFailed
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.mini import BaseHook, CheckpointingHook, LoggingHook
-from trainformer.session.checkpoints import SaveFailed
 
 
 def files(folder="checkpoints"):

@@ -18,7 +18,7 @@ from trainformer.cli import frame
 from trainformer.core.errors import BadArgument
 from trainformer.loggers import read_jsonl
 from trainformer.report import write_report
-from trainformer.report.happenings import happenings
+from trainformer.report.events import happenings
 from trainformer.report.reading import read_run
 from trainformer.report.series import clock_of, kept_points, plots_of, series_of
 from trainformer.sweep import choice, grid, sweep

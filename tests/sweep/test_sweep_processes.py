@@ -13,9 +13,9 @@ import pytest
 from sweep_victims import QUIET, SCRIPT, accidents, kept, victim
 
 from trainformer.core.errors import BadArgument
-from trainformer.live.processes import process_identity
 from trainformer.sweep import current_trial, grid, sweep, uniform
 from trainformer.sweep.processes import make_slots
+from trainformer.utils.processes import process_identity
 
 
 def facts(results):

@@ -28,7 +28,7 @@ from trainformer.sweep import (
     sweep,
     uniform,
 )
-from trainformer.sweep.ledger import is_abandoned
+from trainformer.sweep.study import is_abandoned
 
 FAIL = optuna.trial.TrialState.FAIL
 
@@ -288,7 +288,7 @@ def test_what_a_call_of_this_very_process_left_is_made_again(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("trainformer.sweep.progress.Progress.began", interrupted)
-        patched.setattr("trainformer.sweep.ledger.Ledger.put_back", interrupted)  # as in a notebook, at a bad moment
+        patched.setattr("trainformer.sweep.study.Ledger.put_back", interrupted)  # as in a notebook, at a bad moment
         with pytest.raises(KeyboardInterrupt):
             fn.run(method="grid", **QUIET)
     assert len(stored("sweeps/fn", "fn")) == 1
@@ -349,7 +349,7 @@ def test_a_trial_that_another_process_took_for_dead_is_not_counted(caplog):
 
 
 def test_signs_of_life_for_other_machines(monkeypatch):
-    monkeypatch.setattr("trainformer.sweep.conductor.BEAT", 0.05)
+    monkeypatch.setattr("trainformer.sweep.runner.BEAT", 0.05)
 
     @sweep(x=grid(1))
     def fn(x):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ranks import added_up, share_of
-from trainformer.backends.torch.distribution.shared_batchnorm import share_batchnorm
+from trainformer.distributed.shared_batchnorm import share_batchnorm
 from trainformer.tasks import SSL
 from trainformer.utils.distributed import padding, shuffle_rows, unshuffle_rows
 

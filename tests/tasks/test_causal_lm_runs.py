@@ -177,7 +177,7 @@ def test_samples_are_written_by_the_average_that_is_judged(task, tmp_path):
     trainer = trainer_for(
         task(), TEXTS, val_data=TEXTS[:4], eval_every="6steps", run_dir=tmp_path, callbacks=[EMA(decay=0.0), sampler]
     ).fit()
-    with trainer.judging():
+    with trainer.eval_mode():
         wanted = trainer.task.generate("the quick", max_new_tokens=6)[0]
     record = next(r for r in read_jsonl(tmp_path / "metrics.jsonl") if "text/samples" in r)
     assert record["text/samples"] == f"the quick⟶{wanted}"

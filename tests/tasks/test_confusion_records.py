@@ -101,7 +101,7 @@ def test_words():
     trainer = trainer_for(task, records, val_data=records, run_dir="run", max_steps=12, eval_batch_size=5).fit()
     matrix, labels = matrices("run")[-1]
     wanted, predicted = [], []
-    with trainer.judging(), torch.no_grad():
+    with trainer.eval_mode(), torch.no_grad():
         for batch in batches_of(trainer, train=False):
             asked = batch["labels"] >= 0
             logits = task.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

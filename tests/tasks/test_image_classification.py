@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 from trainformer.backends.torch.placement import Feeder
 from trainformer.core import BadArgument, DataError
 from trainformer.data import DatasetInfo, DatasetSource, ImageDataset, extract_info, load_images
-from trainformer.data.fetch import tensors_of
+from trainformer.data.fetcher import tensors_of
 from trainformer.eval.calibration import expected_calibration_error
 from trainformer.tasks import ImageClassification
 from trainformer.tasks.base import Task, provides

@@ -982,11 +982,11 @@ def test_images_are_augmented_for_training_alone(augment: str) -> None:
         seen["train"].append(batch[0])
         return step(batch)
 
-    def judging(batch: Any) -> Any:
+    def eval_mode(batch: Any) -> Any:
         seen["eval"].append(batch[0])
         return judge(batch)
 
-    task.train_step, task.eval_step = training, judging  # type: ignore[method-assign]
+    task.train_step, task.eval_step = training, eval_mode  # type: ignore[method-assign]
     trainer.fit()
     plain = task._normalize(pixels(10)[0])
     assert all(torch.equal(images, plain) for images in seen["eval"])

@@ -18,7 +18,7 @@ from trainformer.callbacks import EMA
 from trainformer.core import BadArgument
 from trainformer.data import DatasetInfo
 from trainformer.loggers import read_jsonl
-from trainformer.session import RunSettings
+from trainformer.run import RunSettings
 from trainformer.tasks import ImageClassification
 from trainformer.tasks.vision.recipes import recipe_arguments, recipe_settings
 

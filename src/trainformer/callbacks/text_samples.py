@@ -50,7 +50,7 @@ class TextSamples:
         if self._evaluations % self.every:
             return
         prompts = list(self.prompts)
-        with trainer.judging():
+        with trainer.eval_mode():
             texts = trainer.task.generate(prompts, max_new_tokens=self.max_new_tokens, **self.options)
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
             key = self.name if len(prompts) == 1 else f"{self.name}/{number}"

@@ -63,7 +63,7 @@ def _place(path: str) -> Path:
 
 def _list(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import list_checkpoints
-    from trainformer.checkpoint.summary import in_words
+    from trainformer.checkpointing.tools.summary import in_words
 
     place = _place(args.run)
     found = list_checkpoints(place)

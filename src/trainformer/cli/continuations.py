@@ -33,7 +33,7 @@ def continuations(trainer: Trainer, data: str, batch_size: int, max_new_tokens: 
     prompts = [_prompt(record, task, place) for place, record in enumerate(records)]
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     shown = track(batches, "writing", console=Console(stderr=True), transient=True, disable=not trainer.is_main)
-    with trainer.judging():
+    with trainer.eval_mode():
         for batch in shown:
             for prompt, text in zip(batch, task.generate(batch, max_new_tokens=max_new_tokens), strict=True):
                 yield {"prompt": prompt, "text": text}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer import __version__
-from trainformer.checkpoint.summary import in_words
+from trainformer.checkpointing.tools.summary import in_words
 from trainformer.cli.requirements import Requirement, is_met, requirements_of
 
 Problems = list[dict[str, Any]]

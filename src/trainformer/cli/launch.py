@@ -96,7 +96,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _launch(arguments: list[str], world: int) -> int:
+def _launch(arguments: list[str], world_size: int) -> int:
     import logging
 
     from torch.distributed import run as torchrun
@@ -110,7 +110,9 @@ def _launch(arguments: list[str], world: int) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        text = f"Rank {rank} of {world} (process {failure.pid}) {how}; what it said is above. The others were ended."
+        text = (
+            f"Rank {rank} of {world_size} (process {failure.pid}) {how}; what it said is above. The others were ended."
+        )
         print(f"error: {text}", file=sys.stderr)
         return 128 - code if code < 0 else code
     except SignalException as error:

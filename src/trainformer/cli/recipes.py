@@ -104,7 +104,7 @@ def seed(part: Any, changes: Mapping[str, Any] | None = None) -> None:
     call = as_call(part)
     if call is None or call.title not in _TRAINERS:
         return
-    from trainformer.session import RunSettings
+    from trainformer.run import RunSettings
     from trainformer.utils import seed_everything
 
     number = {"seed": RunSettings.defaults()["seed"], **call.kwargs, **(changes or {})}["seed"]
@@ -143,7 +143,7 @@ class _Keeper:
 
     def on_train_begin(self, trainer: Any) -> None:
         """The folder is there by now."""
-        from trainformer.session.folder import write_atomically
+        from trainformer.utils.files import write_atomically
 
         folder: Path | None = trainer.run_folder
         if folder is not None and trainer.is_main:

@@ -66,7 +66,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 def _go_on(info: RunInfo, trust: list[str], changes: dict[str, Any]) -> None:
     from trainformer.cli import recipes
     from trainformer.config import load_config
-    from trainformer.session import RunSettings
+    from trainformer.run import RunSettings
 
     written, usual = recipes.settings_in(info.path, trust), RunSettings.defaults()
     settings = {

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def row_of(info: RunInfo) -> Row:
     """What the folder of a run tells beside its status."""
-    from trainformer.engine.checkpoint.store import folder_of_checkpoints
+    from trainformer.checkpointing.store import folder_of_checkpoints
 
     settings = settings_of(info.path)
     metric, mode = monitored(settings)
@@ -150,7 +150,7 @@ def _print(rows: Iterable[Row]) -> None:
 
 
 def _cells(row: Row) -> list[str]:
-    from trainformer.checkpoint.summary import in_words
+    from trainformer.checkpointing.tools.summary import in_words
 
     info = row.info
     name, *far = how_far(info)

@@ -19,7 +19,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 
 if TYPE_CHECKING:
     from trainformer import Trainer
-    from trainformer.engine.checkpoint import Checkpoint
+    from trainformer.checkpointing import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def load_trained(args: argparse.Namespace) -> Trained:
 
 def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
     """The folder of the run that is meant, and the checkpoint."""
-    from trainformer.checkpoint.places import find, is_checkpoint, list_checkpoints
-    from trainformer.engine.checkpoint import Checkpoint
-    from trainformer.engine.checkpoint.retention import Retention
+    from trainformer.checkpointing import Checkpoint
+    from trainformer.checkpointing.retention import Retention
+    from trainformer.checkpointing.tools.places import find, is_checkpoint, list_checkpoints
     from trainformer.live.runs import find_run, is_run
 
     if is_checkpoint(Path(name)):

@@ -9,19 +9,19 @@ from trainformer.core.errors import (
     TrainformerError,
 )
 from trainformer.core.optional import require
-from trainformer.core.types import Entry, EvalResult, Loss, Placed, Sized, StepResult
+from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Loss, StepResult
 
 __all__ = [
     "BadArgument",
     "CheckFailed",
     "DataError",
+    "DeviceBatch",
     "Entry",
     "EvalResult",
+    "HostBatch",
     "Loss",
     "MissingDependency",
     "NonFiniteError",
-    "Placed",
-    "Sized",
     "StepResult",
     "TrainformerError",
     "require",

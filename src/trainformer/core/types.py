@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class Mean(NamedTuple):
     metrics: Mapping[str, Any] | None = None
 
 
-class Done(NamedTuple):
+class BackwardDone(NamedTuple):
     """The same as `Loss`, where the gradients of ``sum`` over the step's reference are computed already."""
 
     sum: Any
@@ -50,7 +51,7 @@ class Origin(NamedTuple):
     samples: Any  # an array of whole numbers, one per sample
 
 
-class Sized(NamedTuple):
+class HostBatch(NamedTuple):
     """A batch as the loader gives it, with the number of samples in it, and of those that could not be read.
 
     Where ranks share a batch, `size` is this rank's part: 0 if its data are only there so that it can take part.
@@ -66,7 +67,7 @@ class Sized(NamedTuple):
     consumed: int | None = None
 
 
-class Placed(NamedTuple):
+class DeviceBatch(NamedTuple):
     """The same batch where the model is. `tokens` is 0 for data that have none.
 
     `more` says that another micro-batch of the same step follows; it is told only to a backend that wants to know.
@@ -117,3 +118,18 @@ class EvalResult(NamedTuple):
 
     entries: list[Entry]
     rows: dict[str, Any]
+
+
+class SharingPattern(enum.Enum):
+    """Who has a component, and so who writes it."""
+
+    GLOBAL = "global"
+    """One state for the whole run; rank 0 writes it."""
+    REPLICATED = "replicated"
+    """The same on every rank; rank 0 writes it, and the others can be compared with it."""
+    PER_RANK = "per_rank"
+    """Every rank has its own and writes it."""
+    PER_GROUP = "per_group"
+    """The same within a process group; the first rank of each group writes it."""
+    PER_NODE = "per_node"
+    """The same within a machine; the first rank of each machine writes it."""

@@ -5,7 +5,7 @@ from trainformer.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "trainformer.data.info": ["DatasetInfo", "extract_info", "labels_of"],
+        "trainformer.data.metadata": ["DatasetInfo", "extract_info", "labels_of"],
         "trainformer.data.folder": ["ImageFiles", "ImageFolder"],
         "trainformer.data.image": ["ImageDataset", "find_corrupt_images", "load_images"],
         "trainformer.data.lists": ["ImageList"],

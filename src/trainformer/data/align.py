@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.data.targets import is_subset, targets_of
+from trainformer.data.labels import is_subset, targets_of
 
 
 def numbered_alike(dataset: Any, classes: Sequence[str] | None) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import Sized
+from trainformer.core.types import HostBatch
 from trainformer.data.sharding import Shard, check_divisible
 
 
@@ -31,9 +31,9 @@ class Receivers(Protocol):
 class DispatchedSource:
     """The batches of a source that only rank 0 reads. Everything else is asked of that source."""
 
-    def __init__(self, source: Any, ranks: Receivers) -> None:
+    def __init__(self, source: Any, process_group: Receivers) -> None:
         self.source = source
-        self.ranks = ranks
+        self.process_group = process_group
 
     def __getattr__(self, name: str) -> Any:
         if name in ("source", "ranks"):  # not there yet: a copy is being made
@@ -45,27 +45,27 @@ class DispatchedSource:
         """Number of batches, where that is known."""
         return self.source.batches_per_epoch
 
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """What is left of an epoch, this rank's part of each batch."""
-        if self.ranks.is_main:
+        if self.process_group.is_main:
             yield from self._read(self.source.batches(epoch, batch, position))
             return
-        while (part := self.ranks.hand_out(None)) is not None:
+        while (part := self.process_group.hand_out(None)) is not None:
             if isinstance(part, str):
                 raise DataError(f"Rank 0, which reads the data for all, failed. {part}")
             yield part
 
-    def _read(self, batches: Iterator[Sized]) -> Iterator[Sized]:
-        count = self.ranks.count
+    def _read(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+        count = self.process_group.count
         while True:
             try:
                 batch = next(batches, None)
                 if batch is not None:
                     check_divisible(batch)
             except Exception as error:
-                self.ranks.hand_out([f"{type(error).__name__}: {error}"] * count)
+                self.process_group.hand_out([f"{type(error).__name__}: {error}"] * count)
                 raise
             if batch is None:
-                self.ranks.hand_out([None] * count)
+                self.process_group.hand_out([None] * count)
                 return
-            yield self.ranks.hand_out([Shard(index, count).cut(batch) for index in range(count)])
+            yield self.process_group.hand_out([Shard(index, count).cut(batch) for index in range(count)])

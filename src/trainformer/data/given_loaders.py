@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Origin, Sized
-from trainformer.data.indexed import is_array
+from trainformer.core.types import HostBatch, Origin
+from trainformer.data.dataset import is_array
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.sharding import ALL, Shard, check_divisible, is_divided
 
@@ -50,7 +50,7 @@ class LoaderSource:
         except TypeError:
             return None
 
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """What is left of an epoch after `batch` batches."""
         self._announce(epoch)
         if batch:
@@ -80,11 +80,11 @@ class LoaderSource:
                 return
             yield found[0]
 
-    def _sized(self, epoch: int, batches: Iterable[Any], position: int) -> Iterator[Sized]:
+    def _sized(self, epoch: int, batches: Iterable[Any], position: int) -> Iterator[HostBatch]:
         """Nobody knows which samples these are; their places in the epoch stand for them."""
         for data in batches:
             size = self._count(data)
-            batch = Sized(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
+            batch = HostBatch(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
             position += size
             if self.shard.is_all:
                 yield batch
@@ -119,7 +119,7 @@ class StatefulLoaderSource(LoaderSource):
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
         self._restored = True
 
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """What is left of an epoch: as the loader knows, if it was restored, else by reading again."""
         restored, self._restored = self._restored, False
         if restored:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from trainformer.core.errors import DataError, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.fetch import is_in_memory, tensors_of, unwrap_subsets
+from trainformer.data.fetcher import is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.folder import (
     CorruptImage,
     ImageFiles,
@@ -32,11 +32,11 @@ from trainformer.data.folder import (
     read_image,
 )
 from trainformer.data.hub import is_saved_by_hf, load_from_hub, load_saved
+from trainformer.data.labels import label_column, targets_of
 from trainformer.data.lists import IMAGE_COLUMNS, LABEL_COLUMNS, ImageList, is_list
 from trainformer.data.pixels import ImageTensors, channels_in, image_tensor, tensor_channels, with_channels
 from trainformer.data.samples import load_sample, sample_names
 from trainformer.data.shards import names_shards
-from trainformer.data.targets import label_column, targets_of
 from trainformer.data.webdataset import LABEL_KEYS, WebDataset
 
 __all__ = [

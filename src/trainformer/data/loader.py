@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from trainformer.core.errors import DataError
-from trainformer.data.fetch import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
+from trainformer.data.fetcher import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.given_loaders import Count, LoaderSource, StatefulLoaderSource, batch_length, loader_source
-from trainformer.data.ordered import EpochOrder, OrderedSource, insist_on_samples
 from trainformer.data.sharding import ALL, Shard, undivided
+from trainformer.data.source import EpochOrder, OrderedSource, insist_on_samples
 
 __all__ = [
     "Count",

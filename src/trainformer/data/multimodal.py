@@ -26,7 +26,7 @@ from trainformer.data.order import sample_key
 from trainformer.data.pixels import is_pil, with_channels
 from trainformer.data.shards import RawSample, names_shards
 from trainformer.data.text.files import TextFile, content_suffix
-from trainformer.data.text.forms import Form, conversation, expected_value, text_value
+from trainformer.data.text.schemas import Form, conversation, expected_value, text_value
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.tables import JSON, MOST_PARSED, RecordList, position, where
 from trainformer.data.webdataset import WebDataset

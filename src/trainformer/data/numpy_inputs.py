@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.fetch import Collate
+from trainformer.data.dataset import Arrays, is_array
+from trainformer.data.fetcher import Collate
 from trainformer.data.hub import one_split
-from trainformer.data.indexed import Arrays, is_array
+from trainformer.data.labels import is_stream
 from trainformer.data.numpy_loader import NumpySource
 from trainformer.data.numpy_streams import BatchSource, StreamSource
 from trainformer.data.sharding import ALL, Shard
-from trainformer.data.targets import is_stream
 from trainformer.data.text.sources import load_text
 
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Sized
-from trainformer.data.fetch import Collate, Fetched, Fetcher, unwrap_subsets
-from trainformer.data.indexed import Arrays
+from trainformer.core.types import HostBatch
+from trainformer.data.dataset import Arrays
+from trainformer.data.fetcher import Collate, Fetched, Fetcher, unwrap_subsets
 from trainformer.data.order import global_draws, preserved_generators, seed_generators
-from trainformer.data.ordered import EpochOrder, OrderedSource, insist_on_samples
 from trainformer.data.sharding import ALL, Shard
+from trainformer.data.source import EpochOrder, OrderedSource, insist_on_samples
 from trainformer.data.stacking import filled_up, stack_samples
 
 logger = logging.getLogger("trainformer")
@@ -39,7 +39,7 @@ class NumpySource(OrderedSource):
     `collate` makes a batch of a list of samples; by default their arrays are stacked. A last batch that is smaller
     than the others is left out with `drop_last`. With `pad_last` it has all its rows, some of them repeated, and every
     batch, which must be a dict, says under `"_valid"` which of its rows count; so does one from which samples that
-    cannot be read were left out (`skip_bad`). `Sized.size` is the number of samples without repetitions.
+    cannot be read were left out (`skip_bad`). `HostBatch.size` is the number of samples without repetitions.
 
     `batch_size` is that of all processes; of each batch only the part of the `shard` is read, and padded to an equal
     part of the rows.
@@ -84,7 +84,7 @@ class NumpySource(OrderedSource):
         self.threads = threads
         self._may_use_threads: bool | None = None  # not known before the first batch
 
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """What is left of an epoch after `position` samples."""
         given = super().batches(epoch, batch, position)
         return padded(given, self.batch_size // self.shard.count) if self.pad_last else given
@@ -120,7 +120,7 @@ class NumpySource(OrderedSource):
         return self._may_use_threads
 
 
-def padded(batches: Iterator[Sized], rows: int) -> Iterator[Sized]:
+def padded(batches: Iterator[HostBatch], rows: int) -> Iterator[HostBatch]:
     """The same batches with so many rows each, and `"_valid"` to tell which of them count."""
     for batch in batches:
         yield batch._replace(data=filled_up(batch.data, batch.size, rows))

@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.core.types import Origin, Sized
-from trainformer.data.fetch import Collate
+from trainformer.core.types import HostBatch, Origin
+from trainformer.data.fetcher import Collate
 from trainformer.data.given_loaders import batch_length
 from trainformer.data.hub import has_shuffle_buffer
+from trainformer.data.labels import is_a
 from trainformer.data.numpy_loader import check_batching
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.sharding import ALL, Shard, check_divisible, is_divided, undivided
 from trainformer.data.stacking import filled_up, stack_samples
-from trainformer.data.targets import is_a
 
 logger = logging.getLogger("trainformer")
 
@@ -101,7 +101,7 @@ class _IteratedSource(ABC):
 
     # -- reading -------------------------------------------------------------------------------------------
 
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """What is left of an epoch after `batch` batches with `position` samples."""
         parts: list[Any] = [self.stream, *(getattr(self.stream, name, None) for name in ("dataset", "sampler"))]
         for part in parts:
@@ -131,7 +131,7 @@ class _IteratedSource(ABC):
             seed_generators(sample_key(self.seed, epoch, number))
             return self._read()
 
-    def _sized(self, epoch: int, batch: int, position: int, content: Any) -> Iterator[Sized]:
+    def _sized(self, epoch: int, batch: int, position: int, content: Any) -> Iterator[HostBatch]:
         """Nobody knows which samples these are; their places in the epoch stand for them."""
         for number in count(batch + 1):
             if content is None:
@@ -152,7 +152,7 @@ class _IteratedSource(ABC):
         """Read again what was seen."""
 
     @abstractmethod
-    def _made(self, content: Any, begin: Origin) -> Sized:
+    def _made(self, content: Any, begin: Origin) -> HostBatch:
         """This process's part of the batch. `begin` holds the place of its first sample."""
 
 
@@ -202,7 +202,7 @@ class StreamSource(_IteratedSource):
                 seed_generators(sample_key(self.seed, epoch, number))
                 left -= sum(1 for _ in islice(self._iterator, min(left, self._share)))
 
-    def _made(self, content: list[Any], begin: Origin) -> Sized:
+    def _made(self, content: list[Any], begin: Origin) -> HostBatch:
         size = len(content)
         low, high = (0, size) if self.is_divided else self.shard.bounds(size)
         mine = content[low:high] or content[:1]
@@ -212,10 +212,10 @@ class StreamSource(_IteratedSource):
         first = begin.samples + low
         origin = Origin(begin.seed, begin.epoch, np.arange(first, first + len(mine)))
         if self.shard.is_all:
-            return Sized(data, size, 0, origin)
+            return HostBatch(data, size, 0, origin)
         if self.is_divided:
-            return Sized(data, size, 0, origin, None, size * self.shard.count)
-        return Sized(data, high - low, 0, origin, size, size)
+            return HostBatch(data, size, 0, origin, None, size * self.shard.count)
+        return HostBatch(data, high - low, 0, origin, size, size)
 
 
 class BatchSource(_IteratedSource):
@@ -261,10 +261,10 @@ class BatchSource(_IteratedSource):
         for number in range(batch):
             self._next(epoch, number)
 
-    def _made(self, content: Any, begin: Origin) -> Sized:
+    def _made(self, content: Any, begin: Origin) -> HostBatch:
         size = self._count(content)
         origin = Origin(begin.seed, begin.epoch, np.arange(begin.samples, begin.samples + size))
-        made = Sized(without_tensors(content), size, 0, origin)
+        made = HostBatch(without_tensors(content), size, 0, origin)
         if not self.shard.is_all and self.is_divided:
             made = made._replace(consumed=size * self.shard.count)
         elif not self.shard.is_all:

@@ -19,8 +19,8 @@ from typing import Any, Self
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.labels import is_stream, labels_of, length
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
-from trainformer.data.targets import is_stream, labels_of, length
 
 REPEATS = 3  # as in the paper on repeated augmentation for image classifiers, and in DeiT
 # Each sampler has a stream of random numbers of its own, apart from those of plain shuffling with the same seed.

@@ -19,7 +19,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.indexed import Arrays
+from trainformer.data.dataset import Arrays
 
 if TYPE_CHECKING:
     from trainformer.data.pixels import ImageTensors

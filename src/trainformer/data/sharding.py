@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Origin, Sized
-from trainformer.data.indexed import is_array
+from trainformer.core.types import HostBatch, Origin
+from trainformer.data.dataset import is_array
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shard:
         low, high = self.bounds(len(samples))
         return samples[low:high] if high > low else samples[:1]
 
-    def cut(self, batch: Sized) -> Sized:
+    def cut(self, batch: HostBatch) -> HostBatch:
         """This rank's part of a batch that is made already."""
         if self.is_all:
             return batch
@@ -53,14 +53,14 @@ class Shard:
         if low >= batch.size:
             data = slice_batch(batch.data, 0, 1, batch.size)
         bad = batch.bad if self.index == 0 else 0  # ranks add up theirs
-        return Sized(data, high - low, bad, _part(batch.origin, low, high), batch.size, batch.size + batch.bad)
+        return HostBatch(data, high - low, bad, _part(batch.origin, low, high), batch.size, batch.size + batch.bad)
 
 
 #: The part of one rank alone.
 ALL = Shard()
 
 
-def check_divisible(batch: Sized) -> None:
+def check_divisible(batch: HostBatch) -> None:
     """Raise if ranks could not tell which samples of a batch are theirs."""
     half = slice_batch(batch.data, 0, 1, batch.size)
     if batch.size > 1 and not _holds_rows(half, 1):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.indexed import Subset
-from trainformer.data.targets import is_stream, labels_of, length
+from trainformer.data.dataset import Subset
+from trainformer.data.labels import is_stream, labels_of, length
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.indexed import is_array
+from trainformer.data.dataset import is_array
 
 #: The key of a batch that says which of its rows are samples; the others repeat them, and count nothing.
 VALID = "_valid"

@@ -24,11 +24,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainformer.core.errors import DataError, expected
 from trainformer.data.folder import decode_image
+from trainformer.data.labels import targets_of
 from trainformer.data.lists import LABEL_COLUMNS
 from trainformer.data.order import epoch_order, preserved_generators, sample_key, seed_generators
 from trainformer.data.pixels import image_tensor, with_channels
 from trainformer.data.shards import RawSample, find_shards, read_samples, sample_number
-from trainformer.data.targets import targets_of
 from trainformer.utils.distributed import rank as this_rank
 from trainformer.utils.distributed import world_size
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainformer.engine.control import Control
-from trainformer.engine.peers import Peers
+from trainformer.engine.process_group import ProcessGroup
 from trainformer.engine.protocols import Backend, Services
 
 
@@ -46,12 +46,12 @@ _FLAGS = ("should_log", "should_evaluate", "should_save", "should_end_epoch", "s
 class Agreement:
     """What is asked of a run, on its way to the control. One process alone asks nobody."""
 
-    def __init__(self, control: Control, peers: Peers, backend: Backend, services: Services) -> None:
+    def __init__(self, control: Control, process_group: ProcessGroup, backend: Backend, services: Services) -> None:
         self._control = control
-        self._peers = peers
+        self._peers = process_group
         self._backend = backend
         self._services = services
-        self._is_alone = peers.is_alone
+        self._is_alone = process_group.is_single_process
         self._overdue: list[str] = []
         self._callbacks_ask = False  # on any rank
         self._may_ask: Callable[[], bool] = lambda: False
@@ -94,12 +94,12 @@ class Agreement:
 
     def settle(self) -> None:
         """Make the requests of callbacks those of all ranks: what one of them asks for, all of them do."""
-        control, peers = self._control, self._peers
+        control, process_group = self._control, self._peers
         if self._is_alone:
             return
-        wanted = dict(zip(_FLAGS, peers.any([getattr(control, name) for name in _FLAGS]), strict=True))
+        wanted = dict(zip(_FLAGS, process_group.any([getattr(control, name) for name in _FLAGS]), strict=True))
         if wanted.pop("should_stop"):
-            told = peers.gather((control.stopped_by, control.stop_reason) if control.should_stop else None)
+            told = process_group.gather((control.stopped_by, control.stop_reason) if control.should_stop else None)
             rank, (by, reason) = next((rank, words) for rank, words in enumerate(told) if words is not None)
             control.stop(str(reason), by=f"{by} (on rank {rank})")  # has no effect where it stops already
         for name, value in wanted.items():

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainformer.core.types import EvalResult, Placed, Sized
+from trainformer.core.types import DeviceBatch, EvalResult, HostBatch
 from trainformer.engine.metrics import RunningMetrics
-from trainformer.engine.peers import Alone, Peers
+from trainformer.engine.process_group import ProcessGroup, SingleProcess
 from trainformer.engine.protocols import Backend
 
 Rows = dict[str, Any]
@@ -16,11 +16,11 @@ Rows = dict[str, Any]
 
 def evaluate(
     backend: Backend,
-    batches: Iterator[Sized],
-    step: Callable[[Placed], EvalResult],
+    batches: Iterator[HostBatch],
+    step: Callable[[DeviceBatch], EvalResult],
     keep_rows: bool,
     on_batch: Callable[[int], None] | None = None,
-    peers: Peers | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> tuple[dict[str, float], Rows]:
     """Means of the whole set, and the collected rows in input order, the same on every rank.
 
@@ -28,8 +28,8 @@ def evaluate(
     only if somebody wants them (`keep_rows`): logits of a large set would not fit. Ranks have contiguous parts of every
     batch, so their rows follow each other batch by batch.
     """
-    peers = peers or Alone()
-    metrics = RunningMetrics(backend, peers)
+    process_group = process_group or SingleProcess()
+    metrics = RunningMetrics(backend, process_group)
     pieces: dict[str, list[Any]] = defaultdict(list)
     for batch in backend.feed(batches, train=False):
         result = step(batch)
@@ -39,14 +39,14 @@ def evaluate(
                 pieces[name].append(rows)
         if on_batch is not None:
             on_batch(batch.size)
-    if keep_rows and not peers.is_alone:
-        pieces = _in_turn(peers.gather_parts(dict(pieces)))
+    if keep_rows and not process_group.is_single_process:
+        pieces = _in_turn(process_group.gather_parts(dict(pieces)))
     return metrics.drain(), {name: backend.join_rows(parts) for name, parts in pieces.items()}
 
 
-def _in_turn(ranks: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+def _in_turn(process_group: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     """The pieces of all ranks: of each batch those of rank 0, rank 1, and so on."""
     return {
-        name: [piece for batch in zip(*(one[name] for one in ranks), strict=True) for piece in batch]
-        for name in ranks[0]
+        name: [piece for batch in zip(*(one[name] for one in process_group), strict=True) for piece in batch]
+        for name in process_group[0]
     }

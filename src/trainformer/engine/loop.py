@@ -14,13 +14,13 @@ from itertools import chain, islice
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import Entry, Placed, StepResult
+from trainformer.core.types import DeviceBatch, Entry, StepResult
 from trainformer.engine.agreement import Agreement
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
 from trainformer.engine.metrics import RunningMetrics, weighted_means
-from trainformer.engine.peers import Alone, Peers
+from trainformer.engine.process_group import ProcessGroup, SingleProcess
 from trainformer.engine.protocols import Backend, Services, Source
 from trainformer.engine.scalar import LazyScalar
 from trainformer.engine.state import RunState
@@ -59,7 +59,7 @@ class Loop:
         bus: EventBus,
         control: Control,
         services: Services,
-        peers: Peers | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self.plan = plan
         self.state = state
@@ -68,9 +68,9 @@ class Loop:
         self.bus = bus
         self.control = control
         self.services = services
-        self.peers = peers or Alone()
-        self.agreement = Agreement(control, self.peers, backend, services)
-        self._metrics = RunningMetrics(backend, self.peers)
+        self.process_group = process_group or SingleProcess()
+        self.agreement = Agreement(control, self.process_group, backend, services)
+        self._metrics = RunningMetrics(backend, self.process_group)
         self._epoch_metrics: dict[str, float] = {}
         self._now = time.perf_counter()
         self._logged = self._now, 0, 0, 0
@@ -97,7 +97,7 @@ class Loop:
         """Begin where the state is by now: a callback may have loaded one when it heard that training begins."""
         state = self.state
         logged = state.loss_steps if state.pending else state.step  # what is pending has yet to be logged
-        if self.peers.is_main:  # it is that of all ranks
+        if self.process_group.is_main:  # it is that of all ranks
             self._metrics.extend(Entry(*values) for values in state.pending)
         state.pending = []
         self.agreement.begin(lambda: self.bus.may_ask(STEP_EVENTS))
@@ -126,7 +126,7 @@ class Loop:
             raise DataError(f"Epoch {state.epoch} has no batches: expected at least one sample, received none.")
         self._end_epoch()
 
-    def _run_step(self, window: Iterable[Placed]) -> None:
+    def _run_step(self, window: Iterable[DeviceBatch]) -> None:
         bus, state, backend = self.bus, self.state, self.backend
         step = state.step
         if bus.listeners(Event.STEP_BEGIN):
@@ -155,7 +155,7 @@ class Loop:
         state.batch += batches
         state.position += result.samples + result.bad if result.consumed is None else result.consumed
         state.samples += result.samples
-        if self.peers.is_alone:
+        if self.process_group.is_single_process:
             state.bad_samples += result.bad
             state.tokens += result.tokens
         else:
@@ -197,9 +197,9 @@ class Loop:
     def _count_together(self) -> None:
         """Add up over ranks what each of them counts for itself."""
         state = self.state
-        if self.peers.is_alone:
+        if self.process_group.is_single_process:
             return
-        tokens, bad = map(int, self.peers.total([self._own_tokens, self._own_bad]))
+        tokens, bad = map(int, self.process_group.total([self._own_tokens, self._own_bad]))
         state.tokens += tokens
         state.bad_samples += bad
         state.samples -= bad  # a rank knows how far all of them have come, and only its own bad samples
@@ -231,7 +231,7 @@ class Loop:
 
     # -- one step ------------------------------------------------------------------------------------------
 
-    def _windows(self) -> Iterator[Iterable[Placed]]:
+    def _windows(self) -> Iterator[Iterable[DeviceBatch]]:
         """Groups of `accumulation` micro-batches; the last of an epoch may be smaller.
 
         A window never reaches into the next epoch, and its gradients are divided by the weight it really has.
@@ -242,7 +242,7 @@ class Loop:
         batches = self.backend.feed(self.source.batches(state.epoch, state.batch, state.position), train=True)
         accumulation = self.plan.accumulation
         for first in batches:
-            window: Iterable[Placed] = (
+            window: Iterable[DeviceBatch] = (
                 (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
             )
             if accumulation > 1 and self.backend.wants_lookahead:
@@ -367,7 +367,7 @@ class Loop:
             return False  # what steps and time make due was asked for after the step
         if cadence.unit == "seconds":
             due = cadence.due_after(self._now - last)
-            if due and not self.peers.is_alone:
+            if due and not self.process_group.is_single_process:
                 self.agreement.note_overdue(flag)
                 return False  # when all ranks have heard of it
             return due
@@ -395,9 +395,9 @@ class Loop:
         return speed
 
 
-def _looking_ahead(window: Iterable[Placed]) -> Iterator[Placed]:
+def _looking_ahead(window: Iterable[DeviceBatch]) -> Iterator[DeviceBatch]:
     """Micro-batches that know whether another of the same step follows."""
-    ahead: Placed | None = None
+    ahead: DeviceBatch | None = None
     for batch in window:
         if ahead is not None:
             yield ahead._replace(more=True)

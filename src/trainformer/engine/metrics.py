@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trainformer.core.types import Entry
-from trainformer.engine.peers import Alone, Peers
+from trainformer.engine.process_group import ProcessGroup, SingleProcess
 
 # So many scalars are kept per metric before they are folded into one on the device. At 512 bytes each (CUDA's
 # smallest block) this bounds the memory of a run that never logs to half a megabyte per metric.
@@ -46,9 +46,9 @@ class RunningMetrics:
     {'loss': 2.5}
     """
 
-    def __init__(self, reader: Reader, peers: Peers | None = None) -> None:
+    def __init__(self, reader: Reader, process_group: ProcessGroup | None = None) -> None:
         self._reader = reader
-        self._peers = peers or Alone()
+        self._peers = process_group or SingleProcess()
         self._entries: dict[str, list[Entry]] = defaultdict(list)
 
     def extend(self, entries: Iterable[Entry]) -> None:
@@ -62,7 +62,7 @@ class RunningMetrics:
     def drain(self) -> dict[str, float]:
         """The means, in one transfer; begins anew. A metric of no weight at all is left out."""
         entries, self._entries = self._entries, defaultdict(list)
-        if self._peers.is_alone:
+        if self._peers.is_single_process:
             return weighted_means(entries, self._reader)
         return {name: total / weight for name, (total, weight) in self._shared(entries).items()}
 
@@ -76,7 +76,7 @@ class RunningMetrics:
 
     def values(self) -> list[list[Any]]:
         """Everything added since the last `drain`, as plain numbers. Waits for the device, and for other ranks."""
-        if not self._peers.is_alone:
+        if not self._peers.is_single_process:
             return [[name, total, weight, False] for name, (total, weight) in self._shared(self._entries).items()]
         entries = [e for kept in self._entries.values() for e in kept]
         numbers = iter(self._reader.read([x for e in entries for x in (e.value, e.weight)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from trainformer.core.types import EvalResult, Placed, Sized, StepResult
+from trainformer.core.types import DeviceBatch, EvalResult, HostBatch, StepResult
 
 
 class Source(Protocol):
@@ -16,7 +16,7 @@ class Source(Protocol):
         """Number of batches, or None for a stream of unknown length."""
         ...
 
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[Sized]:
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """The rest of an epoch after `batch` batches with `position` samples."""
         ...
 
@@ -31,14 +31,14 @@ class Backend(Protocol):
 
     @property
     def wants_lookahead(self) -> bool:
-        """Whether it matters if a micro-batch is the last of its step (see `Placed.more`)."""
+        """Whether it matters if a micro-batch is the last of its step (see `DeviceBatch.more`)."""
         ...
 
     def others_ask(self) -> bool:
         """Whether a rank asks something of all of them: the same answer on every rank, once per step."""
         ...
 
-    def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
+    def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Put batches where the model is, one ahead where that can overlap with computing."""
         ...
 
@@ -46,7 +46,7 @@ class Backend(Protocol):
         """Switch the model to training; called before each epoch and after each evaluation."""
         ...
 
-    def accumulate(self, batch: Placed) -> bool:
+    def accumulate(self, batch: DeviceBatch) -> bool:
         """Forward and backward of one micro-batch, its gradients added up. False: dropped, begin the window again."""
         ...
 
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """Raise if a step since the last call was not finite; counts to log otherwise. Waits for the device."""
         ...
 
-    def eval_step(self, batch: Placed) -> EvalResult:
+    def eval_step(self, batch: DeviceBatch) -> EvalResult:
         """Metrics of one batch, without gradients."""
         ...
 

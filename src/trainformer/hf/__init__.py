@@ -30,12 +30,12 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "TBLogger",
             "TextgenCallback",
         ],
-        "trainformer.callbacks.dialects.huggingface_types": [
+        "trainformer.callbacks.compat.huggingface_types": [
             "IntervalStrategy",
             "TrainerCallback",
             "TrainerControl",
             "TrainerState",
         ],
-        "trainformer.engine.checkpoint": ["SharingPattern", "StateComponent"],
+        "trainformer.checkpointing": ["SharingPattern", "StateComponent"],
     },
 )

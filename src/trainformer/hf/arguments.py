@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from trainformer.backends.torch.distribution import Ranks
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.backends.torch.quantize import check_recipes
-from trainformer.callbacks.dialects.huggingface_types import IntervalStrategy
+from trainformer.callbacks.compat.huggingface_types import IntervalStrategy
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.distributed import TorchProcessGroup
+from trainformer.hf.distributed import check_arguments, one_first, this_process, with_dispatching
 from trainformer.hf.foreign_fields import without_foreign_fields
-from trainformer.hf.processes import check_arguments, one_first, this_process, with_dispatching
 
 
 class ParallelMode(Enum):
@@ -205,15 +205,15 @@ class MinimalTrainingArguments(metaclass=_Arguments):
 
     process_index = property(lambda self: this_process().rank)
     local_process_index = property(lambda self: this_process().local_rank)
-    world_size = property(lambda self: this_process().world)
+    world_size = property(lambda self: this_process().world_size)
     n_gpu = property(lambda self: 1)  # of each process
     should_save = should_log = property(lambda self: this_process().rank == 0)
-    local_rank = property(lambda self: this_process().local_rank if this_process().world > 1 else -1)
+    local_rank = property(lambda self: this_process().local_rank if this_process().world_size > 1 else -1)
 
     @property
     def parallel_mode(self) -> ParallelMode:
         """Whether there are several processes."""
-        return ParallelMode.DISTRIBUTED if this_process().world > 1 else ParallelMode.NOT_PARALLEL
+        return ParallelMode.DISTRIBUTED if this_process().world_size > 1 else ParallelMode.NOT_PARALLEL
 
     def get_process_log_level(self) -> int:
         """From which level on messages are shown."""
@@ -221,12 +221,12 @@ class MinimalTrainingArguments(metaclass=_Arguments):
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
         """For work that other processes find done when it is their turn: those of the same machine, or all."""
-        ranks = self.join()
-        return one_first(ranks, is_first=ranks.local_rank == 0 if local else ranks.is_main)
+        process_group = self.join()
+        return one_first(process_group, is_first=process_group.local_rank == 0 if local else process_group.is_main)
 
-    def join(self) -> Ranks:
+    def join(self) -> TorchProcessGroup:
         """Meet the other processes, if there are any."""
-        return Ranks.join("cpu" if self.use_cpu else self.device, self.ddp_timeout)
+        return TorchProcessGroup.join("cpu" if self.use_cpu else self.device, self.ddp_timeout)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of warm-up in a run of so many."""

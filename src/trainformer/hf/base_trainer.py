@@ -22,24 +22,24 @@ from torch.nn.attention import sdpa_kernel
 
 from trainformer.adapters.base import unwrapped
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.components import write_component
-from trainformer.backends.torch.distribution import Ranks
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.dialects import original
-from trainformer.callbacks.dialects.huggingface import HuggingFaceCallback, changed_flags
-from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
+from trainformer.callbacks.compat import original
+from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, changed_flags
+from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
+from trainformer.checkpointing import CheckpointStore, Manifest, Retention, SharingPattern, StateComponent
+from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states, versions
+from trainformer.checkpointing.torch_components import write_component
+from trainformer.checkpointing.torch_files import TorchFiles
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.engine.checkpoint import CheckpointStore, Manifest, Retention, SharingPattern, StateComponent
+from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
+from trainformer.hf.compat import Scripting
+from trainformer.hf.distributed import this_process
 from trainformer.hf.handle import LogRelay, RankedBridge
-from trainformer.hf.processes import this_process
-from trainformer.hf.scripting import Scripting
 from trainformer.hf.settings import CHECKPOINT_NAME, kept_best, monitored
 from trainformer.hf.task import save_beside_weights
-from trainformer.session.checkpoints import Checkpointer, give_back, read_states, versions
-from trainformer.session.components import Held
-from trainformer.session.torch.state_files import TorchFiles
+from trainformer.run.components import StatefulAdapter
 
 logger = logging.getLogger("trainformer")
 
@@ -96,7 +96,7 @@ class BaseTrainer(Scripting, ABC):
         process = this_process()
         self.is_local_process_zero = Answer(process.local_rank == 0)
         self.is_world_process_zero = Answer(process.rank == 0)
-        self.num_processes = process.world
+        self.num_processes = process.world_size
         self._callbacks = CallbackList()
         self._bridge = RankedBridge.of(self._callbacks.shared)
         self._stop_requested_by: tuple[str, str, str] | None = None
@@ -299,7 +299,7 @@ class BaseTrainer(Scripting, ABC):
     def _weights(self) -> dict[str, Any]:
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
 
-    def _join(self) -> Ranks:
+    def _join(self) -> TorchProcessGroup:
         """The processes that train together."""
         return self.args.join()
 
@@ -319,18 +319,24 @@ class BaseTrainer(Scripting, ABC):
             place, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
             keep = Retention(last=10**9)
         state = self.state
-        ranks = self._join()
+        process_group = self._join()
         manifest = Manifest(
             step=state.global_step,
             epoch=state.raw_epoch,
             components={},
             metrics={},
             versions=versions(TorchFiles()),
-            world_size=ranks.world,
+            world_size=process_group.world_size,
         )
         timeout = self.args.ddp_timeout
         checkpointer = Checkpointer(
-            place, keep, asynchronous=False, naming=naming, files=TorchFiles(), ranks=ranks, timeout=timeout
+            place,
+            keep,
+            asynchronous=False,
+            naming=naming,
+            files=TorchFiles(),
+            process_group=process_group,
+            timeout=timeout,
         )
         if not checkpointer.save(self.get_state_components(), manifest, assets=self._assets):
             checkpointer.conclude()  # raises, and says why
@@ -344,7 +350,7 @@ class BaseTrainer(Scripting, ABC):
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         """Go on from a checkpoint, without a path from the newest in `output_dir`. One that does not fit is refused."""
         states = read_states(self._checkpoint_at(checkpoint_path), TorchFiles(), self._join().rank)
-        give_back(self.get_state_components(), states)
+        load_components(self.get_state_components(), states)
 
     def _checkpoint_at(self, path: str | os.PathLike[str] | None) -> Path:
         if path is not None:
@@ -367,7 +373,7 @@ class BaseTrainer(Scripting, ABC):
         if hasattr(self.train_dataloader, "state_dict"):
             pattern = self._get_dataset_sharing_pattern()
             parts.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
-        rng = Held(capture_random, restore_random)
+        rng = StatefulAdapter(capture_random, restore_random)
         return [*parts, StateComponent("rng", rng, SharingPattern.PER_RANK, required=False)]
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainformer.callbacks.dialects.huggingface import Bridge, HuggingFaceCallback, translated, translated_name
-from trainformer.hf.processes import this_process
-from trainformer.session import Session
-from trainformer.session.torch.handle import RunHandle
+from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, translated, translated_name
+from trainformer.hf.distributed import this_process
+from trainformer.run import Session
+from trainformer.run.torch.handle import RunHandle
 
 if TYPE_CHECKING:
     from trainformer.hf.trainer import Trainer

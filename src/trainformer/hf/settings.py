@@ -12,8 +12,8 @@ import numpy as np
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
-from trainformer.session import RunSettings
-from trainformer.session.habits import Habits
+from trainformer.run import RunSettings
+from trainformer.run.habits import FrontOptions
 
 CHECKPOINT_NAME = "checkpoint-{}"
 _ALL = 10**9  # more checkpoints than anybody keeps
@@ -74,7 +74,7 @@ def settings_of(
     )
 
 
-def habits_of(args: BaseTrainingArguments) -> Habits:
+def habits_of(args: BaseTrainingArguments) -> FrontOptions:
     """What HuggingFace's users are used to: no record but those that are due, their names of checkpoints."""
     plan = {
         "log_first": args.logging_first_step,
@@ -84,7 +84,7 @@ def habits_of(args: BaseTrainingArguments) -> Habits:
         "save_at_end": args.save_strategy in ("steps", "epoch"),
         "eval_when_stopped": args.eval_strategy == "epoch",
     }
-    return Habits(plan=plan, checkpoint_name=CHECKPOINT_NAME, shows_messages=not args.disable_tqdm)
+    return FrontOptions(plan=plan, checkpoint_name=CHECKPOINT_NAME, shows_messages=not args.disable_tqdm)
 
 
 def planned_steps(args: BaseTrainingArguments, batches: int | None) -> int | None:

@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import is_adapted
 from trainformer.adapters.state import adapter_state_dict
-from trainformer.backends.torch.distribution import Ranks, make_strategy
 from trainformer.backends.torch.optimizers import make_optimizer
-from trainformer.callbacks.dialects.huggingface import our_name, training_summary
-from trainformer.callbacks.dialects.huggingface_types import TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface import our_name, training_summary
+from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
+from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.engine.checkpoint import CheckpointStore, StateComponent
+from trainformer.distributed import TorchProcessGroup, make_strategy
 from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
-from trainformer.hf.evaluating import EvaluatingTrainer, is_stream
+from trainformer.hf.compat import refuse_dead_overrides, refuse_foreign_checkpoint
+from trainformer.hf.distributed import strategy_choice
+from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
 from trainformer.hf.handle import HfHandle, HfSession, LogRelay
-from trainformer.hf.processes import strategy_choice
-from trainformer.hf.scripting import refuse_dead_overrides, refuse_foreign_checkpoint
 from trainformer.hf.settings import InOrder, habits_of, optimizer_spec, schedule_factory, settings_of
 from trainformer.hf.task import ModelTask, can_be_smoothed, default_loss
-from trainformer.session.plans import retention
-from trainformer.session.torch.data import is_loader
-from trainformer.session.torch.preflight import CheckReport, check_session
+from trainformer.run.plans import retention
+from trainformer.run.torch.data import is_loader
+from trainformer.run.torch.preflight import CheckReport, check_session
 
 logger = logging.getLogger("trainformer")
 
@@ -88,7 +88,7 @@ class Trainer(EvaluatingTrainer):
         self._resume: str | None = None
         self._recording: dict[str, Any] | None = None
         self._said: set[str] = set()
-        self._ranks: Ranks | None = None  # once they have met
+        self._process_group: TorchProcessGroup | None = None  # once they have met
         self._divided_by: str | None = None
         super().__init__(
             args,
@@ -189,19 +189,19 @@ class Trainer(EvaluatingTrainer):
         choice = strategy_choice(self.strategy, self.args)
         strategy = make_strategy(choice)
         strategy.join("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
-        self._ranks = strategy.ranks
-        self.args.logging_dir = self._ranks.from_main(self.args.logging_dir)  # it has the time in its name
+        self._process_group = strategy.process_group
+        self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # it has the time in its name
         return choice
 
     def _parts(self) -> int:
-        if self._ranks is None:
+        if self._process_group is None:
             self._meet()
-        assert self._ranks is not None
-        return self._ranks.count
+        assert self._process_group is not None
+        return self._process_group.count
 
     def _note_division(self, session: HfSession) -> None:
         name = session.backend.strategy.name
-        if not session.ranks.is_alone and name not in _REPEATABLE:
+        if not session.process_group.is_single_process and name not in _REPEATABLE:
             self._divided_by = name
 
     def _refuse_divided(self) -> None:
@@ -212,10 +212,10 @@ class Trainer(EvaluatingTrainer):
                 "again. Make a new trainer with a new model, and give it the weights or a checkpoint."
             )
 
-    def _join(self) -> Ranks:
+    def _join(self) -> TorchProcessGroup:
         self._prepare(None, self.eval_dataset)
         assert self._session is not None
-        return self._session.ranks
+        return self._session.process_group
 
     def _train_loop(self) -> TrainOutput:
         session = self._session
@@ -240,7 +240,7 @@ class Trainer(EvaluatingTrainer):
         session = self._session
         assert session is not None
         best = retention(session.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
-        path = session.ranks.from_main(str(best[0].path) if best else None)
+        path = session.process_group.broadcast(str(best[0].path) if best else None)
         if path is None:
             logger.warning("load_best_model_at_end: there is no checkpoint with %s", session.settings.monitor_metric)
             return

@@ -25,7 +25,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.cadence import Cadence
 from trainformer.jax.aliases import in_own_words
 from trainformer.jax.batch_sizes import BatchSizes, solve_batch_sizes
-from trainformer.jax.written import Written
+from trainformer.jax.serialization import Written
 
 _ALL = 10**9  # more checkpoints than anybody keeps
 _OFF_WORDS = ("no", "steps", "epoch")

@@ -15,29 +15,21 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
-from trainformer.backends.jax.any_rows import AnyRowsStep
 from trainformer.backends.jax.backend import JaxBackend, StepHooks
+from trainformer.backends.jax.dynamic_batch import AnyRowsStep
 from trainformer.backends.jax.mesh import data_shards, make_mesh
 from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
 from trainformer.backends.jax.processes import join, peers_on, rows_of_process
 from trainformer.backends.jax.remat import resolve_remat
 from trainformer.backends.jax.sharding import create_sharded, init_sharded
 from trainformer.backends.jax.step import JittedStep, jit_eval_step, jit_train_step, make_eval_step, make_train_step
-from trainformer.backends.jax.told import telling
+from trainformer.backends.jax.step_metrics import telling
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.numpy_inputs import numpy_source
 from trainformer.engine import Event
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.given import (
-    check_usable,
-    checked_hook,
-    kept_as,
-    on_mesh,
-    refuse_best_of_nothing,
-    warn_of_two_optimizers,
-)
 from trainformer.jax.naming import refuse_unknown, settings_passed
 from trainformer.jax.outputs import (
     TrainerConfigureDataloaderOutput,
@@ -46,9 +38,17 @@ from trainformer.jax.outputs import (
 )
 from trainformer.jax.saving import save_assets, save_trainer, save_weights
 from trainformer.jax.sources import as_source, stacking
-from trainformer.session.handle import CommonHandle
-from trainformer.session.jax.session import JaxSession
-from trainformer.session.jax.settings import JaxSettings
+from trainformer.jax.validation import (
+    check_usable,
+    checked_hook,
+    kept_as,
+    on_mesh,
+    refuse_best_of_nothing,
+    warn_of_two_optimizers,
+)
+from trainformer.run.api import CommonHandle
+from trainformer.run.jax.run import JaxSession
+from trainformer.run.jax.settings import JaxSettings
 
 
 class BaseTrainer(CommonHandle):

@@ -20,10 +20,10 @@ from flax import nnx
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Loss
-from trainformer.data.indexed import Arrays, Indexed
+from trainformer.data.dataset import Arrays, Indexed
+from trainformer.data.labels import is_stream, labels_of
 from trainformer.data.numpy_inputs import as_data
 from trainformer.data.samples import sample_arrays
-from trainformer.data.targets import is_stream, labels_of
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.losses.jax.tokens import IGNORED, TokenLoss, row_sums

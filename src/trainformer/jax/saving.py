@@ -13,11 +13,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trainformer.backends.jax.processes import on_every_host
+from trainformer.checkpointing import CheckpointStore, Manifest, Retention
+from trainformer.checkpointing.checkpointer import Checkpointer, versions
 from trainformer.core.errors import BadArgument, expected
-from trainformer.engine.checkpoint import CheckpointStore, Manifest, Retention
-from trainformer.jax.written import FILE_NAME
-from trainformer.session.checkpoints import Checkpointer, versions
-from trainformer.session.components import Held
+from trainformer.jax.serialization import FILE_NAME
+from trainformer.run.components import StatefulAdapter
 
 if TYPE_CHECKING:
     from trainformer.jax.base_trainer import BaseTrainer
@@ -42,7 +42,7 @@ def save_trainer(
     path = path.absolute()
     components = session.components()
     if state is not None:
-        given = Held(lambda: state, lambda saved: None)
+        given = StatefulAdapter(lambda: state, lambda saved: None)
         components = [dataclasses.replace(c, stateful=given) if c.key == "state" else c for c in components]
     chosen = on_every_host(session.backend.state if state is None else state)
     manifest = Manifest(
@@ -54,7 +54,7 @@ def save_trainer(
         asynchronous=False,
         naming=path.name,
         files=session.files,
-        ranks=session.ranks,
+        process_group=session.process_group,
     )
     checkpointer.store = _OneFolder(path.parent, path.name)
     # What stood there before is replaced in one move; a folder of other things is not ours to replace.

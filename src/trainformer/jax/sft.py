@@ -18,8 +18,8 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Loss
-from trainformer.data.indexed import Indexed
-from trainformer.data.targets import is_stream
+from trainformer.data.dataset import Indexed
+from trainformer.data.labels import is_stream
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.records import TextDataset

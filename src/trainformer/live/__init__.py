@@ -2,7 +2,7 @@
 
 Owns the address that a run publishes in its folder, the server that listens there, the client, and the reading of run
 folders. Needs no torch, so that `trainformer ctl` is there at once. When and how a request is carried out is the
-business of the session, see `trainformer.session.live_control`.
+business of the session, see `trainformer.run.live_control`.
 """
 
 from trainformer.core.lazy import lazy_exports

@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trainformer.live.processes import process_identity
+from trainformer.utils.processes import process_identity
 
 FILE = "control.json"
 _PREFIX = "trainformer-"

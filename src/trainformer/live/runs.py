@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainformer.checkpointing.manifest import MANIFEST
+from trainformer.checkpointing.store import folder_of_checkpoints, is_named, step_of
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.engine.checkpoint.manifest import MANIFEST
-from trainformer.engine.checkpoint.store import folder_of_checkpoints, is_named, step_of
 from trainformer.live import address
-from trainformer.live.processes import process_identity
+from trainformer.utils.processes import process_identity
 
 RUNS = Path("runs")
 _TAIL = 1 << 16  # bytes of metrics.jsonl that are looked at

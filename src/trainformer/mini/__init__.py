@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.mini.trainer": ["BaseTrainer", "NonFiniteGradients"],
-        "trainformer.callbacks.dialects.mini": ["BaseHook"],
+        "trainformer.callbacks.compat.mini": ["BaseHook"],
         "trainformer.mini.hooks.metrics": ["CudaMaxMemoryHook", "LoggingHook", "ProgressHook"],
         "trainformer.mini.hooks.checkpointing": ["CheckpointingHook"],
         "trainformer.mini.hooks.ema": ["EmaHook"],

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainformer.backends.torch.distribution import Strategy
 from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
+from trainformer.distributed import Strategy
 from trainformer.mini.utils import checked_records, flattened
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def state_options(owner: BaseTrainer) -> StateDictOptions | None:
 
 
 class UsersStrategy(Strategy):
-    """Ranks, if there are any, are the user's: he wraps or divides the model, and divides the data."""
+    """TorchProcessGroup, if there are any, are the user's: he wraps or divides the model, and divides the data."""
 
     def __repr__(self) -> str:
         return self.name

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.state_trees import cloned
 from trainformer.callbacks.base import CallbackList
-from trainformer.engine.checkpoint import StateComponent
+from trainformer.checkpointing import StateComponent
 from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, UsersStrategy, as_loader, state_options
 from trainformer.mini.hooks.metrics import LoggingHook, ProgressHook
-from trainformer.session import RunSettings, Session
-from trainformer.session.components import Held
-from trainformer.session.habits import Habits, SignalRules
-from trainformer.session.provenance import size_of
-from trainformer.session.torch.handle import RunHandle
+from trainformer.run import RunSettings, Session
+from trainformer.run.components import StatefulAdapter
+from trainformer.run.habits import FrontOptions, SignalRules
+from trainformer.run.provenance import size_of
+from trainformer.run.torch.handle import RunHandle
 from trainformer.utils.distributed import rank, world_size
 from trainformer.utils.helpers import seed_everything
 
@@ -70,8 +70,8 @@ class MiniSession(Session):
             set_optimizer_state_dict(model, optimizer, cloned(state), options=options)
 
         shared = {
-            "model": Held(task.model_state, task.load_model_state),
-            "optimizer": Held(lambda: get_optimizer_state_dict(model, optimizer, options=options), put),
+            "model": StatefulAdapter(task.model_state, task.load_model_state),
+            "optimizer": StatefulAdapter(lambda: get_optimizer_state_dict(model, optimizer, options=options), put),
         }
         return [replace(c, stateful=shared.get(c.key, c.stateful)) for c in components]
 
@@ -152,15 +152,15 @@ def _log_every(hooks: list[Any]) -> int:
     return _LOG_EVERY
 
 
-def _habits(trainer: BaseTrainer) -> Habits:
+def _habits(trainer: BaseTrainer) -> FrontOptions:
     hooks = trainer._checkpointing()
     signals = SignalRules(stopping=())
     if hooks:
         stopping = dict.fromkeys(number for hook in hooks for number in hook.exit_signals)
-        # Alone there is nobody to wait for.
+        # SingleProcess there is nobody to wait for.
         wait = max(hook.exit_wait for hook in hooks) if world_size() > 1 else 0.0
         signals = SignalRules(tuple(stopping), hooks[0].exit_code, wait)
-    return Habits(
+    return FrontOptions(
         plan={"log_first": False, "save_at_end": bool(hooks)},
         keeps_folder=trainer.workspace is not None and rank() == 0,
         begin_anew="pass load=None to the CheckpointingHook",

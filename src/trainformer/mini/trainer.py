@@ -17,17 +17,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainformer.backends.torch import restore_random
 from trainformer.backends.torch.placement import resolve_device
-from trainformer.callbacks.dialects.mini import BaseHook
-from trainformer.callbacks.dialects.unwrapping import unwrap
+from trainformer.callbacks.compat.mini import BaseHook
+from trainformer.callbacks.compat.unwrapping import unwrap
+from trainformer.checkpointing.checkpointer import load_components
 from trainformer.core.errors import BadArgument, DataError, NonFiniteError, expected
 from trainformer.data.order import sample_key, seed_generators
 from trainformer.engine import RunState
 from trainformer.mini.adapter import checked_scheduler
 from trainformer.mini.hooks.checkpointing import CheckpointingHook
 from trainformer.mini.running import MiniSession, make_session
-from trainformer.session.checkpoints import give_back
-from trainformer.session.console import messages_on
-from trainformer.session.torch.preflight import CheckReport, check_session
+from trainformer.run.console import messages_on
+from trainformer.run.torch.preflight import CheckReport, check_session
 from trainformer.utils.distributed import rank
 
 #: What is built, in this order, by the method `build_<name>`. What one of them uses of another is built before it.
@@ -223,7 +223,7 @@ class BaseTrainer:
             raise DataError(expected("the state of a run, as state_dict() gives it", sorted(map(str, state_dict)), do))
         self._build()
         session = self._built_session()
-        give_back(session.components(), dict(states))
+        load_components(session.components(), dict(states))
         session.state.stopped = []  # loaded on purpose, to go on
         self._random = states.get("rng")
         if rank() > 0:

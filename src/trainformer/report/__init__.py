@@ -1,7 +1,7 @@
 """One HTML file about runs and sweeps, to look at, send and keep: curves, settings, events, trials.
 
 Owns what is shown and how it looks. Reads folders and nothing else: a run that is going on, one that was killed and one
-of another machine are all the same to it. Needs no torch. What is in the folders is decided by `trainformer.session`,
+of another machine are all the same to it. Needs no torch. What is in the folders is decided by `trainformer.run`,
 `trainformer.loggers` and `trainformer.sweep`.
 """
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainformer.engine.checkpoint.store import CheckpointStore, folder_of_checkpoints
+from trainformer.checkpointing.store import CheckpointStore, folder_of_checkpoints
 from trainformer.engine.state import is_better
 from trainformer.live.runs import RunInfo, describe
 from trainformer.loggers.jsonl import read_jsonl
-from trainformer.report.happenings import happenings, texts_in
+from trainformer.report.events import happenings, texts_in
 from trainformer.report.series import POINTS, Series, clock_of, series_of
 
 _LOG_LINES, _LOG_BYTES = 200, 1 << 16

@@ -15,8 +15,8 @@ from trainformer.report import sweeps
 from trainformer.report.page import page
 from trainformer.report.reading import read_run
 from trainformer.report.series import plots_of, points_for
-from trainformer.session.folder import write_atomically
 from trainformer.sweep.reading import SWEEPS, is_sweep
+from trainformer.utils.files import write_atomically
 
 FILE = "report.html"
 AnyPath = str | os.PathLike[str]

@@ -23,7 +23,7 @@ from trainformer.core.optional import require
 from trainformer.sweep.trials import CurrentTrial, Outcome, execute, in_short
 
 if TYPE_CHECKING:
-    from trainformer.sweep.ledger import Job
+    from trainformer.sweep.study import Job
 
 _GRACE = 30.0  # seconds in which an interrupted worker may save its run
 _SPAWN = multiprocessing.get_context("spawn")

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from trainformer.sweep.spaces import in_words
 
 if TYPE_CHECKING:
-    from trainformer.sweep.ledger import Job
+    from trainformer.sweep.study import Job
     from trainformer.sweep.trials import Outcome
 
 

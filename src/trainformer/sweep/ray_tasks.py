@@ -20,7 +20,7 @@ from trainformer.sweep.processes import as_bytes
 from trainformer.sweep.trials import CurrentTrial, Outcome, execute, in_short
 
 if TYPE_CHECKING:
-    from trainformer.sweep.ledger import Job
+    from trainformer.sweep.study import Job
 
 _GRACE = 30.0  # seconds in which an interrupted task may save its run
 

@@ -119,7 +119,7 @@ def read_sweep(sweep: str | os.PathLike[str], storage: Any = None, *, with_impor
 
 def collect(stored: list[Any], spec: Mapping[str, Any], folder: Path) -> list[Trial]:
     """Trials as they are stored, to trials of the sweep in their order."""
-    from trainformer.sweep.ledger import is_abandoned, numbers
+    from trainformer.sweep.study import is_abandoned, numbers
 
     number_of = numbers(stored)
     found: dict[int, Trial] = {}

@@ -15,8 +15,8 @@ from trainformer.sweep.spaces import check_names, described
 from trainformer.sweep.trials import current_trial
 
 if TYPE_CHECKING:
-    from trainformer.sweep.conductor import Conductor, Runner
-    from trainformer.sweep.ledger import Ledger
+    from trainformer.sweep.runner import Conductor, Runner
+    from trainformer.sweep.study import Ledger
 
 BACKENDS = ("local", "ray")
 _ENDED = ("completed", "pruned", "failed")
@@ -79,10 +79,10 @@ class Sweep:
         no trial is begun. `docs/sweep.md` has all settings.
         """
         require("optuna", "sweep", "to search")
-        from trainformer.sweep.conductor import Conductor
-        from trainformer.sweep.ledger import Ledger, Spec
         from trainformer.sweep.methods import check_method, trials_of
         from trainformer.sweep.progress import Progress
+        from trainformer.sweep.runner import Conductor
+        from trainformer.sweep.study import Ledger, Spec
 
         check_method(method, direction)
         _check_call(n_parallel, seed, timeout, backend)
@@ -118,7 +118,7 @@ class Sweep:
         self, conductor: Conductor, direction: str, n_parallel: int, gpus_per_trial: float, elsewhere: bool
     ) -> Runner:
         if not elsewhere:
-            from trainformer.sweep.conductor import InThisProcess
+            from trainformer.sweep.runner import InThisProcess
 
             return InThisProcess(self.fn, direction, conductor.hear)
         from trainformer.sweep.processes import LocalProcesses, make_slots

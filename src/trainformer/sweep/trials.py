@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.session.signals import SignalStop
-from trainformer.session.surroundings import surrounded_by
+from trainformer.run.context import surrounded_by
+from trainformer.run.signals import SignalStop
 from trainformer.sweep.pruning import PruneTrial
 
 #: What a trial says to the process that holds the study: "report" (step, value), or "run" (folder). The answer to a

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from trainformer.core import Loss
-from trainformer.data.info import DatasetInfo
+from trainformer.data.metadata import DatasetInfo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from trainformer.backends.jax.any_rows import AnyRowsStep
+from trainformer.backends.jax.dynamic_batch import AnyRowsStep
 from trainformer.backends.jax.orbax_import import quiet
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.processes import Asking
 from trainformer.backends.jax.step import JittedStep
-from trainformer.backends.jax.told import added_up, read_parts, told_by
+from trainformer.backends.jax.step_metrics import added_up, read_parts, told_by
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
-from trainformer.core.types import Entry, EvalResult, Placed, Sized, StepResult
+from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
 from trainformer.engine.scalar import LazyScalar
 
 logger = logging.getLogger("trainformer")
@@ -84,13 +84,13 @@ class JaxBackend:
         # A step that is told which rows count (`_valid`) has one size of batch; others get every batch as it is.
         fixed = self._guards and not isinstance(train_step, AnyRowsStep)
         self._placer = Placer(mesh, accumulation if fixed else 1, whole_shards=fixed, on_host=self._guards)
-        self._batch: Placed | None = None
+        self._batch: DeviceBatch | None = None
         self._watched = _Watched()
         self._asking = Asking(mesh) if jax.process_count() > 1 else None
 
     # -- batches -------------------------------------------------------------------------------------------
 
-    def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
+    def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the mesh, one ahead of the step."""
         return self._placer.feed(batches, train)
 
@@ -104,7 +104,7 @@ class JaxBackend:
     def begin_training(self) -> None:
         """A function has no mode."""
 
-    def accumulate(self, batch: Placed) -> bool:
+    def accumulate(self, batch: DeviceBatch) -> bool:
         """Take the batch of the step."""
         self._batch = batch
         return True
@@ -213,7 +213,7 @@ class JaxBackend:
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
-    def eval_step(self, batch: Placed) -> EvalResult:
+    def eval_step(self, batch: DeviceBatch) -> EvalResult:
         """Metrics of one batch."""
         if self._eval_step is None:
             raise BadArgument("There is no eval_step_fn to evaluate with. Let configure_functions return one.")

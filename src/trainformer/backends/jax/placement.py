@@ -15,7 +15,7 @@ from trainformer.backends.jax.mesh import data_shards
 from trainformer.backends.jax.processes import rows_of_process
 from trainformer.backends.jax.sharding import batch_sharding, check_rows
 from trainformer.core.errors import DataError, expected
-from trainformer.core.types import Placed, Sized
+from trainformer.core.types import DeviceBatch, HostBatch
 
 logger = logging.getLogger("trainformer")
 
@@ -53,9 +53,9 @@ class Placer:
         self._noted: set[str] = set()
         self._checked: tuple[Any, bool] = (None, False)  # the last shapes that were looked at, and what was found
 
-    def feed(self, batches: Iterable[Sized], train: bool = True) -> Iterator[Placed]:
-        """Placed batches, in order. Training batches have to divide into the step's micro-batches."""
-        waiting: deque[Placed] = deque()
+    def feed(self, batches: Iterable[HostBatch], train: bool = True) -> Iterator[DeviceBatch]:
+        """Batches on the device, in order. Training batches have to divide into the step's micro-batches."""
+        waiting: deque[DeviceBatch] = deque()
         for batch in batches:
             waiting.append(self.place(batch, self._accumulation if train else 1))
             if len(waiting) > self._ahead:
@@ -63,13 +63,13 @@ class Placer:
         while waiting:
             yield self._next(waiting, train)
 
-    def _next(self, waiting: deque[Placed], train: bool) -> Placed:
+    def _next(self, waiting: deque[DeviceBatch], train: bool) -> DeviceBatch:
         batch = waiting.popleft()
         if train:
             self.waiting = len(waiting)
         return batch
 
-    def place(self, batch: Sized, accumulation: int = 1) -> Placed:
+    def place(self, batch: HostBatch, accumulation: int = 1) -> DeviceBatch:
         """One batch. The copy has begun when this returns, and may still be under way."""
         data = self._arrays(batch.data)
         if batch.whole is not None and not self._whole_shards and jax.process_count() > 1:
@@ -77,7 +77,7 @@ class Placer:
         divides = self._divides(data, accumulation)
         tokens = count_tokens(data) if batch.size else 0
         placed = {name: self._put(array, divides) for name, array in data.items()}
-        return Placed(placed, batch.size, tokens, batch.bad, False, batch.whole, batch.consumed)
+        return DeviceBatch(placed, batch.size, tokens, batch.bad, False, batch.whole, batch.consumed)
 
     def _arrays(self, data: Any) -> dict[str, np.ndarray | jax.Array]:
         """The columns of a batch that a device can hold; texts and other objects stay behind."""

@@ -24,7 +24,7 @@ from trainformer.backends.jax.mesh import data_shards
 from trainformer.backends.jax.sharding import batch_sharding
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.sharding import ALL, Shard
-from trainformer.engine.peers import Alone, Peers, done_by_main
+from trainformer.engine.process_group import ProcessGroup, SingleProcess, run_on_main
 
 _FIRST = 1024  # bytes of a first exchange; what is longer needs a second
 _LATER = 1  # steps by which an answer may be late: the devices never wait for the host to ask
@@ -37,7 +37,7 @@ class Processes:
 
     def __init__(self, part: Shard = ALL) -> None:
         self.rank = self.local_rank = jax.process_index()
-        self.world = jax.process_count()
+        self.world_size = jax.process_count()
         self.part = part
 
     @property
@@ -46,9 +46,9 @@ class Processes:
         return self.rank == 0
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether there is nobody else."""
-        return self.world == 1
+        return self.world_size == 1
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, on every one."""
@@ -56,26 +56,26 @@ class Processes:
         heads = _exchange(len(message).to_bytes(8, "little") + message[: _FIRST - 8], _FIRST)
         sizes = [int.from_bytes(head[:8], "little") for head in heads]
         rest = max(sizes) + 8 - _FIRST
-        tails = [b""] * self.world if rest <= 0 else _exchange(message[_FIRST - 8 :], 1 << (rest - 1).bit_length())
+        tails = [b""] * self.world_size if rest <= 0 else _exchange(message[_FIRST - 8 :], 1 << (rest - 1).bit_length())
         whole = [(head[8:] + tail)[:size] for head, tail, size in zip(heads, tails, sizes, strict=True)]
         return [pickle.loads(one) for one in whole]  # from processes of this very run
 
-    def from_main(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The value that process 0 has."""
         return self.gather(value if self.is_main else None)[0]
 
     def gather_parts(self, value: Any) -> list[Any]:
         """One value: what a step gives is global already. That of process 0, which may know more of the past."""
-        return [self.from_main(value)]
+        return [self.broadcast(value)]
 
-    def done_by_main(self, function: Callable[[], Any]) -> Any:
+    def run_on_main(self, function: Callable[[], Any]) -> Any:
         """What a function returns that process 0 alone calls. If it fails there, all fail: none waits for it."""
-        return done_by_main(self, function)
+        return run_on_main(self, function)
 
     def total(self, values: list[float]) -> list[float]:
         """Sums over the parts of a batch. Processes that hold the same rows count them once."""
         rows = self.gather(values)
-        return [sum(column) * self.part.count / self.world for column in zip(*rows, strict=True)]
+        return [sum(column) * self.part.count / self.world_size for column in zip(*rows, strict=True)]
 
     def any(self, flags: list[bool]) -> list[bool]:
         """Which of them at least one process has set."""
@@ -166,9 +166,9 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 # -- rows and arrays ---------------------------------------------------------------------------------------------
 
 
-def peers_on(mesh: Mesh) -> Peers:
+def peers_on(mesh: Mesh) -> ProcessGroup:
     """The processes of a mesh, each with its part of the rows."""
-    return Alone() if jax.process_count() == 1 else Processes(rows_of_process(mesh))
+    return SingleProcess() if jax.process_count() == 1 else Processes(rows_of_process(mesh))
 
 
 def rows_of_process(mesh: Mesh) -> Shard:

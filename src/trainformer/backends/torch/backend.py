@@ -17,23 +17,22 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients, memory, quantize
-from trainformer.backends.torch.distribution import Strategy
-from trainformer.backends.torch.distribution.messages import Heard
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder
 from trainformer.backends.torch.precision import make_precision
+from trainformer.backends.torch.request_flag import RequestFlag
 from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
 from trainformer.backends.torch.splitting import MemorySplitter
 from trainformer.backends.torch.window import Window
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Entry, EvalResult, Mean, Placed, Sized, StepResult
+from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
 from trainformer.utils.distributed import padding
 
@@ -43,6 +42,10 @@ _OUT_OF_MEMORY = (
     "One rank ran out of memory; a step cannot be repeated in smaller pieces by one of several alone. Raise "
     "accumulation_steps and lower batch_size, or use gradient_checkpointing=True or strategy='fsdp'."
 )
+
+
+if TYPE_CHECKING:
+    from trainformer.distributed import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +80,13 @@ class TorchSettings:
 class TorchBackend:
     """The torch side of a run. `reduces_rows` says whether the task reduces per-sample rows itself."""
 
-    def __init__(
-        self, task: Any, settings: TorchSettings, reduces_rows: bool = True, strategy: Strategy | None = None
-    ) -> None:
+    def __init__(self, task: Any, settings: TorchSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
         self.task = task
         self.settings = settings
-        self.strategy = strategy or Strategy()
+        self.strategy = strategy
         self.device = self.strategy.join(settings.device, settings.rank_timeout)
-        self.ranks = self.strategy.ranks
-        self._is_alone = self.ranks.is_alone
+        self.process_group = self.strategy.process_group
+        self._is_alone = self.process_group.is_single_process
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
         self.precision = make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
         if self.fp8 is not None:
@@ -120,10 +121,10 @@ class TorchBackend:
             no_sync if self._is_alone else self.strategy.apart
         )
         # The same on all ranks, and for a full batch the weight of each: nothing is then left to multiply with.
-        self._reference = None if self._is_alone else settings.batch_size / self.ranks.count
+        self._reference = None if self._is_alone else settings.batch_size / self.process_group.count
         self.strategy.reference = self._reference or 1.0
         self._shared_step = self.strategy.train_step()
-        self._heard = Heard(self.device)
+        self._heard = RequestFlag(self.device)
         self.asks: Callable[[], bool] = lambda: False  # whether somebody on this rank asks something of all of them
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
@@ -203,7 +204,7 @@ class TorchBackend:
         """Whether it matters which micro-batch is the last of a step: ranks then exchange gradients there only."""
         return self._no_sync is not None  # also where ranks share a step
 
-    def feed(self, batches: Iterable[Sized], train: bool) -> Iterator[Placed]:
+    def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""
         if train not in self._transforms:  # not before the first batch: by then the task has seen its data
             self._transforms[train] = self._transform(train)
@@ -221,7 +222,7 @@ class TorchBackend:
             for module in modules_of(self.task).values():
                 module.train(train)
 
-    def accumulate(self, batch: Placed) -> bool:
+    def accumulate(self, batch: DeviceBatch) -> bool:
         """Forward and backward of one micro-batch. False: it did not fit, and will come again in smaller pieces."""
         scaler = self.precision.scaler
         if self._statistics is not None and not self._window.entries:
@@ -256,7 +257,7 @@ class TorchBackend:
         asks = torch.full((1,), float(self.asks()), dtype=sums.dtype, device=self.device)
         return self.strategy.send(loss, torch.cat([sums, asks]))
 
-    def _apart(self, piece: Placed) -> AbstractContextManager[Any]:
+    def _apart(self, piece: DeviceBatch) -> AbstractContextManager[Any]:
         """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
         return self._no_sync() if piece.more and self._no_sync is not None else nullcontext()
 
@@ -313,12 +314,12 @@ class TorchBackend:
         assert sums is not None, "every strategy for several ranks tells what they sent"
         weight, total, asking = sums.unbind()
         self._heard.note(asking)
-        self._shared_loss = self._window.share(weight, total, only_main=not self.ranks.is_main)
+        self._shared_loss = self._window.share(weight, total, only_main=not self.process_group.is_main)
         return self._window.shared_factor(self.strategy.averaged_over, weight), [total]
 
     def others_ask(self) -> bool:
         """Whether a rank asks something of all of them, as far as it is known by now: the same answer on each."""
-        return self._heard.someone_asks()
+        return self._heard.any_rank_asks()
 
     def update(self, step: int) -> StepResult:
         """Take the optimizer step, unless the gradients are not finite, or there are none on purpose."""
@@ -338,7 +339,7 @@ class TorchBackend:
         self.schedule.advance()
         if self._statistics is not None:
             self._statistics.settle(self.guard)
-        if norm is not None and self.ranks.is_main:
+        if norm is not None and self.process_group.is_main:
             window.entries.append(self._norm_entry(norm))
         samples = window.samples if self._is_alone else window.consumed
         return StepResult(window.entries, lr, samples, window.tokens, window.bad, window.consumed, self._shared_loss)
@@ -406,11 +407,11 @@ class TorchBackend:
         """Evaluation mode."""
         self._set_mode(False)
 
-    def eval_step(self, batch: Placed) -> EvalResult:
+    def eval_step(self, batch: DeviceBatch) -> EvalResult:
         """The task's metrics for one batch."""
         return self.infer(self.task.eval_step, batch)
 
-    def infer(self, function: Callable[[Any], Any], batch: Placed) -> EvalResult:
+    def infer(self, function: Callable[[Any], Any], batch: DeviceBatch) -> EvalResult:
         """Any function of a batch that returns a mapping, without gradients and in the run's precision."""
         with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(takes_part=True):
             outputs = self.strategy.infer(function, batch.data)

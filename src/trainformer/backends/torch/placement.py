@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Origin, Placed, Sized
+from trainformer.core.types import DeviceBatch, HostBatch, Origin
 from trainformer.data.order import sample_keys
 from trainformer.utils.helpers import get_device, move_to_device
 
@@ -44,8 +44,8 @@ class Feeder:
         self.channels_last = channels_last
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def feed(self, batches: Iterable[Sized], transform: nn.Module | None) -> Iterator[Placed]:
-        """Placed batches, in order. A transform with `takes_keys` also gets the keys of the samples (see `keys_of`)."""
+    def feed(self, batches: Iterable[HostBatch], transform: nn.Module | None) -> Iterator[DeviceBatch]:
+        """Batches on the device, in order. A transform with `takes_keys` also gets the keys of the samples (see `keys_of`)."""
         move = self._move_aside if self._stream is not None else self._move
         takes_keys = getattr(transform, "takes_keys", False)
         for data, size, bad, origin, whole, consumed in batches:
@@ -54,7 +54,7 @@ class Feeder:
             if transform is not None:
                 change = partial(transform, keys=keys_of(origin)) if takes_keys else transform
                 placed = apply_to_inputs(change, placed)
-            yield Placed(placed, size, tokens, bad, False, whole, consumed)
+            yield DeviceBatch(placed, size, tokens, bad, False, whole, consumed)
 
     def _move(self, data: Any) -> Any:
         if self.device.type != "cpu":

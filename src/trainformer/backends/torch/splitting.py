@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Placed
+from trainformer.core.types import DeviceBatch
 from trainformer.data.sharding import slice_batch
 
 logger = logging.getLogger("trainformer")
@@ -26,7 +26,7 @@ class MemorySplitter:
         self.policy = policy
         self.pieces = 1
 
-    def cut(self, batch: Placed) -> list[Placed]:
+    def cut(self, batch: DeviceBatch) -> list[DeviceBatch]:
         """A batch in pieces of nearly equal size, in order."""
         pieces = min(self.pieces, batch.size)
         if pieces <= 1:
@@ -34,7 +34,7 @@ class MemorySplitter:
         edges = [batch.size * i // pieces for i in range(pieces + 1)]
         tokens = batch.tokens / batch.size
         cut = [
-            Placed(
+            DeviceBatch(
                 slice_batch(batch.data, low, high, batch.size),
                 high - low,
                 round(tokens * (high - low)),
@@ -44,7 +44,7 @@ class MemorySplitter:
         ]
         return [cut[0]._replace(bad=batch.bad), *cut[1:]]
 
-    def shrink(self, batch: Placed, model: nn.Module) -> bool:
+    def shrink(self, batch: DeviceBatch, model: nn.Module) -> bool:
         """Use twice as many pieces from now on; False if a single sample is already too large."""
         if self.policy == "raise" or self.pieces >= batch.size:
             return False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Done, Entry, Loss, Mean, Placed
+from trainformer.core.types import BackwardDone, DeviceBatch, Entry, Loss, Mean
 
 
 class Window:
@@ -34,7 +34,7 @@ class Window:
         self._reference: Any = reference
         self._weights: list[Any] = []
 
-    def add(self, output: Any, batch: Placed) -> Tensor | None:
+    def add(self, output: Any, batch: DeviceBatch) -> Tensor | None:
         """Take in what a task's `train_step` returned; what comes back is to be differentiated, if anything."""
         self.samples += batch.size
         self.tokens += batch.tokens
@@ -48,7 +48,7 @@ class Window:
             output = _without_weight(output)
         if isinstance(output, Tensor):
             return self._add_mean(output, batch.size)
-        if isinstance(output, (Loss, Mean, Done)):
+        if isinstance(output, (Loss, Mean, BackwardDone)):
             loss = self._add_weighted(output)
             for name, value in (output.metrics or {}).items():
                 if name in ("loss", "grad_norm"):
@@ -58,14 +58,14 @@ class Window:
             return loss
         raise BadArgument(expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__))
 
-    def _add_weighted(self, output: Loss | Mean | Done) -> Tensor | None:
+    def _add_weighted(self, output: Loss | Mean | BackwardDone) -> Tensor | None:
         if isinstance(output, Mean) and output.value is None:
             self.is_idle = not self._weights
             return None
         self.is_idle = False
         if isinstance(output, Mean):
             return self._add_mean(output.value, output.weight)
-        if isinstance(output, Done):
+        if isinstance(output, BackwardDone):
             self.entries.append(Entry("loss", output.sum, output.weight, False))
             self._weights.append(output.weight)
             return None
@@ -146,7 +146,7 @@ def _without_weight(output: Any) -> Any:
     """What a batch that is only there so that its rank can take part counts: nothing, yet with gradients (of zero)."""
     if isinstance(output, Tensor):
         return output * 0
-    if isinstance(output, (Loss, Done)):
+    if isinstance(output, (Loss, BackwardDone)):
         return Loss(output.sum * 0, output.weight * 0)
     if isinstance(output, Mean) and output.value is not None:
         return Mean(output.value * 0, output.weight * 0)

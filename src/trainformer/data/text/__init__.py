@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.data.text.corpus": ["corpus_names", "load_corpus"],
         "trainformer.data.text.encode": ["Encoded", "Encoder", "Report"],
         "trainformer.data.text.files": ["LineIndex", "cache_dir"],
-        "trainformer.data.text.forms": ["FORMS", "Form", "detect", "form_of"],
+        "trainformer.data.text.schemas": ["FORMS", "Form", "detect", "form_of"],
         "trainformer.data.text.jsonl": ["JSONLDataset"],
         "trainformer.data.text.packing": ["PackedDataset", "pack"],
         "trainformer.data.text.preferences": ["PairEncoder"],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.indexed import is_array
+from trainformer.data.dataset import is_array
 from trainformer.data.samplers import EpochSampler
 from trainformer.data.text.rows import check_lengths, packed_rows, padded_rows
 from trainformer.data.text.store import lengths_of

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.data.indexed import Indexed
+from trainformer.data.dataset import Indexed
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix, digest
-from trainformer.data.text.forms import expected_value, form_of, text_value, value_of
+from trainformer.data.text.schemas import expected_value, form_of, text_value, value_of
 from trainformer.data.text.tables import JSON, RecordList, parse_json, position, wrapped_list
 
 

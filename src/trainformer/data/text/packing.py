@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.indexed import Indexed
+from trainformer.data.dataset import Indexed
 from trainformer.data.text.encode import IGNORED
 from trainformer.data.text.store import lengths_of
 

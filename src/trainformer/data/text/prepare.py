@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.targets import is_stream
+from trainformer.data.labels import is_stream
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.packing import PackedDataset
 from trainformer.data.text.preferences import PairEncoder, Pairs

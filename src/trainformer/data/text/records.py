@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.data.indexed import Indexed
+from trainformer.data.dataset import Indexed
 from trainformer.data.text.files import LineIndex, Spans, TextFile, character_spans, digest
-from trainformer.data.text.forms import (
+from trainformer.data.text.jsonl import JSONLDataset
+from trainformer.data.text.schemas import (
     FORMS,
     TEXT_KEYS,
     Form,
@@ -26,7 +27,6 @@ from trainformer.data.text.forms import (
     text_value,
     value_of,
 )
-from trainformer.data.text.jsonl import JSONLDataset
 from trainformer.data.text.sources import load_text, records_of
 from trainformer.data.text.tables import fingerprint, position, where
 

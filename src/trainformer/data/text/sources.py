@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.hub import is_saved_by_hf, load_saved, one_split
-from trainformer.data.targets import HF_STREAM, STREAM, is_a
+from trainformer.data.labels import HF_STREAM, STREAM, is_a
 from trainformer.data.text.corpus import corpus_names, load_corpus
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix
 from trainformer.data.text.jsonl import JSONLDataset

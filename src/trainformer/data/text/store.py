@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.fetch import is_subset_itself, unwrap_subsets
-from trainformer.data.indexed import Indexed
+from trainformer.data.dataset import Indexed
+from trainformer.data.fetcher import is_subset_itself, unwrap_subsets
 from trainformer.data.text.encode import Encoded, Encoder, Report
 from trainformer.data.text.files import cache_dir as user_cache
 

@@ -20,11 +20,11 @@ import numpy as np
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.hub import has_shuffle_buffer
-from trainformer.data.targets import HF_STREAM, is_a
+from trainformer.data.labels import HF_STREAM, is_a
 from trainformer.data.text.encode import Encoded, Encoder, Report
 from trainformer.data.text.files import content_suffix
-from trainformer.data.text.forms import Form, form_of, standard
 from trainformer.data.text.packing import join_documents
+from trainformer.data.text.schemas import Form, form_of, standard
 
 PREFIX = "stream:"
 _AHEAD = 32  # records that are tokenised together

@@ -20,8 +20,8 @@ from typing import Any
 
 from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
+from trainformer.data.dataset import Indexed
 from trainformer.data.hub import load_from_hub
-from trainformer.data.indexed import Indexed
 from trainformer.data.text.files import Spans, TextFile, content_suffix, digest
 
 MOST_PARSED = 1 << 30  # bytes of a file that is parsed at once: ten times that in memory, as Python objects

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
-from trainformer.data.text.forms import text_value
+from trainformer.data.text.schemas import text_value
 
 _BYTES = 256
 _END = "<|endoftext|>"

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, expected
 
 logger = logging.getLogger("trainformer")

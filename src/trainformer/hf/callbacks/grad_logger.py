@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.backends.torch.gradients import is_divided
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.names import is_evaluation
 from trainformer.hf.callbacks.running import run_of

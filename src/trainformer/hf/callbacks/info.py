@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.hf.callbacks.arguments import changed_arguments
 
 logger = logging.getLogger("trainformer")
@@ -105,7 +105,7 @@ def _about_steps(args: Any, state: TrainerState, train: Any) -> str:
 def _about_batch(args: Any, trainer: Any) -> str:
     size, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     # Processes that hold parts of one model compute the same samples.
-    ranks = getattr(trainer, "_ranks", None)
-    processes = getattr(args, "world_size", 1) if ranks is None else ranks.count
+    process_group = getattr(trainer, "_process_group", None)
+    processes = getattr(args, "world_size", 1) if process_group is None else process_group.count
     total = size * accumulated * processes
     return f"{total:,} samples per step: {size} per device x {accumulated} accumulated x {processes} processes"

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, expected
 from trainformer.hf.callbacks.arguments import all_arguments
 from trainformer.hf.callbacks.names import is_evaluation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainformer.callbacks.dialects.huggingface import our_name
+from trainformer.callbacks.compat.huggingface import our_name
 
 _EVALUATIONS = ("eval", "test")
 

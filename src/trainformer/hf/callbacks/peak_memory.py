@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.hf.callbacks.names import is_evaluation
 from trainformer.hf.callbacks.writers import WriterHandle
 from trainformer.utils.helpers import _peak_resident_bytes

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trainformer.callbacks.dialects import original
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat import original
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.hf.callbacks.names import as_native, is_evaluation, numbers
 from trainformer.loggers.console import ConsoleLogger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.hf.callbacks.arguments import all_arguments
 from trainformer.hf.callbacks.names import as_tags, numbers
 from trainformer.hf.callbacks.writers import WriterHandle

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.callbacks.dialects.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.data.text.batches import pad
@@ -165,8 +165,8 @@ class TextgenCallback(TrainerCallback):
 def _apart(model: Any, trainer: Any) -> Iterator[Any]:
     """The model to be judged, in evaluation mode; what is drawn meanwhile does not change how training goes on."""
     run = run_of(trainer)
-    if hasattr(run, "judging"):
-        with run.judging():
+    if hasattr(run, "eval_mode"):
+        with run.eval_mode():
             yield run.task.model
         return
     random = capture_random()

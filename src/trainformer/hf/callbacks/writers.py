@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainformer.callbacks.dialects.huggingface_types import TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerState
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.loggers.values import jsonable

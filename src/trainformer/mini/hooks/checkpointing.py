@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainformer.callbacks.dialects.mini import TrainerView
+from trainformer.callbacks.compat.mini import TrainerView
+from trainformer.checkpointing.checkpointer import SaveFailed
+from trainformer.checkpointing.snapshot import read_snapshot, write_snapshot
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
-from trainformer.engine.checkpoint.store import is_alive
 from trainformer.mini.hooks.intervals import IntervalHook, whole_number
 from trainformer.mini.utils import from_first_rank, wait_for_all
-from trainformer.session.checkpoints import SaveFailed
-from trainformer.session.torch.snapshot import read_snapshot, write_snapshot
 from trainformer.utils.distributed import rank
+from trainformer.utils.processes import is_alive
 
 _NAME = re.compile(r"checkpoint_step_(\d+)\.pt")
 _LATEST = "checkpoint_latest.pt"

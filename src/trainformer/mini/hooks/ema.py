@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainformer.backends.torch.distribution import Strategy
-from trainformer.callbacks.dialects.mini import BaseHook
+from trainformer.callbacks.compat.mini import BaseHook
 from trainformer.callbacks.ema import EMA
+from trainformer.distributed import Strategy
 
 
 class EmaHook(BaseHook):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainformer.callbacks.dialects.mini import BaseHook
+from trainformer.callbacks.compat.mini import BaseHook
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.loggers.wandb import WandbLogger

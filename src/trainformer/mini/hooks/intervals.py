@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainformer.callbacks.dialects.mini import BaseHook
+from trainformer.callbacks.compat.mini import BaseHook
 from trainformer.core.errors import BadArgument, expected
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainformer.callbacks.dialects.mini import BaseHook
+from trainformer.callbacks.compat.mini import BaseHook
 from trainformer.mini.hooks.intervals import IntervalHook, whole_number
 from trainformer.mini.utils import as_numbers, flattened, key_average, mean_over_ranks
 from trainformer.utils.distributed import rank

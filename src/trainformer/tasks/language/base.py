@@ -23,7 +23,7 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.models.language import ensure_pad_token, load_model, load_tokenizer
-from trainformer.tasks.adapted import Adapted
+from trainformer.tasks.adapter_mixin import Adapted
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

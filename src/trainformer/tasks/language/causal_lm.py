@@ -26,8 +26,8 @@ from trainformer.data.text.token_bytes import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import evaluating
+from trainformer.tasks.language.generation import WritesOn
 from trainformer.tasks.language.prediction import TokenPrediction
-from trainformer.tasks.language.writing import WritesOn
 
 # No attention mask: padding is on the right, where no token of a causal model looks, and has no labels. With one,
 # transformers asks the device in every step whether anything is masked, and leaves the fastest kernels.

@@ -18,8 +18,8 @@ from trainformer.adapters.base import unwrapped
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.core.optional import require
-from trainformer.data.fetch import unwrap_subsets
-from trainformer.data.info import DatasetInfo
+from trainformer.data.fetcher import unwrap_subsets
+from trainformer.data.metadata import DatasetInfo
 from trainformer.tasks.language.base import LanguageTask
 from trainformer.tasks.language.labels import PROBLEM_TYPES, Labels, Problem, check_classes, check_names, read_labels
 

@@ -35,7 +35,7 @@ from trainformer.losses.preference import (
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
 from trainformer.models.modes import evaluating
-from trainformer.tasks.language.writing import WritesOn
+from trainformer.tasks.language.generation import WritesOn
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
 _ALONE = ("orpo", "simpo")  # these have no reference

@@ -19,9 +19,9 @@ from trainformer.core import DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import Encoded, Report
-from trainformer.data.text.forms import TEXT_KEYS, expected_value, value_of
+from trainformer.data.text.schemas import TEXT_KEYS, expected_value, value_of
 from trainformer.data.text.store import OverStore
-from trainformer.tasks.language.parts import (
+from trainformer.tasks.language.token_records import (
     PartsEncoder,
     as_words,
     found_keys,

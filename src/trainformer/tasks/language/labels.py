@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import did_you_mean, expected
-from trainformer.data.text.forms import expected_value
-from trainformer.tasks.language.parts import as_words, from_words
+from trainformer.data.text.schemas import expected_value
+from trainformer.tasks.language.token_records import as_words, from_words
 
 Problem = Literal["single", "multi", "regression"]
 PROBLEM_TYPES = {  # what transformers calls them

@@ -19,10 +19,10 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter, unwrapped
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
-from trainformer.data.info import DatasetInfo
+from trainformer.data.metadata import DatasetInfo
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import Encoded, Report
-from trainformer.data.text.forms import TEXT_KEYS, value_of
+from trainformer.data.text.schemas import TEXT_KEYS, value_of
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import OverStore, tokenize
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1
@@ -33,7 +33,7 @@ from trainformer.models.modes import evaluating
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels, Problem
-from trainformer.tasks.language.parts import PartsEncoder, found_keys, joined, only_columns, parted
+from trainformer.tasks.language.token_records import PartsEncoder, found_keys, joined, only_columns, parted
 from trainformer.tasks.vision.arguments import given_weights
 from trainformer.tasks.vision.batch import cross_entropy
 

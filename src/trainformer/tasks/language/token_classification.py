@@ -20,7 +20,7 @@ from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
-from trainformer.data.text.forms import expected_value, value_of
+from trainformer.data.text.schemas import expected_value, value_of
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
 from trainformer.eval.entities import Rates, TagScheme, rates
@@ -29,9 +29,9 @@ from trainformer.models.modes import evaluating
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels
-from trainformer.tasks.language.parts import found_keys, only_columns
 from trainformer.tasks.language.prediction import TokenPrediction
 from trainformer.tasks.language.text_classification import column_values
+from trainformer.tasks.language.token_records import found_keys, only_columns
 
 _VERSION = "tags-1"  # of what `TagEncoder` makes of a record: raise it when that changes, cached tokens are then left
 _TOKENS = (("tokens",), ("words",))

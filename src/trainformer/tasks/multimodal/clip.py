@@ -19,9 +19,9 @@ from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.image import load_images
+from trainformer.data.labels import is_stream, targets_of
 from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
 from trainformer.data.order import preserved_generators
-from trainformer.data.targets import is_stream, targets_of
 from trainformer.losses.numerics import unit_rows
 from trainformer.models.modes import evaluating
 from trainformer.tasks.multimodal.arguments import TOWERS, check_arguments, check_end

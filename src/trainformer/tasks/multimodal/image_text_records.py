@@ -18,7 +18,7 @@ from trainformer.data.lists import IMAGE_COLUMNS
 from trainformer.data.multimodal import RecordReader, image_parts
 from trainformer.data.pixels import image_tensor, is_pil, tensor_channels, with_channels
 from trainformer.data.text.chat import ASSISTANT_ROLES
-from trainformer.data.text.forms import conversation, form_of, standard
+from trainformer.data.text.schemas import conversation, form_of, standard
 
 _READER = RecordReader("image", "text")
 _TALKS = ("messages", "conversations", "conversation")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainformer.core.errors import DataError, expected
-from trainformer.data.fetch import is_in_memory
+from trainformer.data.fetcher import is_in_memory
 from trainformer.data.image import split_sample
 from trainformer.data.multimodal import TEXT_COLUMNS
 from trainformer.data.order import preserved_generators, sample_key, seed_generators

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trainformer.adapters.base import Adapter, unwrapped
 from trainformer.core import BadArgument
 from trainformer.core.errors import did_you_mean, expected
+from trainformer.data.labels import is_stream
 from trainformer.data.multimodal import ImageTextDataset
-from trainformer.data.targets import is_stream
 from trainformer.data.text.encode import IGNORED, TRAIN_ON
 from trainformer.eval.generation import exact_match
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainformer.core.errors import DataError
-from trainformer.data.fetch import is_in_memory, unwrap_subsets
+from trainformer.data.fetcher import is_in_memory, unwrap_subsets
 from trainformer.data.order import preserved_generators
 from trainformer.data.text.batches import pad
 from trainformer.data.text.encode import IGNORED, Report

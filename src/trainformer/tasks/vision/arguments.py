@@ -15,7 +15,7 @@ from trainformer.tasks.vision.augment import check_augment
 from trainformer.tasks.vision.recipes import check_recipe
 
 if TYPE_CHECKING:
-    from trainformer.data.info import DatasetInfo
+    from trainformer.data.metadata import DatasetInfo
     from trainformer.tasks.vision.classification import ImageClassification
 
 

@@ -22,10 +22,10 @@ from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.folder import LAYOUT
 from trainformer.data.image import ImageDataset, images_in_memory, load_images, split_sample
-from trainformer.data.info import DatasetInfo
+from trainformer.data.labels import is_stream
+from trainformer.data.metadata import DatasetInfo
 from trainformer.data.order import preserved_generators
 from trainformer.data.pixels import ImageTensors, channels_in, is_pil
-from trainformer.data.targets import is_stream
 from trainformer.data.webdataset import MappedStream
 from trainformer.models.backbones import BackboneConfig, Unbuilt, Weights, build_backbone, check_backbone, describe
 from trainformer.tasks.base import TaskBase

@@ -20,11 +20,11 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.folder import LAYOUT
 from trainformer.data.image import split_sample
-from trainformer.data.info import DatasetInfo
+from trainformer.data.metadata import DatasetInfo
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1, topk_correct
 from trainformer.models.backbones import Unbuilt, Weights, outputs_of
 from trainformer.models.heads import single_sample_batchnorm
-from trainformer.tasks.adapted import Adapted
+from trainformer.tasks.adapter_mixin import Adapted
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.vision.arguments import (
     balanced_weights,

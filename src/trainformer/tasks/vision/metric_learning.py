@@ -19,7 +19,7 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.folder import LAYOUT
 from trainformer.data.image import split_sample
-from trainformer.data.info import DatasetInfo
+from trainformer.data.metadata import DatasetInfo
 from trainformer.data.order import preserved_generators
 from trainformer.eval.clustering import feature_statistics, nmi
 from trainformer.eval.neighbours import IndexKind

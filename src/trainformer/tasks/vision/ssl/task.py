@@ -20,9 +20,9 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.augment import presets
 from trainformer.data.image import ImageDataset, images_in_memory, split_sample
-from trainformer.data.info import DatasetInfo
+from trainformer.data.labels import is_stream
+from trainformer.data.metadata import DatasetInfo
 from trainformer.data.pixels import is_pil
-from trainformer.data.targets import is_stream
 from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
 from trainformer.models.backbones import Weights, feature_width, has_fixed_size

@@ -1,0 +1,317 @@
+"""A model of transformers out of a checkpoint, merged and quantised, as files that `from_pretrained` opens by itself.
+
+Owns the loading, and the proof: the files are opened as anybody would, and must give the very same outputs as the model
+in memory. torchao's own conversion unties tied weights, and the result cannot be saved; transformers quantises while it
+loads, and saves that. So the plain model is written first, and loaded again quantised.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trainformer import tasks
+from trainformer.adapters.export import merge
+from trainformer.adapters.qlora import QLoRA
+from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
+from trainformer.adapters.state import load_adapter
+from trainformer.backends.torch.quantize import Layers, Recipe, layers_for, prepare_qat, torchao
+from trainformer.checkpointing import Checkpoint
+from trainformer.checkpointing.tools.places import AnyPath
+from trainformer.checkpointing.tools.reading import States
+from trainformer.checkpointing.tools.weights import export_weights
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.optional import require
+from trainformer.models.language import load_model, load_tokenizer
+
+WEIGHTS = "model.safetensors"
+MODEL_CONFIGS = ("config.json", "generation_config.json")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOKENS = 16
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be made of which checkpoint, with everything looked up."""
+
+    checkpoint: Checkpoint
+    settings: Mapping[str, Any]  # of the run, as its checkpoint has them
+    recipe: Recipe | None
+    base: AnyPath | None
+    ema: str | None
+    device: str | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint is."""
+        return self.checkpoint.path
+
+    @property
+    def trained_for(self) -> str | None:
+        """The recipe of quantisation-aware training."""
+        return self.settings.get("qat_recipe")
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the checkpoint holds an adapter and not a model."""
+        return (self.folder / ADAPTER_CONFIG).is_file()
+
+    @property
+    def kind(self) -> str | None:
+        """What transformers loads the model for; None for other models."""
+        if not self.is_adapter and not (self.folder / MODEL_CONFIGS[0]).is_file():
+            return None
+        kind = getattr(getattr(tasks, str(self.settings.get("task_type")), None), "kind", None)
+        return kind if isinstance(kind, str) else None
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written to a folder, beside what the request says."""
+
+    size_before: int
+    adapter: str | None = None
+    layers: Layers | None = None
+    difference: float | None = None
+    trained_difference: float | None = None
+    compared: str = "outputs"
+    notes: tuple[str, ...] = ()
+
+
+def make(request: Request, draft: Path) -> Made:
+    """Fill ``draft/whole`` with what the request asks for."""
+    whole, plain, kind = draft / "whole", draft / "plain", str(request.kind)
+    recipe, device = request.recipe, _device(request)
+    if recipe is not None:
+        _try_out(recipe, device)
+    with _quiet():
+        model, adapter = _adapted(request) if request.is_adapter else (_loaded(request, draft), None)
+        if request.settings.get("gradient_checkpointing"):
+            model.config.use_cache = True  # off in training alone
+        model.eval()
+        before = _outputs(model, kind)
+        model.save_pretrained(str(plain if recipe else whole))
+        if recipe is None:
+            _check_equal(before, _outputs(_opened(whole, "cpu"), kind), whole)
+            return Made(weights_size(whole), adapter)
+        layers = layers_for(model, recipe)
+        trained = None
+        if request.trained_for:
+            prepare_qat(model, recipe)
+            trained = _outputs(model, kind)
+        del model
+        quantised = _quantised(plain, kind, recipe, layers, device)
+        quantised.save_pretrained(str(whole))
+        _mend_names(whole)
+        after = _outputs(quantised, kind)
+        _check_equal(after, _outputs(_opened(whole, device), kind), whole)
+    return Made(
+        weights_size(plain),
+        adapter,
+        layers,
+        difference=_largest(before, after),
+        trained_difference=None if trained is None else _as_trained(trained, after, recipe),
+    )
+
+
+# -- loading -----------------------------------------------------------------------------------------------
+
+
+def _loaded(request: Request, draft: Path) -> Any:
+    """The model of a checkpoint that holds all of it."""
+    source = draft / "source"
+    source.mkdir()
+    for name in MODEL_CONFIGS:
+        if (request.folder / name).is_file():
+            shutil.copyfile(request.folder / name, source / name)
+    export_weights(request.folder, source / WEIGHTS, ema=request.ema or False)
+    config = require("transformers", "text", "for this model").AutoConfig.from_pretrained(source)
+    dtype = getattr(config, "dtype", None)
+    model = load_model(source, str(request.kind), dtype=dtype if isinstance(dtype, torch.dtype) else None)
+    shutil.rmtree(source)
+    return model
+
+
+def _adapted(request: Request) -> tuple[Any, str]:
+    """The model that an adapter's checkpoint stands for, merged; and what the adapter is called."""
+    recorded = str(request.settings.get("task/adapter") or "")
+    base = request.base or _read_base(request.folder)
+    if base is None:
+        raise BadArgument(
+            "Expected the model that the adapter belongs to, received none: it was not loaded from a name or folder in "
+            "training, so the checkpoint does not know it. Pass base= (--base): a hub name, or a folder of the model."
+        )
+    dtype = _DTYPES.get(str(request.settings.get("task/dtype")), torch.float32)
+    model: Any = load_model(base, str(request.kind), dtype=dtype, **_load_options(recorded, request))
+    words = load_tokenizer(request.folder)
+    if len(words) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(words))
+    model = load_adapter(model, request.folder)
+    if request.ema is not None:
+        model.load_state_dict(States(request.checkpoint)[request.ema]["model"])
+    return merge(model), recorded.partition("(")[0] or "adapter"
+
+
+def _read_base(folder: Path) -> str | None:
+    return json.loads((folder / ADAPTER_CONFIG).read_text("utf-8")).get("base_model_name_or_path") or None
+
+
+def _load_options(recorded: str, request: Request) -> dict[str, Any]:
+    """A model that was trained on in 4 bits is merged as it was then: rounded to them first."""
+    if not recorded.startswith("QLoRA("):
+        return {}
+    kind = re.search(r"\bquant_type='(\w+)'", recorded)
+    double = re.search(r"\bdouble_quant=(True|False)", recorded)
+    adapter = QLoRA(quant_type=kind[1] if kind else "nf4", double_quant=double is None or double[1] == "True")
+    return adapter.load_options(request.kind)
+
+
+# -- quantising --------------------------------------------------------------------------------------------
+
+
+def _device(request: Request) -> str:
+    if request.device is not None:
+        return request.device
+    return "cuda" if request.recipe is not None and request.recipe.needs_gpu and torch.cuda.is_available() else "cpu"
+
+
+def _try_out(recipe: Recipe, device: str) -> None:
+    """Quantise one small layer first: what this machine cannot do is said in a sentence, and before the work."""
+    dtype = torch.bfloat16 if recipe.needs_gpu and device != "cpu" else torch.float32
+    layer = nn.Sequential(nn.Linear(128, 128)).to(device, dtype)
+    try:
+        torchao().quantize_(layer, recipe.base())
+        layer(torch.zeros(16, 128, device=device, dtype=dtype))
+    except Exception as error:  # missing kernels, an old GPU: torchao raises all sorts
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadArgument(
+            expected(
+                f"a machine that can quantise to {recipe.name!r}" + (" (a recent GPU)" if recipe.needs_gpu else ""),
+                f"{device}: {first}",
+                "Choose another recipe, or do it where the model is to run.",
+            )
+        ) from error
+
+
+def _quantised(plain: Path, kind: str, recipe: Recipe, layers: Layers, device: str) -> Any:
+    transformers = require("transformers", "text", "for this model")
+    if not layers.chosen:
+        raise BadArgument(f"Expected linear layers to quantise to {recipe.name!r}, received a model with {layers}.")
+    left = [name for names in layers.skipped.values() for name in names]
+    config = transformers.TorchAoConfig(recipe.base(), modules_to_not_convert=left)
+    # The kernels of a GPU take bf16 alone.
+    dtype = torch.bfloat16 if recipe.needs_gpu else transformers.AutoConfig.from_pretrained(plain).dtype
+    model: Any = load_model(plain, kind, dtype=dtype, quantization_config=config, **_placed(device))
+    found = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and _is_quantised(part)}
+    if found != set(layers.chosen):
+        odd = sorted(found ^ set(layers.chosen))
+        raise DataError(f"transformers quantised other layers than were meant, for instance {odd[0]}. Nothing is kept.")
+    return model.eval()
+
+
+def _mend_names(folder: Path) -> None:
+    """Take weights at the top of a model (BART's bias of the logits) off the list that torchao 0.18 reads.
+
+    It splits each name at a dot and fails where there is none. They are plain tensors, and found without the list.
+    """
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata())
+        names = json.loads(metadata.get("tensor_names", "[]"))
+        nested = [name for name in names if "." in name]
+        if nested != names:
+            save_file(load_file(path), path, {**metadata, "tensor_names": json.dumps(nested)})
+
+
+def _is_quantised(layer: nn.Linear) -> bool:
+    return type(layer.weight.data) is not Tensor
+
+
+def _opened(folder: Path, device: str) -> Any:
+    """As anybody would open it."""
+    transformers = require("transformers", "text", "for this model")
+    written = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    try:
+        return getattr(transformers, written).from_pretrained(str(folder), **_placed(device)).eval()
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise DataError(f"What was written could not be read back, and nothing is kept. ({error})") from error
+
+
+def _placed(device: str) -> dict[str, Any]:
+    return {} if device == "cpu" else {"device_map": {"": device}}
+
+
+# -- comparing ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _outputs(model: Any, kind: str) -> Tensor:
+    """What a model says to random tokens, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    rows, device = model.get_input_embeddings().weight.shape[0], next(model.parameters()).device
+    length = min(_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
+    tokens = torch.randint(0, rows, (2, length), generator=generator)
+    for name in _IMAGE_TOKENS:
+        tokens[tokens == getattr(model.config, name, None)] = 0  # an image would have to come with it
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if kind == "seq2seq":
+        inputs["decoder_input_ids"] = tokens.flip(1)
+    if kind == "clip":
+        size = model.config.vision_config.image_size
+        inputs["pixel_values"] = torch.randn(2, 3, size, size, generator=generator).to(model.dtype)
+    answer = model(**{name: value.to(device) for name, value in inputs.items()})
+    for name in ("logits_per_image", "logits", "last_hidden_state"):
+        if getattr(answer, name, None) is not None:
+            return getattr(answer, name).detach().float().cpu()
+    raise DataError(f"{type(model).__name__} gives nothing that could be compared.")
+
+
+def _check_equal(wanted: Tensor, found: Tensor, folder: Path) -> None:
+    if not torch.equal(wanted, found):
+        what = f"{folder.name} to give the same outputs when it is read back"
+        raise DataError(expected(what, f"a difference of {_largest(wanted, found):.3g}", "Nothing is kept."))
+
+
+def _as_trained(trained: Tensor, after: Tensor, recipe: Recipe) -> float:
+    """How far the quantised model is from the one that was trained. On the CPU that has to be nothing but rounding."""
+    difference = _largest(trained, after)
+    if not recipe.needs_gpu and not difference <= 1e-2 * float(trained.abs().max()):
+        what = f"the model quantised to {recipe.name!r} to be the one that was trained"
+        raise DataError(expected(what, f"outputs that differ by {difference:.3g}", "Nothing is kept."))
+    return difference
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars and reports of transformers, one for each time a model is loaded or saved."""
+    logging = require("transformers", "text", "for this model").utils.logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def weights_size(folder: Path) -> int:
+    """Bytes of the weights in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

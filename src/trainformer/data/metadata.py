@@ -1,0 +1,209 @@
+"""What a data set says of itself: size, classes, shape of its inputs, statistics of its targets.
+
+Owns `DatasetInfo` and how it is filled in. Classes come from `targets`, without loading samples; at most one sample is
+read, for the shape of the input. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainformer.core.errors import DataError, TrainformerError, expected
+from trainformer.data.labels import (
+    CONCATENATION,
+    HF_DATASET,
+    concatenated,
+    is_a,
+    is_stream,
+    is_subset,
+    labels_of,
+    length,
+    targets_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DatasetInfo", "extract_info", "labels_of"]
+
+_INPUT_KEYS = ("image", "img", "pixel_values", "x", "input")
+
+
+@dataclass
+class DatasetInfo:
+    """Metadata of a data set. What is not known is None; an unknown number of samples is 0."""
+
+    num_samples: int = 0
+
+    # Classes
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    class_counts: list[int] | None = None
+
+    # Images
+    input_shape: tuple[int, ...] | None = None  # (C, H, W); of other inputs, the shape of one
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    # Sequences
+    max_length: int | None = None
+
+    # Regression
+    num_targets: int | None = None
+    target_mean: float | None = None
+    target_std: float | None = None
+
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """Weights for a class-balanced loss, inverse to the frequencies; 0 for a class without samples.
+
+        >>> DatasetInfo(class_counts=[1, 3, 0]).class_weights
+        tensor([1.3333, 0.4444, 0.0000])
+        """
+        if self.class_counts is None:
+            return None
+        import torch
+
+        total, classes = sum(self.class_counts), len(self.class_counts)
+        return torch.tensor([total / (classes * count) if count else 0.0 for count in self.class_counts])
+
+
+def extract_info(dataset: Any) -> DatasetInfo:
+    """Everything that can be learnt from a data set by reading its metadata and at most one sample.
+
+    Random generators are left as they were, and nothing is taken from an iterable data set: of such a one is known
+    what it says of itself (`classes`, `num_classes`, `class_counts`, `input_shape`, and its length).
+
+    >>> info = extract_info([(0.5, 0), (0.1, 2), (0.3, 2)])
+    >>> info.num_samples, info.num_classes, info.class_counts
+    (3, 3, [1, 0, 2])
+    """
+    targets = targets_of(dataset)
+    info = DatasetInfo(num_samples=length(dataset) or 0)
+    info.num_classes, info.class_names = targets.num_classes, targets.names
+    if targets.labels is not None and targets.num_classes is not None:
+        info.class_counts = _count(targets.labels, targets.num_classes)
+    if targets.continuous is not None and targets.continuous.size:
+        values = targets.continuous
+        info.num_targets = 1 if values.ndim == 1 else values.shape[1]
+        info.target_mean, info.target_std = float(values.mean()), float(values.std())
+    if is_stream(dataset):
+        _ask_stream(dataset, info)
+    elif info.num_samples:
+        sample = _first_sample(dataset)
+        info.input_shape = _shape(_input_of(sample))
+        info.max_length = _max_length(dataset, sample)
+    return info
+
+
+def _ask_stream(stream: Any, info: DatasetInfo) -> None:
+    """What a stream has counted already, by itself."""
+    counts, shape = getattr(stream, "class_counts", None), getattr(stream, "input_shape", None)
+    info.class_counts = list(counts) if isinstance(counts, list | tuple) else None
+    info.input_shape = tuple(shape) if isinstance(shape, list | tuple) else None
+
+
+def _count(labels: np.ndarray, num_classes: int) -> list[int]:
+    if labels.size and labels.max() >= num_classes:
+        raise DataError(
+            expected(
+                f"labels from 0 to {num_classes - 1} in a data set of {num_classes} classes",
+                int(labels.max()),
+                "Let labels count from 0, and let `classes` (or `num_classes`) cover all of them.",
+            )
+        )
+    return np.bincount(labels, minlength=num_classes).tolist()
+
+
+# -- the first sample --------------------------------------------------------------------------------------
+
+
+def _first_sample(dataset: Any) -> Any:
+    from trainformer.data.order import preserved_generators
+
+    with preserved_generators():
+        try:
+            return dataset[0]
+        except TrainformerError:
+            raise
+        except Exception as error:
+            raise DataError(
+                expected(
+                    f"the first sample of {type(dataset).__name__} to be readable",
+                    error,
+                    "Read dataset[0] yourself to see where it fails.",
+                )
+            ) from error
+
+
+def _input_of(sample: Any) -> Any:
+    if isinstance(sample, tuple | list) and len(sample) > 0:
+        sample = sample[0]
+    if isinstance(sample, Mapping):
+        return next((sample[key] for key in _INPUT_KEYS if key in sample), None)
+    return sample
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if is_a(value, "PIL.Image.Image"):
+        return (len(value.getbands()), value.height, value.width)
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return None
+    shape = tuple(int(size) for size in value.shape)
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and len(shape) == 3 and shape[2] in (1, 3, 4):
+        return (shape[2], shape[0], shape[1])  # images that were decoded into NumPy have their channels last
+    # Whole numbers of another rank are tokens or indices, whose number says nothing about a model's input.
+    is_input = len(shape) == 3 or (len(shape) > 0 and "float" in str(value.dtype))
+    return shape if is_input else None
+
+
+# -- lengths of sequences ----------------------------------------------------------------------------------
+
+
+def _max_length(dataset: Any, sample: Any) -> int | None:
+    """The longest sequence where lengths are known without loading samples, else the length of the first."""
+    lengths = _token_lengths(dataset)
+    if lengths is not None and lengths.size:
+        return int(lengths.max())
+    return _token_length(sample)
+
+
+def _token_lengths(dataset: Any) -> np.ndarray | None:
+    if is_subset(dataset):
+        lengths = _token_lengths(dataset.dataset)
+        return None if lengths is None else lengths[np.asarray(dataset.indices, dtype=np.int64)]
+    if is_a(dataset, CONCATENATION):
+        return concatenated([_token_lengths(part) for part in dataset.datasets])
+    if is_a(dataset, HF_DATASET):
+        return _list_lengths(dataset, "input_ids")
+    if isinstance(dataset, list | tuple):
+        found = [_token_length(sample) for sample in dataset]
+        return None if None in found else np.asarray(found, dtype=np.int64)
+    return None
+
+
+def _token_length(sample: Any) -> int | None:
+    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
+    if ids is None or not hasattr(ids, "__len__"):
+        return None
+    return int(ids.shape[-1]) if hasattr(ids, "shape") else len(ids)
+
+
+def _list_lengths(dataset: Any, column: str) -> np.ndarray | None:
+    if column not in dataset.column_names:
+        return None
+    import pyarrow.compute  # comes with `datasets`
+
+    values = dataset.data.column(column)
+    if not (pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type)) or values.null_count:
+        return None
+    # Lengths are in the offsets alone, so not a token is read, however large the file.
+    lengths = pyarrow.compute.list_value_length(values).to_numpy()
+    chosen = getattr(dataset, "_indices", None)  # after select or shuffle
+    return lengths if chosen is None else lengths[chosen.column(0).to_numpy()]

@@ -1,0 +1,262 @@
+"""Requests from outside, carried out at step boundaries.
+
+A thread takes them in (`trainformer.live.server`) and never touches the training. The loop asks at every boundary
+whether there are any; there they are taken, told to all ranks, applied to the `Control` of each, and so take effect at
+that very boundary. Their answers are given when the loop has done what was asked: on hearing of it, or at the next
+boundary, or at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from trainformer.checkpointing.checkpointer import Checkpointer
+from trainformer.checkpointing.manifest import MANIFEST
+from trainformer.engine import Event
+from trainformer.live import address
+from trainformer.live.requests import NAME, Request, Ticket, apply
+from trainformer.live.runs import newest_checkpoint, plain
+from trainformer.live.server import ControlServer
+from trainformer.run.folder import NoFolder, RunFolder
+
+if TYPE_CHECKING:
+    from trainformer.run.run import Run
+
+logger = logging.getLogger("trainformer")
+
+_NOT_WRITTEN = "The checkpoint could not be written; the run's log.txt says why."
+
+
+class LiveControl:
+    """The requests to one session. `waiting` is all that is looked at per step: some ten nanoseconds."""
+
+    def __init__(self, session: Run) -> None:
+        self.waiting = False  # something has come in, or is being carried out
+        self._session = session
+        self._incoming: SimpleQueue[Ticket] = SimpleQueue()
+        self._taken: list[Ticket] = []  # heard of by now, not yet applied
+        self._under_way: list[Ticket] = []
+        self._checkpointer: Checkpointer | None = None
+        self._began = 0.0, 0
+        self._planned: int | None = None
+
+    @contextmanager
+    def serving(
+        self, folder: RunFolder | NoFolder, checkpointer: Checkpointer | None, outcome: Callable[[], str]
+    ) -> Iterator[None]:
+        """Listen meanwhile, if there is a folder to say where. A run that cannot listen runs all the same."""
+        if isinstance(folder, NoFolder) or not self._session.process_group.is_main:
+            yield
+            return
+        self._checkpointer = checkpointer
+        self._began, self._planned = (time.monotonic(), self._session.state.step), self._session.total_steps()
+        try:
+            listener, where = address.listen()
+        except OSError as error:
+            logger.warning("this run cannot be controlled from outside: no socket could be opened (%s)", error)
+            yield
+            return
+        server = ControlServer(listener, where.token, self._take, lambda: self._snapshot(folder))
+        server.start()
+        ended = "finished"
+        try:
+            try:
+                address.publish(folder.path, where)
+            except OSError as error:
+                logger.warning("this run cannot be controlled from outside: %s", error)
+            yield
+            ended = outcome()
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            ended = "interrupted" if interrupted else f"failed: {type(error).__name__} {error}"
+            raise
+        finally:
+            address.withdraw(folder.path, where)
+            self._conclude(folder, ended)
+            server.close(f"The run has ended meanwhile ({ended}).")
+            self._drain()  # who came in between was told so; a second `fit()` must not obey them
+            self.waiting = False
+
+    def _take(self, ticket: Ticket) -> None:
+        """Called in the thread that listens. In this order: what is noticed is there."""
+        self._incoming.put(ticket)
+        self.waiting = True
+
+    # -- at a step boundary --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Answer those whose requests are done."""
+        if not self.waiting:
+            return
+        self._settle()
+        # Looked at after it was set to False, not before: the thread may just have put something in.
+        self.waiting = False
+        if self._under_way or not self._incoming.empty():
+            self.waiting = True
+
+    def has_requests(self) -> bool:
+        """Whether something was asked for since the last boundary."""
+        return self.waiting and not self._incoming.empty()
+
+    def take(self) -> list[Request]:
+        """What was asked for since the last boundary. Only rank 0 listens; it tells the others."""
+        self._taken = self._drain()
+        return [ticket.request for ticket in self._taken]
+
+    def carry_out(self, requests: list[Request]) -> None:
+        """Apply requests, on every rank; where they came in, whoever asked gets an answer when they are done."""
+        possible = self._possible(requests)
+        for request, is_possible in zip(requests, possible, strict=True):
+            if is_possible:
+                apply(request, self._session.control)
+        tickets, self._taken = self._taken, []
+        self._remember(tickets, possible[: len(tickets)])
+        if self._under_way:  # never set to False here: the thread may just have set it
+            self.waiting = True
+
+    def _drain(self) -> list[Ticket]:
+        tickets = []
+        while not self._incoming.empty():
+            tickets.append(self._incoming.get_nowait())
+        return tickets
+
+    def _possible(self, requests: list[Request]) -> list[bool]:
+        return [request.verb != "eval" or self._session.val_source is not None for request in requests]
+
+    def _remember(self, tickets: list[Ticket], possible: list[bool]) -> None:
+        """Keep the tickets until their requests are done; some are already."""
+        state = self._session.state
+        for ticket, is_possible in zip(tickets, possible, strict=True):
+            ticket.step = state.step
+            if not is_possible:
+                ticket.refuse("There is no validation data, so nothing can be evaluated. The run goes on.")
+                continue
+            logger.info("%s at step %d: asked by %s", ticket.request.verb, state.step, ticket.request.by)
+            self._under_way.append(ticket)
+            if ticket.request.verb == "eval" and state.evaluated_at == state.step:
+                self._evaluated()
+            elif state.saved_at == state.step:
+                self._saved(self._path_of(state.step))
+        if self._under_way:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Hear of saves and evaluations. Not before somebody asks for one; callbacks that come and go clear the bus."""
+        bus = self._session.bus
+        if all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
+            bus.add(NAME, {Event.SAVE: self._saved, Event.EVAL_END: lambda metrics: self._evaluated()})
+
+    # -- answers -------------------------------------------------------------------------------------------
+
+    def _evaluated(self) -> None:
+        """Answer those who wanted an evaluation. It is logged by now."""
+        step = self._session.state.step
+        for ticket in self._of("eval"):
+            self._finish(ticket, step=step, metrics=plain(_evaluation(self._session.state.log_history, step)))
+
+    def _saved(self, path: str) -> None:
+        """A checkpoint was written, or will be: behind the loop's back."""
+        place = Path(path).absolute()  # whoever asked may be in another folder than this process
+        for ticket in self._of("save"):
+            if ticket.path is None:
+                ticket.path, ticket.failures = str(place), self._failures()
+                # The loop may be in a long step when the file appears; whoever waits need not wait for that.
+                ticket.answer_when(place / MANIFEST, step=ticket.step, checkpoint=ticket.path)
+        self._answer_saves()
+
+    def _answer_saves(self) -> None:
+        for ticket in self._of("save"):
+            if ticket.path is not None and (Path(ticket.path) / MANIFEST).exists():
+                self._finish(ticket, step=ticket.step, checkpoint=ticket.path)
+            elif ticket.path is not None and self._failures() > ticket.failures:
+                self._finish(ticket, error=_NOT_WRITTEN)
+
+    def _settle(self) -> None:
+        """At the next boundary everything is decided, but for a save that is being written in the background."""
+        state = self._session.state
+        for ticket in self._of("save"):
+            if ticket.path is None:  # nobody told us: a callback that came or went has cleared the bus, or it failed
+                if state.saved_at >= ticket.step:
+                    ticket.path = self._path_of(state.saved_at)
+                else:
+                    self._finish(ticket, error=_NOT_WRITTEN)
+        self._answer_saves()
+        for ticket in self._of("eval"):
+            metrics = _evaluation(state.log_history, state.evaluated_at)
+            self._finish(ticket, step=state.evaluated_at, metrics=plain(metrics))
+        for ticket in self._of("stop", "abort"):
+            if state.step > ticket.step and not self._session.control.should_stop:
+                self._finish(ticket, error="A callback has called it off. The run goes on.")
+
+    def _conclude(self, folder: RunFolder, ended: str) -> None:
+        """The run is over: whoever still waits gets an answer."""
+        self._answer_saves()
+        step, newest = self._session.state.step, newest_checkpoint(folder.path)
+        where = {"step": step, "status": ended, "checkpoint": None if newest is None else str(newest.absolute())}
+        for ticket in [*self._under_way, *self._drain()]:
+            verb = ticket.request.verb
+            if verb in ("stop", "abort") and ticket.step == step and not ended.startswith("failed"):
+                ticket.answer(**where)
+            else:
+                ticket.refuse(f"The run has ended at step {step} ({ended}) before this could be done.")
+        self._under_way.clear()
+
+    def _path_of(self, step: int) -> str:
+        assert self._checkpointer is not None
+        return str(self._checkpointer.store.path_of(step).absolute())
+
+    def _failures(self) -> int:
+        return 0 if self._checkpointer is None else self._checkpointer.failures
+
+    def _of(self, *verbs: str) -> list[Ticket]:
+        return [ticket for ticket in self._under_way if ticket.request.verb in verbs]
+
+    def _finish(self, ticket: Ticket, error: str | None = None, **values: Any) -> None:
+        self._under_way.remove(ticket)
+        if error is None:
+            ticket.answer(**values)
+        else:
+            ticket.refuse(error)
+
+    # -- in the thread that listens ------------------------------------------------------------------------
+
+    def _snapshot(self, folder: RunFolder) -> dict[str, Any]:
+        """Where the run is. Read without locks: each value is right, two may be of neighbouring steps."""
+        state, (began, first) = self._session.state, self._began
+        step, planned = state.step, self._planned
+        seconds = time.monotonic() - began
+        rate = (step - first) / seconds if seconds > 0 and step > first else None
+        newest = newest_checkpoint(folder.path)
+        recent = state.log_history[-100:]
+        return plain(
+            {
+                "status": "running",
+                "step": step,
+                "planned_steps": planned,
+                "epoch": state.epoch,
+                "metrics": next((record for record in reversed(recent) if "train/loss" in record), {}),
+                "evaluation": next((record for record in reversed(recent) if "train/loss" not in record), {}),
+                "best": dict(state.best_metrics),
+                "best_step": state.best_step if state.best_step >= 0 else None,
+                "steps_per_second": rate,
+                "eta_seconds": None if rate is None or planned is None else max(0, planned - step) / rate,
+                "checkpoints": str(folder.checkpoints.absolute()),
+                "checkpoint": None if newest is None else str(newest.absolute()),
+            }
+        )
+
+
+def _evaluation(history: list[dict[str, float]], step: int) -> dict[str, float]:
+    """The record of the evaluation at a step."""
+    for record in reversed(history):
+        if record["step"] == step and "train/loss" not in record:
+            return {name: value for name, value in record.items() if name not in ("step", "epoch")}
+        if record["step"] < step:
+            break
+    return {}

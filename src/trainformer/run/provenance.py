@@ -1,0 +1,101 @@
+"""What is recorded of a run's configuration, and what makes two commands the same command."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainformer.context import ConfigSource, PipelineConfig, record_arguments
+
+if TYPE_CHECKING:
+    from trainformer.run.run import Run
+
+# Values by which one would group or filter many runs.
+FILTERABLE = ("epochs", "batch_size", "lr", "accumulation_steps", "precision", "compile", "optimizer", "seed")
+
+# Settings that do not change what is computed.
+_INCIDENTAL = (
+    "run_dir", "log", "log_every", "project", "resume", "num_workers", "prefetch_factor", "pin_memory", "suggested_lr",
+    "strategy", "dispatch_batches", "rank_timeout", "sharding_array",
+)  # fmt: skip
+
+
+def record_settings(run: Run, derived: Mapping[str, Any]) -> None:
+    """The settings: who set each, the user, a default, or what it is `derived` from."""
+    config, settings = run.context.config, run.settings
+    record_arguments(config, settings.values(), settings.defaults(), run.passed, FILTERABLE)
+    for name, value in derived.items():
+        config.set_derived(name, value, ("task_type",), filterable=name in FILTERABLE)
+
+
+def record_changes(run: Run) -> None:
+    """Settings that were changed between two calls of `fit`, and what follows from them."""
+    config = run.context.config
+    for name, value in run.settings.values().items():
+        # What was left to the machine, such as the device, was not changed by nobody setting it.
+        left = value is None and name in config and config.source(name) is ConfigSource.ENV
+        if config.get(name) != value and not left:
+            config.set_user(name, value, filterable=name in FILTERABLE)
+    run.record_derived()
+
+
+def record_length(config: PipelineConfig, run: Run, warmup_ratio: float) -> None:
+    """How long the run is, which follows from data and settings."""
+    total, settings = run.total_steps(), run.settings
+    inputs = "num_samples", "batch_size", "accumulation_steps"
+    config.set_derived("steps_per_epoch", run.steps_per_epoch(), inputs)
+    config.set_derived("total_steps", total, ("steps_per_epoch", "epochs", "max_steps"))
+    warmup = None if total is None else int(total * warmup_ratio)
+    config.set_derived("warmup_steps", warmup, ("total_steps", "warmup_ratio"))
+    effective = settings.batch_size * settings.accumulation_steps
+    config.set_derived("effective_batch_size", effective, ("batch_size", "accumulation_steps"), filterable=True)
+
+
+def fingerprint(run: Run) -> str:
+    """What makes two commands the same command: settings, task, model and data, but not where things are written."""
+    recorded = run.context.config.to_json()
+    parts = {
+        "config": {k: v["value"] for k, v in recorded.items() if v["source"] != "env" and k not in _INCIDENTAL},
+        "resume": str(run.settings.resume or "auto"),
+        "model": run.model_shapes(),
+        "data": describe_data(run.owner_data),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def describe_data(data: Any) -> Any:
+    """Enough of what was passed as data to tell other data apart, at no cost: a path, or a look at some of the rows."""
+    if isinstance(data, (str, Path)):
+        return str(data)
+    if isinstance(data, (tuple, list)) and len(data) <= 8:
+        return [describe_data(part) for part in data]
+    if hasattr(data, "tensors"):
+        return [describe_data(part) for part in data.tensors]
+    if hasattr(data, "shape") and hasattr(data, "dtype") and len(data.shape) > 0:
+        return [
+            list(data.shape),
+            *(hashlib.sha256(_digits(r).encode()).hexdigest()[:16] for r in (data[:4], data[-4:])),
+        ]
+    # A data set of HuggingFace knows its own history.
+    place = getattr(data, "root", None) or getattr(data, "path", None) or getattr(data, "_fingerprint", None)
+    return [type(data).__name__, size_of(data), str(place) if place else None]
+
+
+def size_of(data: Any) -> int | None:
+    """Number of samples, where that is known; of a torch loader, those of its data set."""
+    if hasattr(data, "batch_sampler") and hasattr(data, "dataset"):
+        data = data.dataset
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _digits(rows: Any) -> str:
+    values = rows.double() if hasattr(rows, "double") else np.asarray(rows, dtype=np.float64)  # bf16 of torch, too
+    return str(values.tolist())

@@ -1,0 +1,186 @@
+"""From what a user passes as data to sources of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.align import align_classes, numbered_alike
+from trainformer.data.dispatch import DispatchedSource
+from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, stream_source
+from trainformer.data.metadata import DatasetInfo, extract_info
+from trainformer.data.sharding import ALL, Shard
+from trainformer.data.split import split_dataset
+from trainformer.tasks.base import provides
+
+Source = DatasetSource | LoaderSource | DispatchedSource
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How batches are made."""
+
+    batch_size: int
+    seed: int
+    num_workers: int | None
+    pin_memory: bool
+    prefetch_factor: int | None = None
+    skip_bad: bool = False
+    sampler: Any = None  # for training only, as are the next
+    drop_last: bool = False
+    accumulation: int = 1
+    shard: Shard = ALL
+    dispatch: Any = None  # the ranks to which rank 0 hands out what it reads; None: each reads its own
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training and validation data as loaded, before the task has prepared them, and what they say of themselves."""
+
+    train: Any
+    val: Any
+    info: DatasetInfo
+    comparable: bool = True  # whether a label means the same class in both
+
+
+def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | int | None, seed: int) -> TrainingData:
+    """Load what was passed, split off the validation set, and extract the metadata."""
+    if val_data is not None and val_split is not None:
+        raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
+    train, val = load(task, data), load(task, val_data) if val_data is not None else None
+    info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
+    if val_split is not None:
+        if is_loader(train) or isinstance(train, IterableDataset):
+            raise BadArgument(
+                expected(
+                    "val_split with a data set that has a length",
+                    type(train).__name__,
+                    "Pass a second loader or data set as val_data.",
+                )
+            )
+        train, val = split_dataset(train, val_split, seed)
+        info = extract_info(train)
+    val = align_classes(val, info.class_names, is_open(task))
+    return TrainingData(train, val, info, numbered_alike(val, info.class_names))
+
+
+def is_open(task: Any) -> bool:
+    """Whether a task can be evaluated on classes it was not trained on."""
+    return bool(getattr(task, "open_set", False))
+
+
+def load(task: Any, data: Any) -> Any:
+    """A data set or loader from a path or name, arrays, a data set or a loader."""
+    if isinstance(data, (str, Path)):
+        return _load_path(task, str(data))
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        data = (data,)
+    if isinstance(data, tuple) and data and all(isinstance(d, (torch.Tensor, np.ndarray)) for d in data):
+        tensors = [torch.as_tensor(d) for d in data]
+        if len({len(t) for t in tensors}) != 1:
+            raise DataError(expected("arrays of one length", [len(t) for t in tensors]))
+        return TensorDataset(*tensors)
+    if (
+        isinstance(data, IterableDataset)
+        or is_loader(data)
+        or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    ):
+        return data
+    raise BadArgument(
+        expected(
+            "data to be a path, a tuple of tensors, a Dataset, or a DataLoader (or another iterable of batches)",
+            type(data).__name__,
+        )
+    )
+
+
+def _load_path(task: Any, path: str) -> Any:
+    if not provides(task, "load_data"):
+        raise BadArgument(
+            f"{type(task).__name__} cannot load data by path (received {path!r}). Pass a Dataset or DataLoader, "
+            "or define load_data(self, path) on the task."
+        )
+    return task.load_data(path)
+
+
+def is_loader(data: Any) -> bool:
+    """Whether something yields batches: a DataLoader, or an iterable that is not a data set."""
+    if isinstance(data, DataLoader):
+        return True
+    indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, Iterable) and not indexable and not isinstance(data, IterableDataset)
+
+
+def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Source:
+    """Batches of loaded data, prepared by the task for training or evaluation."""
+    if options.dispatch is None:
+        return _own_source(task, data, options, train)
+    whole = _own_source(task, data, replace(options, shard=ALL), train)
+    if getattr(whole, "is_divided", False):
+        raise BadArgument(
+            expected(
+                "data that rank 0 reads for all ranks (dispatch_batches=True)",
+                "a loader that gives each rank data of its own",
+                "Leave out its DistributedSampler, or dispatch_batches.",
+            )
+        )
+    return DispatchedSource(whole, options.dispatch)
+
+
+def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> DatasetSource | LoaderSource:
+    if is_loader(data):
+        _refuse_sampling(options, train, "a loader has a sampler and batches of its own; set them there")
+        count = task.count_samples if provides(task, "count_samples") else None
+        return loader_source(data, options.seed, count, options.shard)
+    if provides(task, "prepare_dataset"):
+        data = task.prepare_dataset(data, train=train)
+    collate = task.collate_fn if provides(task, "collate_fn") else None
+    if isinstance(data, IterableDataset):
+        _refuse_sampling(options, train, "a data set without a length cannot be sampled from")
+        workers = options.num_workers or 0
+        if hasattr(data, "reseed"):
+            data.reseed(options.seed)
+        return stream_source(
+            data,
+            options.batch_size,
+            seed=options.seed,
+            collate=collate,
+            num_workers=workers,
+            shard=options.shard,
+        )
+    return DatasetSource(
+        data,
+        options.batch_size,
+        shuffle=train,
+        sampler=_sampler_for(data, options) if train else None,
+        drop_last=options.drop_last and train,
+        seed=options.seed,
+        collate=collate,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory,
+        prefetch_factor=options.prefetch_factor,
+        skip_bad=options.skip_bad,
+        shard=options.shard,
+    )
+
+
+def _sampler_for(data: Any, options: LoadOptions) -> Any:
+    if options.sampler is None:
+        return None
+    from trainformer.data.sampler_names import make_sampler
+
+    return make_sampler(
+        options.sampler, data, batch_size=options.batch_size, seed=options.seed, accumulation=options.accumulation
+    )
+
+
+def _refuse_sampling(options: LoadOptions, train: bool, why: str) -> None:
+    if train and options.sampler is not None:
+        raise BadArgument(expected("no sampler", options.sampler, f"Leave it out: {why}."))

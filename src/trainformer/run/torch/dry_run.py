@@ -1,0 +1,59 @@
+"""Steps that leave no trace: for finding a learning rate, counting FLOPs, and checking a run before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import TYPE_CHECKING
+
+from trainformer.backends.torch.schedules import Schedule
+from trainformer.core.types import DeviceBatch
+
+if TYPE_CHECKING:
+    from trainformer.run.torch.run import Session
+
+
+class Probe:
+    """What may be done inside `Session.sandbox`. Events are not emitted, loggers hear nothing."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._backend = session.backend
+
+    def batches(self) -> Iterator[DeviceBatch]:
+        """Training batches from the beginning of an epoch, again and again."""
+        for epoch in count():
+            empty = True
+            for batch in self._backend.feed(self._session.train_source.batches(epoch), train=True):
+                empty = False
+                yield batch
+            if empty:
+                return
+
+    def gradients(self, batch: DeviceBatch) -> float:
+        """Forward and backward of one batch; gradients are left in place until `drop` or the next `step`."""
+        self._backend.begin_training()
+        self._backend.accumulate(batch)
+        self._backend.hear_window()
+        return self._backend.window_loss()
+
+    def drop(self) -> None:
+        """Drop gradients."""
+        self._backend.drop_step()
+
+    def step(self, batch: DeviceBatch, lr: float | None = None) -> float:
+        """One optimizer step on a batch, at a given rate or at that of the first step; its loss."""
+        backend = self._backend
+        schedule = backend.schedule
+        if lr is not None:
+            backend.schedule = Schedule(backend.optimizer, lambda step: 1.0)
+            backend.schedule.base = [lr for _ in backend.schedule.base]
+        try:
+            backend.begin_training()
+            backend.accumulate(batch)
+            backend.finish()
+            backend.update(0)
+            return backend.window_loss()
+        finally:
+            backend.schedule = schedule
+            backend.drop_step()

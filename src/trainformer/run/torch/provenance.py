@@ -1,0 +1,85 @@
+"""What is recorded of a run's configuration on torch: data, task, environment, and where each value came from."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainformer.run.provenance import record_length, record_settings
+from trainformer.tasks.base import provides
+
+if TYPE_CHECKING:
+    from trainformer.run.torch.run import Session
+
+
+def record_config(session: Session) -> None:
+    """Fill the context's config: settings, environment, data, task, and what follows from them."""
+    config = session.context.config
+    record_settings(session, session.suited)
+    _record_environment(session)
+    info = session.info
+    config.set_from_data("num_samples", info.num_samples)
+    for name in ("num_classes", "class_names", "input_shape", "max_length"):
+        if getattr(info, name) is not None:
+            config.set_from_data(name, getattr(info, name), filterable=name == "num_classes")
+    config.set_user("task_type", type(session.task).__name__, filterable=True)
+    _record_task(session)
+    record_derived(session)
+
+
+def declared_arguments(task: Any) -> dict[str, Any]:
+    """The arguments of a task that is a dataclass, as they are before the data have been seen."""
+    if not dataclasses.is_dataclass(task):
+        return {}
+    return {f.name: copy.copy(getattr(task, f.name)) for f in dataclasses.fields(task) if f.init}
+
+
+def _record_task(session: Session) -> None:
+    """An argument of the task is the user's where it differs from its default; what the data decided is derived."""
+    task, config, declared = session.task, session.context.config, session.declared
+    if not provides(task, "config_dict"):
+        return
+    defaults = {f.name: _default(f) for f in dataclasses.fields(task)} if declared else {}
+    passed = getattr(task, "_passed", None)  # of tasks that set some of their arguments themselves (by a recipe)
+    for key, value in task.config_dict().items():
+        name = f"task/{key}"
+        by_itself = passed is not None and key not in passed and key in defaults and _differs(value, defaults[key])
+        if declared and (key not in declared or _differs(value, declared[key]) or by_itself):
+            config.set_derived(name, value, ("task_type", "num_samples"), filterable=True)
+        elif key in defaults and not _differs(value, defaults[key]):
+            config.set_default(name, value, filterable=True)
+        else:
+            config.set_user(name, value, filterable=True)
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _differs(value: Any, other: Any) -> bool:
+    # A value written down may have another form than the argument: a module or a function is given by its name.
+    if not isinstance(other, (str, int, float, bool, list, tuple, dict, type(None))):
+        return False
+    return bool(value != other)
+
+
+def _record_environment(session: Session) -> None:
+    config = session.context.config
+    config.set_env("torch_version", torch.__version__)
+    if session.settings.device is None:
+        config.set_env("device", str(session.backend.device))
+    config.set_env("cuda_available", torch.cuda.is_available())
+    if torch.cuda.is_available():
+        config.set_env("cuda_version", torch.version.cuda)
+        config.set_env("gpu_name", torch.cuda.get_device_name(0))
+        config.set_env("num_gpus", torch.cuda.device_count())
+
+
+def record_derived(session: Session) -> None:
+    """What follows from the settings."""
+    config = session.context.config
+    record_length(config, session, session.settings.warmup_ratio)
+    config.set_derived("precision_used", session.backend.precision.name, ("precision", "device"))

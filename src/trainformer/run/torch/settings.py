@@ -1,0 +1,91 @@
+"""The settings of a run on torch, with their defaults, and what makes one wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trainformer.backends.torch.memory import SdpaChoice, sdpa_backends
+from trainformer.backends.torch.nonfinite import parse_policy
+from trainformer.backends.torch.quantize import check_recipes
+from trainformer.core.errors import BadArgument, expected
+from trainformer.distributed import check_strategy
+from trainformer.run.settings import CommonSettings
+
+
+@dataclass(kw_only=True)
+class RunSettings(CommonSettings):
+    """Settings of a run on torch. Every way into the library that trains with torch fills in one of these.
+
+    Cadences are integers in their usual unit, or strings that name it: ``"500steps"``, ``"2epochs"``, ``"10min"``.
+    """
+
+    # What is computed
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    weight_decay_end: float | None = None  # where a cosine leads it over the run; None: constant
+    layer_decay: float | None = None  # each layer below the head gets the rate of the one above times this
+    warmup_ratio: float = 0.1
+    gradient_clip: float | None = 1.0
+    optimizer: Any = "adamw"  # name, {"name": ..., options}, class, factory or instance
+    scheduler: Any = "onecycle"  # name, factory or instance; None: constant
+    ema: float | None = None  # decay of an average of the weights to evaluate and export with (the callback EMA)
+    nonfinite: str = "raise"  # raise, skip, retry, retry:N
+    oom: str = "split"  # out of memory: split the micro-batch and repeat the step, or raise
+    bad_samples: str = "raise"  # a sample that cannot be read: raise, or skip, count and name it
+    sampler: Any = None  # balanced, pk, repeated, a sampler, or a function of the data set; None: every sample once
+    drop_last: bool = False  # leave out the last batch of an epoch if it is smaller
+
+    # Where and how it is computed
+    device: Any = None  # None: the best there is
+    precision: str = "auto"  # auto, no, bf16, fp16, fp8
+    fp8_recipe: str | None = None  # tensorwise, rowwise, rowwise_with_gw_hp; precision="fp8" alone means tensorwise
+    fp8_dim_alignment: int = 16  # layers with a size that is no multiple of this stay out of fp8
+    qat_recipe: str | None = None  # round weights while training as this recipe will in deployment
+    compile: bool | str | Mapping[str, Any] = False  # or a mode of torch.compile, or its arguments by name
+    channels_last: bool = False
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    sdpa_backend: SdpaChoice = None  # math, flash, efficient, cudnn, or several
+    matmul_precision: str | None = None  # highest, high, medium
+    num_workers: int | None = None  # None: what suits the data
+    prefetch_factor: int | None = None  # batches that each worker reads ahead; None: as torch does
+    pin_memory: bool | None = None  # None: on CUDA
+    strategy: Any = "auto"  # single, ddp, fsdp, tp, pipeline, accelerate, {"name": ..., options}, or an Accelerator
+    dispatch_batches: bool = False  # rank 0 reads the data and hands each rank its part
+
+    def validate(self) -> None:
+        """Refuse settings that cannot work, before anything is built."""
+        super().validate()
+        self._whole("fp8_dim_alignment", least=1)
+        if self.prefetch_factor is not None:
+            self._whole("prefetch_factor", least=1)
+        if self.num_workers is not None:
+            self._whole("num_workers", least=0)
+        self._number("lr", lambda v: v > 0, "a positive number")
+        self._number("weight_decay", lambda v: v >= 0, "a number of at least 0")
+        if self.weight_decay_end is not None:
+            self._number("weight_decay_end", lambda v: v >= 0, "a number of at least 0, or None")
+        if self.layer_decay is not None:
+            self._number("layer_decay", lambda v: 0 < v <= 1, "a number above 0 and up to 1, or None")
+        if self.ema is not None:
+            self._number("ema", lambda v: 0 <= v < 1, "a number from 0 and below 1, or None")
+        self._number("warmup_ratio", lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        if self.gradient_clip is not None:
+            self._number("gradient_clip", lambda v: v >= 0, "a number of at least 0, or None")
+        check_strategy(self.strategy)
+        for name, choices in (("oom", ("split", "raise")), ("bad_samples", ("raise", "skip"))):
+            if getattr(self, name) not in choices:
+                raise BadArgument(expected(f"{name} to be {' or '.join(map(repr, choices))}", getattr(self, name)))
+        if self.matmul_precision not in (None, "highest", "high", "medium"):
+            words = "matmul_precision to be 'highest', 'high', 'medium' or None"
+            raise BadArgument(expected(words, self.matmul_precision))
+        parse_policy(self.nonfinite)
+        sdpa_backends(self.sdpa_backend)
+        check_recipes(self.precision, self.fp8_recipe, self.qat_recipe)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The default of every setting: not of what a subclass adds to them."""
+        return {f.name: f.default for f in fields(RunSettings)}
