@@ -43,6 +43,7 @@ from trainformer.backends.jax.precision import attention_kernel, cast_floating, 
 from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
 from trainformer.models.jax import Decoder, DecoderConfig
+from trainformer.run import run_of
 
 BATCHES = 16  # different ones, over and over
 SAME = 0.02  # how far the losses of contestants may be apart at the end: bf16 sums in another order
@@ -176,7 +177,7 @@ class Contestant:
         self.loss = math.nan
         self._error: BaseException | None = None
         # One step more than the turns have: it sees the end of the last one.
-        self._thread = threading.Thread(target=self._run, args=(run, turns * steps + 1), daemon=True)
+        self._thread = threading.Thread(target=run_of(self), args=(run, turns * steps + 1), daemon=True)
         self._thread.start()
         self.pacer._over.acquire()  # it stands before its first step
         self._check()

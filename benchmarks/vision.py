@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from trainformer import Trainer
 from trainformer.eval import knn_accuracy, label_subset, linear_probe, nearest, retrieval_metrics
+from trainformer.run import run_of
 from trainformer.tasks import SSL, ImageClassification, MetricLearning
 
 LABELS_PER_CLASS = 10
@@ -149,7 +150,7 @@ def judge(name: str, train: dict[str, Tensor], val: dict[str, Tensor], seconds: 
 def as_pixels(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The images themselves as features."""
     parts = []
-    for data in (trainer._session._train_data, trainer._session._val_data):
+    for data in (run_of(trainer)._train_data, run_of(trainer)._val_data):
         images = torch.stack([data[i][0] for i in range(len(data))]).float().flatten(1) / 255
         parts.append({"embedding": images, "label": torch.tensor([int(data[i][1]) for i in range(len(data))])})
     return parts[0], parts[1]
@@ -212,14 +213,14 @@ def run_all(args: argparse.Namespace) -> list[Outcome]:
 
 def first_images(trainer: Trainer, count: int) -> Tensor:
     """Some validation images, as pixels."""
-    data = trainer._session._val_data
+    data = run_of(trainer)._val_data
     return torch.stack([data[i][0] for i in range(count)])
 
 
 def draw_views(trainer: Trainer, path: Path, count: int = 8) -> None:
     """Each image, and below it the views that were made of it."""
     images = first_images(trainer, count)
-    made = trainer.task._views()(images.to(trainer._session.backend.device), keys=list(range(count)))
+    made = trainer.task._views()(images.to(run_of(trainer).backend.device), keys=list(range(count)))
     rows = [images.float() / 255, *(view.cpu() for view in made.images)]
     draw(rows, path, ["image", *(f"view {i + 1}" for i in range(len(made.images)))])
 

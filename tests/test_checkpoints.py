@@ -18,6 +18,7 @@ from trainformer.checkpointing import CheckpointStore
 from trainformer.checkpointing.checkpointer import SaveFailed
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.loggers import read_jsonl
+from trainformer.run import run_of
 
 
 def make(task=None, data=None, **options):
@@ -278,7 +279,7 @@ def test_the_config_is_kept_up_to_date():
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous, monkeypatch, caplog):
-    from trainformer.run.torch import state_files
+    from trainformer.checkpointing import torch_files as state_files
 
     real, calls = state_files.write_component, []
 
@@ -299,7 +300,7 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous, monkey
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_three_failures_in_a_row_stop_the_run(asynchronous, monkeypatch):
-    from trainformer.run.torch import state_files
+    from trainformer.checkpointing import torch_files as state_files
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -398,7 +399,7 @@ def test_validation_folders_are_numbered_as_in_training(tmp_path):
                 Image.new("RGB", (32, 32), (i, 9, 9)).save(folder / f"{i}.png")
     task = ImageClassification("test_resnet", pretrained=False, image_size=32)
     trainer = Trainer(task, "train", val_data="val", log="none", num_workers=0)
-    assert [int(y) for b in trainer._session.val_source.batches(0) for y in b.data[1]] == [1, 1, 2, 2]
+    assert [int(y) for b in run_of(trainer).val_source.batches(0) for y in b.data[1]] == [1, 1, 2, 2]
     with pytest.raises(DataError, match="do not have: dog"):
         Trainer(
             ImageClassification("test_resnet", pretrained=False, image_size=32), "train", val_data="odd", log="none"
@@ -498,7 +499,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 
 
 def test_a_failed_save_is_not_announced_and_is_tried_again(monkeypatch):
-    from trainformer.run.torch import state_files
+    from trainformer.checkpointing import torch_files as state_files
 
     real, announced = state_files.write_component, []
 

@@ -31,6 +31,7 @@ from trainformer.checkpoint import InvalidCheckpoint, finalize, list_checkpoints
 from trainformer.cli import finalize as command
 from trainformer.cli import main
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM, MaskedLM, Seq2Seq
 
 pytest.importorskip("torchao")
@@ -40,7 +41,7 @@ QAT = "int8-dynamic-act-int4-weight"
 IDS = torch.randint(2, 300, (2, 12), generator=torch.Generator().manual_seed(4))
 
 
-def run_of(folder, config=None, adapter=None, **options):
+def short_run(folder, config=None, adapter=None, **options):
     """A short run of a causal model in ``folder/run``."""
     task = CausalLM(config or llama(), adapter, 32, tokenizer=chat_tokenizer(), cache_dir=folder / "tokens")
     return trainer_for(task, sentences(), **{"run_dir": folder / "run", "max_steps": 4, **options}).fit()
@@ -71,7 +72,7 @@ def plain(tmp_path_factory):
         "save_best": 4,
         "gradient_checkpointing": True,
     }
-    return run_of(folder, **options)
+    return short_run(folder, **options)
 
 
 # -- the same model ----------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_trained_for_quantisation_becomes_the_quantised_model(tmp_path, tied):
-    trainer = run_of(tmp_path, llama(tie_word_embeddings=tied), qat_recipe=QAT)
+    trainer = short_run(tmp_path, llama(tie_word_embeddings=tied), qat_recipe=QAT)
     result = finalize(tmp_path / "run", tmp_path / "out")
     model = opened(tmp_path / "out")
     assert torch.equal(logits(model), logits(trainer.task.model))  # rounded while training = rounded for good
@@ -100,7 +101,7 @@ def test_a_run_trained_for_quantisation_becomes_the_quantised_model(tmp_path, ti
 
 
 def test_the_average_is_taken_unless_the_trained_weights_are_asked_for(plain, tmp_path):
-    average, trained = plain._session.inference_model(), plain.task.model
+    average, trained = run_of(plain).inference_model(), plain.task.model
     assert average is not trained
     for name, ema, wanted in (("a", None, average), ("t", False, trained), ("k", "callback.EMA", average)):
         result = finalize(plain.run_folder, tmp_path / name, ema=ema)
@@ -124,7 +125,7 @@ def test_best_and_last(plain, tmp_path):
 def test_an_adapter_is_merged_into_its_model(tmp_path, recipe):
     base = transformers.LlamaForCausalLM(llama())
     base.save_pretrained(tmp_path / "base")
-    trainer = run_of(tmp_path, str(tmp_path / "base"), LoRA(r=4, target_modules="all-linear"), ema=0.5)
+    trainer = short_run(tmp_path, str(tmp_path / "base"), LoRA(r=4, target_modules="all-linear"), ema=0.5)
     result = finalize(tmp_path / "run", tmp_path / "out", quantize=recipe, ema=False)
     merged, adapted = logits(opened(tmp_path / "out")), logits(trainer.task.model)
     assert (adapted - logits(base)).abs().max() > 0.1  # it has learned something
@@ -133,7 +134,7 @@ def test_an_adapter_is_merged_into_its_model(tmp_path, recipe):
     if recipe is None:
         average = finalize(tmp_path / "run", tmp_path / "average")
         found = logits(opened(tmp_path / "average"))
-        torch.testing.assert_close(found, logits(trainer._session.inference_model()), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, logits(run_of(trainer).inference_model()), rtol=0, atol=1e-5)
         assert not torch.allclose(found, merged, atol=1e-5)
         assert average.ema == "callback.EMA"
 
@@ -142,7 +143,7 @@ def test_an_adapter_finds_the_model_it_is_told(tmp_path):
     torch.manual_seed(0)
     base = transformers.LlamaForCausalLM(llama())
     base.save_pretrained(tmp_path / "base")
-    trainer = run_of(tmp_path, base, LoRA(r=4))
+    trainer = short_run(tmp_path, base, LoRA(r=4))
     trainer.task.model.get_base_model().name_or_path = ""
     with pytest.raises(BadArgument, match=r"the model that the adapter belongs to, received none.*Pass base= .--base"):
         finalize(tmp_path / "run", tmp_path / "out")
@@ -155,7 +156,7 @@ def test_a_model_in_4_bits_is_merged_as_it_was_trained(tmp_path):
     pytest.importorskip("bitsandbytes")
     transformers.LlamaForCausalLM(llama(hidden_size=64)).save_pretrained(tmp_path / "base")
     adapter = QLoRA(r=4, target_modules="all-linear", quant_type="fp4", double_quant=False)
-    trainer = run_of(tmp_path, str(tmp_path / "base"), adapter, optimizer="adamw")
+    trainer = short_run(tmp_path, str(tmp_path / "base"), adapter, optimizer="adamw")
     result = finalize(tmp_path / "run", tmp_path / "out")
     assert result.adapter == "QLoRA"
     torch.testing.assert_close(logits(opened(tmp_path / "out")), logits(trainer.task.model), rtol=0, atol=1e-5)
@@ -221,7 +222,7 @@ def test_what_is_wrong_is_said_and_nothing_is_left(plain, tmp_path):
 
 
 def test_a_recipe_other_than_the_one_trained_for_is_refused(tmp_path):
-    run_of(tmp_path, qat_recipe=QAT, max_steps=1)
+    short_run(tmp_path, qat_recipe=QAT, max_steps=1)
     with pytest.raises(BadArgument, match=f"quantize to be '{QAT}', for which the run was trained"):
         finalize(tmp_path / "run", tmp_path / "out", quantize="int8-weight-only")
     assert finalize(tmp_path / "run", tmp_path / "out", quantize="none").recipe is None
@@ -229,12 +230,12 @@ def test_a_recipe_other_than_the_one_trained_for_is_refused(tmp_path):
 
 
 def test_a_failure_halfway_leaves_nothing(tmp_path):
-    run_of(tmp_path, gpt2(), max_steps=1)  # its layers are no linear layers, which is seen when they are looked for
+    short_run(tmp_path, gpt2(), max_steps=1)  # its layers are no linear layers, which is seen when they are looked for
     with pytest.raises(BadArgument, match="Expected linear layers to quantise"):
         finalize(tmp_path / "run", tmp_path / "out", quantize="int8-weight-only")
     assert nothing_left(tmp_path)
     (tmp_path / "prefix").mkdir()
-    run_of(tmp_path / "prefix", str(checkpoint_of_folder(tmp_path)), PrefixTuning(2), max_steps=1)
+    short_run(tmp_path / "prefix", str(checkpoint_of_folder(tmp_path)), PrefixTuning(2), max_steps=1)
     with pytest.raises(BadArgument, match="a prefix is an input"):
         finalize(tmp_path / "prefix" / "run", tmp_path / "prefix" / "out")
     assert nothing_left(tmp_path / "prefix")
@@ -245,7 +246,7 @@ def checkpoint_of_folder(folder):
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
-    run_of(tmp_path, max_steps=1)
+    short_run(tmp_path, max_steps=1)
     file = checkpoint_of_folder(tmp_path) / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

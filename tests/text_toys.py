@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
 from trainformer import Trainer
+from trainformer.run import run_of
 
 Batch = dict[str, Tensor]
 PlainSum = Callable[[Any, Batch], tuple[Any, int]]
@@ -176,7 +177,7 @@ def trainer_for(task: Any, data: Any, **options: Any) -> Trainer:
 
 def batches_of(trainer: Trainer, epoch: int = 0, position: int = 0, train: bool = True) -> list[Batch]:
     """The batches of an epoch as the run gets them, from that sample on."""
-    source = trainer._session.train_source if train else trainer._session.val_source
+    source = run_of(trainer).train_source if train else run_of(trainer).val_source
     assert source is not None
     return [batch.data for batch in source.batches(epoch, position // trainer.batch_size, position)]
 

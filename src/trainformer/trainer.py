@@ -15,14 +15,14 @@ from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.distributed import is_first_process
-from trainformer.run import RunSettings, Session
-from trainformer.run.torch.handle import RunHandle
-from trainformer.run.torch.preflight import CheckReport, check_session
+from trainformer.run import RunSettings, TorchRun
+from trainformer.run.torch.api import TorchTrainerApi
+from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.tasks.base import provides
 
 
 @dataclass(eq=False, repr=False)
-class Trainer(RunSettings, RunHandle):
+class Trainer(RunSettings, TorchTrainerApi):
     """Trains any task.
 
     `data` and `val_data` are a path or name the task can load, a tuple of tensors, a `Dataset`, or a `DataLoader`
@@ -63,7 +63,7 @@ class Trainer(RunSettings, RunHandle):
         console = Console(quiet=not is_first_process())
         if is_first_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
-        self._session = Session(
+        self._run = TorchRun(
             self,
             self.task,
             self,
@@ -74,7 +74,7 @@ class Trainer(RunSettings, RunHandle):
             passed=self.__dict__["_passed"],
             console=console,
         )
-        self._session.connect()
+        self._run.connect()
 
     def __repr__(self) -> str:
         return f"Trainer({type(self.task).__name__}, step {self.state.step} of {self.max_steps_planned})"
@@ -83,20 +83,20 @@ class Trainer(RunSettings, RunHandle):
 
     def fit(self) -> Trainer:
         """Train. Called again, it goes on: after more `epochs`, or from where it was stopped."""
-        self._session.fit()
+        self._run.fit()
         return self
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
         """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
-        return check_session(self._session, raise_on_failure)
+        return check_run(self._run, raise_on_failure)
 
     def evaluate(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` on the validation data, or on other data."""
-        return self._session.evaluate_on(data, batch_size)
+        return self._run.evaluate_on(data, batch_size)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
         """What the task predicts: one dict per sample, in input order."""
-        return self._session.predict(data, batch_size)
+        return self._run.predict(data, batch_size)
 
     def load(self, path: str | Path, components: Collection[str] | None = None) -> Trainer:
         """Go on from a file that `save` wrote, from a checkpoint's folder, or from a run's folder.
@@ -104,7 +104,7 @@ class Trainer(RunSettings, RunHandle):
         `components` loads only some parts, such as ``["model"]``. Nothing that is read is executed, and if anything
         does not fit, nothing is changed.
         """
-        self._session.load(Path(path), components)
+        self._run.load(Path(path), components)
         return self
 
     def export(self, path: str | Path, format: str = "pytorch", input_shape: tuple[int, ...] | None = None) -> str:
@@ -112,11 +112,11 @@ class Trainer(RunSettings, RunHandle):
 
         `input_shape` is that of one sample, without the batch; it is taken from the data where they have one.
         """
-        shape = input_shape or getattr(self.task, "input_shape", None) or self._session.info.input_shape
-        model = self._session.whole_model()
+        shape = input_shape or getattr(self.task, "input_shape", None) or self._run.info.input_shape
+        model = self._run.whole_model()
         if provides(self.task, "export_module"):
             model = self.task.export_module(model)
-        return self._session.process_group.run_on_main(lambda: str(export_model(model, Path(path), format, shape)))
+        return self._run.process_group.run_on_main(lambda: str(export_model(model, Path(path), format, shape)))
 
     def was_set(self, name: str) -> bool:
         """Whether the user set a setting, to whatever value."""

@@ -15,6 +15,7 @@ from trainformer import Trainer
 from trainformer.adapters import LoRA, adapter_state_dict
 from trainformer.backends.torch.quantize import EMULATE, FP8_RECIPES, check_fp8_device, restore_linear, use_fp8
 from trainformer.core.errors import BadArgument
+from trainformer.run import run_of
 
 float8 = pytest.importorskip("torchao.float8")
 
@@ -53,7 +54,7 @@ def test_training_is_that_of_a_loop_with_torchao(recipe, tmp_path):
     trainer = trainer_on(network(), tmp_path, fp8_recipe=recipe, **plain).fit()
     assert in_fp8(trainer.task.model) == in_fp8(model) == ["2", "5"]
     optimizer = sgd(model.parameters())
-    for batch in islice(trainer._session.train_source.batches(0), 6):
+    for batch in islice(run_of(trainer).train_source.batches(0), 6):
         x, y = batch.data
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -109,14 +110,14 @@ def test_between_the_layers_is_bf16(recipe, tmp_path):
     trainer = trainer_on(model, tmp_path, precision="auto", fp8_recipe=recipe, max_steps=2)
     model[2].register_forward_hook(lambda part, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
     trainer.fit()
-    assert trainer._session.backend.precision.name == "fp8"
+    assert run_of(trainer).backend.precision.name == "fp8"
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_precision_fp8_alone_means_tensorwise(tmp_path):
     trainer = trainer_on(network(16), tmp_path, precision="fp8")
-    assert trainer._session.backend.fp8 == "tensorwise"
+    assert run_of(trainer).backend.fp8 == "tensorwise"
     layer = trainer.task.model[2]
     assert layer.config.cast_config_input.scaling_granularity.value == "tensorwise"
     assert trainer.context.config.get("precision_used") == "fp8"

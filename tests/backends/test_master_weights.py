@@ -15,6 +15,7 @@ from trainformer.backends.torch.gradients import total_norm
 from trainformer.backends.torch.master_weights import MasterWeights
 from trainformer.callbacks import EMA
 from trainformer.core.errors import BadArgument
+from trainformer.run import run_of
 
 
 def groups_of(parameters, decay=0.1):
@@ -237,7 +238,7 @@ def test_a_loss_scale_works_with_copies(dtypes):
     trainer.fit()
     assert equal(watch.seen[4], watch.seen[5])
     assert not equal(watch.seen[5], watch.seen[6])
-    assert trainer._session.backend.precision.scaler.get_scale() == 32768.0
+    assert run_of(trainer).backend.precision.scaler.get_scale() == 32768.0
 
 
 @pytest.mark.parametrize(

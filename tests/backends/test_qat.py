@@ -15,6 +15,7 @@ from trainformer import Trainer
 from trainformer.adapters import LoRA
 from trainformer.backends.torch.quantize import RECIPES, layers_for, prepare_qat, recipe_named, restore_linear
 from trainformer.core.errors import BadArgument
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
 quantization = pytest.importorskip("torchao.quantization")
@@ -70,7 +71,7 @@ def test_training_is_that_of_a_loop_with_torchao(name, tmp_path):
     quantization.quantize_(model, qat.QATConfig(RECIPES[name].base(), step="prepare"), lambda _, at: at in wanted)
     assert wanted == fake(model) == fake(trainer.task.model)
     optimizer = sgd(model.parameters())
-    for batch in islice(trainer._session.train_source.batches(0), trainer.state.step):
+    for batch in islice(run_of(trainer).train_source.batches(0), trainer.state.step):
         x, y = batch.data
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

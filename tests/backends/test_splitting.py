@@ -10,6 +10,7 @@ from trainformer import Trainer
 from trainformer.backends.torch.splitting import MemorySplitter
 from trainformer.core.types import DeviceBatch
 from trainformer.data.sharding import slice_batch
+from trainformer.run import run_of
 
 
 def small_memory(task_class, limit):
@@ -30,7 +31,7 @@ def fit(task, data, monkeypatch, **options):
     defaults = {"batch_size": 8, "epochs": 2, "lr": 1e-2, "log": "none", "save_best": 0, "run_dir": None}
     trainer = Trainer(task, data, **{**defaults, **options})
     # On the CPU windows are not kept, since memory never runs out there this way; here it does.
-    monkeypatch.setattr(type(trainer._session.backend), "may_repeat", True)
+    monkeypatch.setattr(type(run_of(trainer).backend), "may_repeat", True)
     return trainer.fit()
 
 
@@ -76,7 +77,7 @@ def test_pieces_are_remembered_in_a_checkpoint(monkeypatch):
     trainer = fit(small_memory(MeanTask, 4)(), classes(16), monkeypatch, max_steps=1)
     trainer.save("x.pt")
     other = Trainer(MeanTask(), classes(16), batch_size=8, log="none").load("x.pt")
-    assert other._session.backend.splitter.pieces == 2
+    assert run_of(other).backend.splitter.pieces == 2
 
 
 def test_cutting_keeps_every_sample_in_order():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 from trainformer import Loss, Trainer
 from trainformer.core.errors import BadArgument
+from trainformer.run import run_of
 
 
 def train(task, data, *, batch_size, accumulation=1, **options):
@@ -170,7 +171,7 @@ def test_parameters_of_the_loss_are_trained_and_named():
     before = task.head.weight.detach().clone()
     trainer = Trainer(task, classes(16), epochs=1, lr=1e-2, log="none", save_best=0).fit()
     assert not torch.equal(before, task.head.weight)
-    assert "head.weight" in trainer._session.backend.names.values()
+    assert "head.weight" in run_of(trainer).backend.names.values()
 
 
 def test_no_read_of_the_device_between_log_points(monkeypatch):

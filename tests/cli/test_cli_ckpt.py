@@ -14,6 +14,7 @@ from trainformer import Trainer
 from trainformer.callbacks import EMA
 from trainformer.checkpoint import list_checkpoints
 from trainformer.cli import main
+from trainformer.run import run_of
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_export(run, trained, capsys):
     assert main(["ckpt", "export", "a", "w.safetensors"]) == 1
     assert "--force" in capsys.readouterr().err
     assert main(["ckpt", "export", "a", "w.safetensors", "--force", "--ema"]) == 0
-    average = trained._session.inference_model().state_dict()
+    average = run_of(trained).inference_model().state_dict()
     weights = load_file("w.safetensors")
     assert all(torch.equal(weights[name], average[name]) for name in model)
     assert not torch.equal(average["0.weight"], model["0.weight"])

@@ -13,6 +13,7 @@ from trainformer import Trainer
 from trainformer.checkpoint import compare
 from trainformer.cli import main
 from trainformer.config import load_config, materialize
+from trainformer.run import run_of
 
 RUN = """\
 model: {type: lab.Net, hidden_size: 8}
@@ -173,7 +174,7 @@ def test_the_code_of_real_trainers_builds_the_same(write, capsys):
 def settings_of(trainer):
     if isinstance(trainer, Trainer):
         names = ("max_steps", "lr", "batch_size", "log", "run_dir", "epochs", "seed")
-        return ([getattr(trainer._session.settings, name) for name in names], type(trainer.task))
+        return ([getattr(run_of(trainer).settings, name) for name in names], type(trainer.task))
     shown = {
         name: value for name, value in vars(trainer.args).items() if name != "logging_dir"
     }  # it has the time in it

@@ -16,6 +16,7 @@ from training_runs import QUIET, found, run_mlp
 
 from toys import TokenTask, mlp, tokens
 from trainformer import Trainer
+from trainformer.run import run_of
 from trainformer.run.torch.dry_run import Probe
 
 
@@ -50,7 +51,7 @@ def tell_ranks(rank: int, world: int) -> None:
 
 
 def _strategy(trainer: Trainer):
-    return trainer._session.backend.strategy
+    return run_of(trainer).backend.strategy
 
 
 def run_tokens(strategy: Any, run_dir: str, bad: bool = False, **options: Any) -> Trainer:
@@ -95,8 +96,8 @@ def divided(rank: int, world: int) -> dict[str, Tensor]:
 
 def gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Gradients of the second micro-batch, had it been a whole step, after a step that was given up half-way."""
-    backend = trainer._session.backend
-    probe = Probe(trainer._session)
+    backend = run_of(trainer).backend
+    probe = Probe(run_of(trainer))
     batches = probe.batches()
     backend.begin_training()
     backend.accumulate(next(batches)._replace(more=True))

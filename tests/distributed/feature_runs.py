@@ -33,7 +33,7 @@ from trainformer.callbacks import (
     Throughput,
 )
 from trainformer.core.types import Mean
-from trainformer.run import meeting
+from trainformer.run import meeting, run_of
 
 # -- callbacks ---------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ def poisoned(kind: str, policy: str, times: int) -> Callable[[int, int], Values]
     def case(rank: int, world: int) -> Values:
         name = f"poison-{kind}-{policy.replace(':', '')}"
         run = trainer(name, world, Poisoned(kind, times), nonfinite=policy).fit()
-        return found(run) | {"skipped": run._session.backend.guard.skipped}
+        return found(run) | {"skipped": run_of(run).backend.guard.skipped}
 
     return case
 
@@ -315,7 +315,7 @@ def dropped_out(rank: int, world: int) -> Values:
     whole, rest = Noisy(), Noisy()
     run = trainer("dropout", world, whole, max_steps=10, callbacks=[Saves()]).fit()
     trainer("dropout-rest", world, rest, max_steps=10).load(f"dropout-{world}.pt").fit()
-    masks = run._session.process_group.gather(whole.masks)
+    masks = run_of(run).process_group.gather(whole.masks)
     same = all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters(), strict=True))
     return {"own masks": world == 1 or masks[0] != masks[1], "the same again": rest.masks == whole.masks[6:] and same}
 

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from text_toys import llama, reading_tokenizer, sentences
 from toys import MeanTask, classes
 from trainformer import Trainer
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
 OPTIONS = {"epochs": 2, "batch_size": 8, "precision": "no", "device": "cpu", "log": "none", "save_last": 9}
@@ -38,7 +39,7 @@ def texts(folder: Path, strategy: Any, packing: bool) -> dict[str, Tensor]:
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    strategy = trainer._session.backend.strategy
+    strategy = run_of(trainer).backend.strategy
     return strategy.model_state(trainer.task.model.state_dict)
 
 

@@ -111,7 +111,7 @@ from training_runs import found
 from trainformer.distributed.accelerate import launched_strategy
 
 trainer = run_tokens("auto", "out").fit()
-kind = {"ddp": 0, "fsdp": 1}[trainer._session.backend.strategy.name]
+kind = {"ddp": 0, "fsdp": 1}[run_of(trainer).backend.strategy.name]
 torch.save({**found(trainer), "kind": torch.tensor(kind)}, os.environ["RANK"] + ".pt")
 """
 

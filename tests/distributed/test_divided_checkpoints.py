@@ -11,6 +11,7 @@ from ranks import named, on_ranks
 from trainformer import checkpoint
 from trainformer.adapters import LoRA
 from trainformer.checkpointing import CheckpointStore
+from trainformer.run import run_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -78,7 +79,7 @@ def test_one_process_goes_on_from_it(run, tmp_path, source):
     folder, found = run
     trainer = run_llama("single", ema=0.9, run_dir=tmp_path / "alone", epochs=2).load(folder / source)
     assert equal(trainer.task.model.state_dict(), named(found, "weight "))
-    states = trainer._session.backend.optimizer.state_dict()["state"]
+    states = run_of(trainer).backend.optimizer.state_dict()["state"]
     assert all((state["step"] == 4).all() for state in states.values())
     trainer.fit()
     # The same by one process alone; the first half with the schedule of the shorter run, as above.

@@ -181,7 +181,7 @@ def slow_down_saves(seconds):
 
 def fail_saves(numbers, seconds):
     """Let some saves find the disk full, as the system would say it."""
-    from trainformer.run.torch import state_files
+    from trainformer.checkpointing import torch_files as state_files
 
     really, count = state_files.write_component, [0]
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from training_runs import run_mlp
 
+from trainformer.run import run_of
+
 SPECS = {
     "ddp": ("ddp", {}),
     "ddp, accumulating": ("ddp", {"accumulation_steps": 3}),
@@ -24,6 +26,6 @@ def trainings(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Tensor
         history = [record for record in trainer.state.log_history if "train/loss" in record]
         for key in ("train/loss", "train/grad_norm"):
             found[f"{name} {key}"] = torch.tensor([record[key] for record in history], dtype=torch.float64)
-        model = trainer._session.whole_model()
+        model = run_of(trainer).whole_model()
         found |= {f"{name} {key}": value.detach().cpu() for key, value in model.state_dict().items()}
     return found

@@ -8,6 +8,7 @@ from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, to
 from trainformer import Trainer
 from trainformer.callbacks import EMA
 from trainformer.core.errors import NonFiniteError
+from trainformer.run import run_of
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +65,7 @@ def test_the_guard_can_fail():
 
 def test_auto_is_bf16_on_the_gpu():
     trainer = make(MeanTask(mlp(dtype=torch.float32)), classes(dtype=torch.float32))
-    assert trainer._session.backend.precision.name == "bf16"
+    assert run_of(trainer).backend.precision.name == "bf16"
     assert next(trainer.task.model.parameters()).is_cuda
 
 
@@ -182,7 +183,7 @@ def test_running_out_of_memory_for_real():
         x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
         trainer = make(task, (x, torch.zeros(128)), batch_size=64, max_steps=3, precision="no", gradient_clip=None)
         trainer.fit()
-        return weights(task), trainer._session.backend.splitter.pieces
+        return weights(task), run_of(trainer).backend.splitter.pieces
 
     whole, pieces = run()
     assert pieces == 1

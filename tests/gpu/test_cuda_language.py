@@ -7,6 +7,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from toys import same, weights
 from trainformer import Trainer
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +57,7 @@ def test_packed_and_padded_documents_have_one_loss(tokenizer, tmp_path):
         task = trainer.task
         total, count = 0.0, 0.0
         with torch.no_grad():
-            for batch in trainer._session.backend.feed(trainer._session.train_source.batches(0), train=True):
+            for batch in run_of(trainer).backend.feed(run_of(trainer).train_source.batches(0), train=True):
                 loss = task.train_step(batch.data)
                 total, count = total + float(loss.sum), count + float(loss.weight)
         losses.append((total, count))

@@ -7,6 +7,7 @@ from torch import nn
 from toys import MeanTask, same, weights
 from trainformer import Trainer
 from trainformer.backends.torch.quantize import EMULATE, FP8_RECIPES, RECIPES
+from trainformer.run import run_of
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("torchao")
@@ -34,7 +35,7 @@ def test_fp8_is_what_it_is_emulated_to_be(recipe, tmp_path, monkeypatch):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 arithmetic")
     trainer = fit(tmp_path / "real", fp8_recipe=recipe, callbacks=[NoSync()])
-    assert trainer._session.backend.precision.name == "fp8"
+    assert run_of(trainer).backend.precision.name == "fp8"
     monkeypatch.setenv(EMULATE, "1")
     emulated = fit(tmp_path / "emulated", fp8_recipe=recipe)
     for name, weight in weights(trainer.task).items():

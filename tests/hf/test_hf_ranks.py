@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from ranks import on_ranks
 from trainformer import hf
 from trainformer.core.errors import BadArgument
+from trainformer.run import run_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -163,5 +164,5 @@ def test_huggingfaces_fields_are_understood(tmp_path):
     trainer = small(tmp_path, 8, hf.DDPTrainer, ddp_timeout=60, accelerator_config=config, ddp_broadcast_buffers=True)
     assert trainer.args.dispatch_batches
     trainer.train()
-    settings = trainer._session.settings
+    settings = run_of(trainer).settings
     assert (settings.rank_timeout, settings.dispatch_batches, settings.strategy["share_batchnorm"]) == (60, True, False)

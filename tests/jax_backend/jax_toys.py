@@ -14,6 +14,7 @@ from trainformer.backends.jax.mesh import make_mesh
 from trainformer.core.types import Loss
 from trainformer.jax import BaseTrainer, TrainerConfigureFunctionOutput, TrainingArguments
 from trainformer.models.jax import Decoder, DecoderConfig
+from trainformer.run import run_of
 
 INPUTS, WIDTH, CLASSES, VOCABULARY = 6, 16, 3, 64
 
@@ -171,7 +172,7 @@ class Seen:
         self.steps = {}
 
     def on_after_update(self, trainer, step):
-        data = trainer._session.backend._batch.data
+        data = run_of(trainer).backend._batch.data
         rows = np.asarray(data["index"])[np.asarray(data["_valid"])] if "_valid" in data else np.asarray(data["index"])
         self.steps[step + 1] = (trainer.state.epoch, rows.tolist())
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from file_operations import count_operations
+from trainformer.run import run_of
 
 SAMPLES = 102  # as the victim on torch has: 8 batches of 12 and one of 6
 STEPS_PER_EPOCH = 9
@@ -82,7 +83,7 @@ class Recorder:
         self.rows = []
 
     def on_after_update(self, trainer, step):
-        self.rows = np.asarray(trainer._session.backend._batch.data["index"]).tolist()
+        self.rows = np.asarray(run_of(trainer).backend._batch.data["index"]).tolist()
 
     def on_step_end(self, trainer, step, loss):
         line = {"step": step, "epoch": trainer.state.epoch, "samples": self.rows}

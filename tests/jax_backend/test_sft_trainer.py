@@ -23,6 +23,7 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.jax import SFTConfig, SFTTrainer, TrainingArguments
 from trainformer.jax.text_trainer import LoRAConfig
 from trainformer.models.jax import DecoderConfig
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
 
@@ -80,7 +81,7 @@ def test_packed_and_chunked_losses_are_the_same(folder, tmp_path):
     assert found == pytest.approx(wanted, rel=1e-5)
     assert plain._chunks((8, 32)) == 1
     assert packed._chunks((8, 32)) == 6  # of 50 tokens or less
-    assert len(packed._session.train_source.dataset) < len(plain._session.train_source.dataset)
+    assert len(run_of(packed).train_source.dataset) < len(run_of(plain).train_source.dataset)
     assert batch_of(packed)["segment_ids"].max() > 1
     with pytest.raises(BadArgument, match="segment_ids"):
         sft(lambda rngs: nnx.Embed(320, 320, rngs=rngs), tmp_path, data, packing=True)

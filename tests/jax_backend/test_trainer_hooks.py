@@ -24,6 +24,7 @@ from trainformer.callbacks import (
 from trainformer.core.errors import BadArgument
 from trainformer.loggers.jsonl import JsonlLogger, read_jsonl
 from trainformer.mini import BaseHook
+from trainformer.run import run_of
 
 # -- the trainer's own ---------------------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ def test_what_a_compiled_step_cannot_tell_is_refused(callback):
     trainer = mlp_trainer()
     with pytest.raises(BadArgument, match=message):
         trainer.add_callback(callback)
-    assert not [kept for kept in trainer._session.callbacks if type(kept).__name__ == name]
+    assert not [kept for kept in run_of(trainer).callbacks if type(kept).__name__ == name]
     trainer.train()
     assert trainer.state.step == 8
 

@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 from toys import MeanTask, classes
 from trainformer import Trainer
+from trainformer.checkpointing import jax_files as state_files
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import Loss
 from trainformer.jax import TrainingArguments, TrainState
-from trainformer.run.jax import state_files
 
 # -- evaluation ----------------------------------------------------------------------------------------------------
 

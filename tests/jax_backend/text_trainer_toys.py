@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import text_toys
 from trainformer.backends.jax.mesh import make_mesh
+from trainformer.run import run_of
 
 QUIET = {"log": "none", "save_strategy": "no", "resume": None, "weight_decay": 0.0, "scheduler": "constant"}
 
@@ -59,4 +60,4 @@ def furthest_weight(folder: Path | str, model: Any) -> float:
 
 def batch_of(trainer: Any) -> dict[str, np.ndarray]:
     """The first batch that a trainer trains on."""
-    return next(iter(trainer._session.train_source.batches(0))).data
+    return next(iter(run_of(trainer).train_source.batches(0))).data

@@ -11,6 +11,7 @@ from torch import nn
 
 from text_toys import batches_of
 from trainformer import Trainer
+from trainformer.run import run_of
 
 # Whatever the other trainers do beside training.
 QUIET: dict[str, Any] = {
@@ -28,7 +29,7 @@ QUIET: dict[str, Any] = {
 
 def order_of(trainer: Trainer, epochs: int) -> list[int]:
     """The numbers of the records in the order in which a run reads them, known by their tokens."""
-    store = trainer._session.train_source.dataset  # type: ignore[union-attr]
+    store = run_of(trainer).train_source.dataset  # type: ignore[union-attr]
     numbers = {tuple(store[i]["input_ids"].tolist()): i for i in range(len(store))}
     assert len(numbers) == len(store), "two records have the same tokens"
     found = []

@@ -6,6 +6,7 @@ from peers import distance, moved, order_of, settings, twin
 from transformers import DataCollatorForSeq2Seq, TrainingArguments
 
 import text_toys as toys
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
 EPOCHS, SAMPLES = 2, 16
@@ -35,7 +36,7 @@ def both(tmp_path, accumulation, schedule="linear", chunk_tokens=0, mean_of_mean
         gradient_clip=0.5, optimizer={"name": "adamw", "eps": EPS}, **mine,
     )  # fmt: skip
     before, model = twin(task.model), twin(task.model)
-    store = trainer._session.train_source.dataset
+    store = run_of(trainer).train_source.dataset
     ordered = [{name: store[i][name].tolist() for name in ("input_ids", "labels")} for i in order_of(trainer, EPOCHS)]
     theirs = transformers.Trainer(
         model,

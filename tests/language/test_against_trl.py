@@ -7,6 +7,7 @@ from peers import distance, moved, order_of, settings, twin
 from trl import SFTConfig, SFTTrainer
 
 import text_toys as toys
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
 CHATS = [*toys.conversations()[:10], *toys.conversations(turns=2)[10:20]]
@@ -61,7 +62,7 @@ def test_the_loss_is_trls(ours, tmp_path, packing):
     assert int((batch["labels"] != -100).sum()) == tokens
     assert ("position_ids" in batch) == packing
     if packing:
-        assert len(theirs.train_dataset) == len(trainer._session.train_source.dataset) < len(CHATS)
+        assert len(theirs.train_dataset) == len(run_of(trainer).train_source.dataset) < len(CHATS)
     assert found == pytest.approx(loss_of(theirs), abs=1e-6)
 
 

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 import text_toys as toys
 from trainformer.adapters import LoRA, QLoRA
 from trainformer.data.text import load_text
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM, Seq2Seq
 
 pytestmark = pytest.mark.slow
@@ -66,7 +67,7 @@ def pretrained(tmp_path_factory) -> tuple[Path, dict[str, float]]:
     task = CausalLM(small_llama(), max_length=LENGTH, tokenizer=tokenizer, cache_dir=folder / "tokens")
     trainer = toys.trainer_for(task, texts, val_data=others, max_steps=1000, lr=4e-3, run_dir=folder / "run", **RUN)
     assert 5e5 < sum(p.numel() for p in task.model.parameters()) < 6e5
-    sources = trainer._session.train_source, trainer._session.val_source
+    sources = run_of(trainer).train_source, run_of(trainer).val_source
     unigram, bigram = counted(*(tokens_of(source.dataset) for source in sources))
     found = trainer.fit().evaluate()
     return toys.checkpoint_of(trainer), {"unigram": unigram, "bigram": bigram, "model": found["val/perplexity"]}

@@ -11,6 +11,7 @@ import victim
 from harness import output, wait_for
 
 from forking import SERVER
+from trainformer.run import run_of
 
 _MOST_SECONDS = 60
 
@@ -34,7 +35,7 @@ class Gate:
         Path("reached.tmp").write_text(where)
         os.replace("reached.tmp", "reached.txt")
         until = time.monotonic() + _MOST_SECONDS
-        while trainer._session._live._incoming.qsize() < requests:
+        while run_of(trainer)._live._incoming.qsize() < requests:
             assert time.monotonic() < until, "nobody asked for anything"
             time.sleep(0.002)
 

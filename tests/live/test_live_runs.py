@@ -25,6 +25,7 @@ from trainformer.checkpointing import CheckpointStore
 from trainformer.core.errors import BadArgument
 from trainformer.live import ControlError, address, ask, describe, list_runs
 from trainformer.live.requests import Request, Ticket
+from trainformer.run import run_of
 from trainformer.run.folder import NoFolder
 from trainformer.utils.processes import process_identity
 
@@ -46,7 +47,7 @@ def train_and_ask(trainer, requests):
             except ControlError as error:
                 answers.append(str(error))
 
-    trainer._session.add_callback(Gate(dict.fromkeys(requests, 1)))
+    run_of(trainer).add_callback(Gate(dict.fromkeys(requests, 1)))
     asking = threading.Thread(target=make)
     asking.start()
     trainer.fit()
@@ -64,7 +65,7 @@ def test_without_validation_data_eval_says_so_and_the_run_goes_on():
 
 def test_stop_saves_also_where_the_end_of_a_run_does_not():
     ours = trainer()
-    ours._session.habits = replace(ours._session.habits, plan={"save_at_end": False})
+    run_of(ours).habits = replace(run_of(ours).habits, plan={"save_at_end": False})
     (answer,) = train_and_ask(ours, {3: "stop"})
     assert (answer["step"], Path(answer["checkpoint"]).name) == (3, "step_00000003")
     assert [saved.step for saved in CheckpointStore(Path("runs/here/checkpoints")).checkpoints()] == [3]
@@ -75,7 +76,7 @@ def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
         """Asks in the very last moment: the answers have been given, the server is about to close."""
 
         def on_train_end(self, trainer):
-            live = trainer._session._live
+            live = run_of(trainer)._live
             given = live._conclude
             live._conclude = lambda *args: (given(*args), live._take(ticket))
 
@@ -83,10 +84,10 @@ def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
     ticket = Ticket(Request("stop", "somebody"), told.append, lambda file, reply: None)
     ours = trainer(Late(), run_dir="runs/first")
     ours.fit()
-    del ours._session._live._conclude
-    assert not ours._session._live.waiting
+    del run_of(ours)._live._conclude
+    assert not run_of(ours)._live.waiting
     again = trainer()
-    again._session._live, again._session._live._session = ours._session._live, again._session
+    run_of(again)._live, run_of(again)._live._run = run_of(ours)._live, run_of(again)
     (saved,) = train_and_ask(again, {3: "save"})
     assert (saved["step"], again.state.step) == (3, 16)
 
@@ -94,7 +95,7 @@ def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
 def test_what_was_just_done_is_answered_without_doing_it_again():
     """Asked while a boundary's own evaluation and save go on, it finds both done when that step is polled again."""
     ours = trainer(val_data=TensorDataset(*classes(n=8, seed=1)))
-    live, state, answers = ours._session._live, ours.state, {}
+    live, state, answers = run_of(ours)._live, ours.state, {}
     history = [
         {"step": 4.0, "epoch": 0.5, "val/loss": 7.0},
         {"step": 6.0, "val/loss": 1.0},
@@ -131,8 +132,8 @@ def test_callbacks_that_come_and_go_do_not_cost_an_answer():
 
     class Restless:
         def on_log(self, trainer, metrics):
-            trainer._session.add_callback(Passing())
-            trainer._session.remove_callback(Passing)
+            run_of(trainer).add_callback(Passing())
+            run_of(trainer).remove_callback(Passing)
 
     ours = trainer(Restless(), log_every=1, val_data=TensorDataset(*classes(n=8, seed=1)))
     saved, evaluated = train_and_ask(ours, {3: "save", 5: "eval"})
@@ -215,7 +216,7 @@ def test_a_run_that_cannot_listen_runs_all_the_same(monkeypatch):
 
 def test_without_a_folder_nobody_listens():
     threads = threading.active_count()
-    with trainer()._session._live.serving(NoFolder(), None, lambda: "finished"):
+    with run_of(trainer())._live.serving(NoFolder(), None, lambda: "finished"):
         assert threading.active_count() == threads
 
 

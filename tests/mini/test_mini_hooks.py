@@ -30,6 +30,7 @@ from trainformer.mini import (
     key_average,
 )
 from trainformer.mini.hooks.images import as_image
+from trainformer.run import run_of
 
 
 def lines_of(caplog):
@@ -286,7 +287,7 @@ def test_the_time_left_is_judged_by_steps_after_the_warm_up(monkeypatch):
     left = {}
     for step in range(1, 7):
         clock[0] += 100.0 if step <= 2 else 1.0
-        trainer._session.state.step = step
+        run_of(trainer).state.step = step
         left[step] = hook._time_left(step, 12)
         hook.on_after_step(trainer)
     assert left[2] == "0:16:40"  # nothing better is known yet

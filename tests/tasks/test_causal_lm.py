@@ -13,6 +13,7 @@ import text_toys as toys
 from text_toys import WORDS, batches_of, causal_maker, checkpoint_of, gpt2, llama
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
 TEXTS = toys.sentences()
@@ -54,7 +55,7 @@ def test_packed_documents_do_not_see_each_other(task, config):
         loss = trainer.task.train_step(batch)
         loss.sum.backward()
         sums.append(loss)
-    assert len(packed._session.train_source.dataset) < len(TEXTS)
+    assert len(run_of(packed).train_source.dataset) < len(TEXTS)
     assert sums[0].weight == sums[1].weight
     torch.testing.assert_close(sums[0].sum, sums[1].sum, rtol=1e-5, atol=1e-4)
     for mine, theirs in zip(loose.task.model.parameters(), packed.task.model.parameters(), strict=True):

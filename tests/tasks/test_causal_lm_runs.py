@@ -67,7 +67,7 @@ def test_a_stream_is_what_its_list_is(task):
         for batch in batches_of(streamed)
         for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]
-    store = trainer_for(task(), TEXTS)._session.train_source.dataset
+    store = run_of(trainer_for(task(), TEXTS)).train_source.dataset
     assert found == [store[place]["input_ids"].tolist() for place in range(len(TEXTS))]
 
 

@@ -15,6 +15,7 @@ from clip_toys import SCENES, batch_of, make, trainer_for
 from torch import Tensor
 
 from ranks import on_ranks
+from trainformer.run import run_of
 from trainformer.tasks.multimodal.contrastive import clip_loss
 
 
@@ -148,6 +149,6 @@ def test_the_temperature_is_trained_and_not_decayed() -> None:
     before = trainer.task.model.logit_scale.item()
     trainer.fit()
     assert trainer.task.model.logit_scale.item() != before
-    groups = trainer._session.backend.optimizer.param_groups
+    groups = run_of(trainer).backend.optimizer.param_groups
     mine = [group for group in groups if any(p is trainer.task.model.logit_scale for p in group["params"])]
     assert [group["weight_decay"] for group in mine] == [0.0]

@@ -14,6 +14,7 @@ from toys import weights
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.text.preferences import answers as answers_of
+from trainformer.run import run_of
 from trainformer.tasks.language.dpo import DPO
 
 PAIRS = toys.preferences()
@@ -139,11 +140,11 @@ def test_pairs_stay_together_when_an_answer_is_dropped(task):
         *PAIRS[:3],
     ]
     trainer = trainer_for(task(truncation="drop"), odd, batch_size=3)
-    dataset = trainer._session.train_source.dataset
+    dataset = run_of(trainer).train_source.dataset
     report = dataset.store.report
     assert (len(dataset), report.records, report.dropped, report.pieces) == (3, 6, 3, 6)
     assert "both answers are the same" in report.reasons
-    plain = trainer_for(task(), PAIRS[:3], batch_size=3)._session.train_source.dataset
+    plain = run_of(trainer_for(task(), PAIRS[:3], batch_size=3)).train_source.dataset
     for mine, theirs in zip((dataset[i] for i in range(3)), (plain[i] for i in range(3)), strict=True):
         assert all(np.array_equal(mine[part]["input_ids"], theirs[part]["input_ids"]) for part in mine)
 

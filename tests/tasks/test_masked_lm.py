@@ -13,6 +13,7 @@ import text_toys as toys
 from text_toys import batches_of, bert, checkpoint_of
 from trainformer.adapters import LoRA
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.run import run_of
 from trainformer.tasks.language.masked_lm import MaskedDataset, MaskedLM, WordEncoder, mask_tokens
 
 WORDS = ["the", "quick", "brown", "foxes", "jumping", "over", "lazy", "dogs", "while", "seven", "wizards", "baking"]
@@ -133,7 +134,7 @@ def test_masks_of_an_evaluation_are_always_the_same(task):
     found = []
     for seed, size in ((0, 1), (1, 5), (2, 24)):
         trainer = trainer_for(task(), val_data=TEXTS, eval_batch_size=size, seed=seed)
-        rows = [b.data for epoch in (0, 1) for b in trainer._session.val_source.batches(epoch)]
+        rows = [b.data for epoch in (0, 1) for b in run_of(trainer).val_source.batches(epoch)]
         found.append([x[m == 1].tolist() for b in rows for x, m in zip(b["labels"], b["attention_mask"], strict=True)])
     assert found[0] == found[1] == found[2]
     assert found[0][: len(TEXTS)] == found[0][len(TEXTS) :]
@@ -167,7 +168,7 @@ def test_evaluation_is_by_tokens_and_does_not_depend_on_the_batch(task):
         trainer = trainer_for(made, val_data=TEXTS, eval_batch_size=size)
         results.append(trainer.evaluate())
     oracle, right, count = Perplexity(ignore_index=-100), 0, 0
-    for batch in (b.data for b in trainer._session.val_source.batches(0)):
+    for batch in (b.data for b in run_of(trainer).val_source.batches(0)):
         logits = made.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.detach()
         oracle.update(logits.double(), batch["labels"])
         asked = batch["labels"] != -100

@@ -32,6 +32,7 @@ from trainformer.data import DatasetInfo, PKSampler, extract_info, load_images
 from trainformer.eval import kmeans
 from trainformer.losses import metric_loss_names
 from trainformer.models import EmbeddingModel
+from trainformer.run import run_of
 from trainformer.tasks import SSL, ImageClassification, MetricLearning
 
 SMALL = "test_resnet"  # 0.4 million parameters
@@ -665,7 +666,7 @@ def test_a_chosen_sampler_is_kept() -> None:
 
 
 def pk_of(trainer: Trainer) -> tuple[int, int]:
-    sampler = trainer._session.train_source.sampler
+    sampler = run_of(trainer).train_source.sampler
     return sampler.p, sampler.k
 
 
@@ -720,7 +721,7 @@ def test_a_module_of_ones_own_is_the_loss() -> None:
     own = pml.ArcFaceLoss(CLASSES, 4)
     trainer = Trainer(plain_task(own), samples(), **settings())
     before = own.W.detach().clone()
-    names = [name for name in trainer._session.backend.names.values() if name.endswith("W")]
+    names = [name for name in run_of(trainer).backend.names.values() if name.endswith("W")]
     assert len(names) == 1
     trainer.fit()
     assert not torch.equal(own.W, before)
@@ -776,8 +777,8 @@ def test_every_option_of_the_model_trains(backbone: str, pooling: str | None) ->
 
 def test_the_neck_keeps_its_shift_out_of_the_optimizer() -> None:
     trainer = Trainer(plain_task(neck="bn"), samples(), **settings())
-    assert "neck.weight" in trainer._session.backend.names.values()
-    assert "neck.bias" not in trainer._session.backend.names.values()
+    assert "neck.weight" in run_of(trainer).backend.names.values()
+    assert "neck.bias" not in run_of(trainer).backend.names.values()
     trainer.fit()
     assert torch.equal(trainer.task.model.neck.bias, torch.zeros(4))
 

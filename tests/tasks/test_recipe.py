@@ -18,7 +18,7 @@ from trainformer.callbacks import EMA
 from trainformer.core import BadArgument
 from trainformer.data import DatasetInfo
 from trainformer.loggers import read_jsonl
-from trainformer.run import RunSettings
+from trainformer.run import RunSettings, run_of
 from trainformer.tasks import ImageClassification
 from trainformer.tasks.vision.recipes import recipe_arguments, recipe_settings
 
@@ -244,7 +244,7 @@ def test_a_copy_of_a_task_has_nothing_of_its_run() -> None:
     task = ImageClassification(Tiny(), 3, recipe="modern", mixup=0.3)
     trainer_of(task)
     for twin in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
-        assert twin._run is None
+        assert run_of(twin) is None
         assert twin.mixup == 0.3
         assert twin.model is not task.model
         twin.configure(DatasetInfo(num_classes=3, input_shape=(3, 16, 16)))

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ranks import on_ranks
 from trainformer.core import BadArgument
+from trainformer.run import run_of
 from trainformer.tasks import SSL
 from trainformer.tasks.vision.ssl.dino import DINO
 from trainformer.tasks.vision.ssl.method import Views
@@ -391,7 +392,7 @@ def alone(method: str) -> SSL:
 def final_state(task: SSL, pieces: int = 1, **settings: Any) -> dict[str, Tensor]:
     sgd = {"lr": 0.05, "optimizer": {"name": "sgd", "momentum": 0.0}, "scheduler": None}
     run = toys.trainer(task, toys.pixels(24), max_steps=4, **sgd, **settings)
-    run._session.backend.splitter.pieces = pieces
+    run_of(run).backend.splitter.pieces = pieces
     run.fit()
     return toys.copied(task.model)
 

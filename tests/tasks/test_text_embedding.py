@@ -36,6 +36,7 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.eval.correlation import spearman
 from trainformer.eval.ranking import ranking_metrics
 from trainformer.losses.ranking import Keys, multiple_negatives_loss
+from trainformer.run import run_of
 from trainformer.tasks.language.embedding import TextEmbedding, pool
 
 TEXTS = sentences()
@@ -75,7 +76,7 @@ def peer(folder, mode="mean"):
 
 def all_of(trainer):
     """All records of a run in one batch, in their order."""
-    data = trainer._session.train_source.dataset
+    data = run_of(trainer).train_source.dataset
     return trainer.task.collate_fn([data[i] for i in range(len(data))])
 
 

@@ -29,6 +29,7 @@ from text_toys import (
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.eval.entities import TagScheme, rates
+from trainformer.run import run_of
 from trainformer.tasks.language.token_classification import TokenClassification
 
 NAMES = ["O", "B-ANI", "I-ANI", "B-NUM"]
@@ -149,14 +150,14 @@ def test_long_texts_are_split_between_words(task, tokenizer):
     words = [WORDS[(3 * i) % len(WORDS)] for i in range(40)]
     data = [{"words": words, "tags": tags_of(words)}]
     made = task(max_length=12)
-    store = trainer_for(made, data)._session.train_source.dataset
+    store = run_of(trainer_for(made, data)).train_source.dataset
     found = [made.labels.name(tag) for i in range(len(store)) for tag in store[i]["labels"] if tag != -100]
     assert found == tags_of(words)
     inside = [token for i in range(len(store)) for token in store[i]["input_ids"][1:-1].tolist()]
     assert inside == tokenizer(words, is_split_into_words=True, add_special_tokens=False)["input_ids"]
     assert max(store.lengths) <= 12
     assert (store.report.split, store.report.records) == (1, 1)
-    cut = trainer_for(task(max_length=12, long="truncate"), data)._session.train_source.dataset
+    cut = run_of(trainer_for(task(max_length=12, long="truncate"), data)).train_source.dataset
     assert len(cut) == 1
     assert np.array_equal(cut[0]["input_ids"], store[0]["input_ids"])
     assert cut.report.truncated == 1

@@ -26,7 +26,7 @@ from trainformer.hf.task import ModelTask, takes
 class EvaluatingTrainer(BaseTrainer):
     """A trainer that runs on a session; the half of it that measures."""
 
-    _session: Any
+    _run: Any
     _eval_data: Any
     compute_metrics: Callable[[Any], Mapping[str, float]] | None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
@@ -41,12 +41,12 @@ class EvaluatingTrainer(BaseTrainer):
 
     def total_of_ranks(self, samples: int) -> float:
         """The samples that all processes have evaluated; those that hold parts of one model see the same ones."""
-        process_group = self._session.process_group
+        process_group = self._run.process_group
         return process_group.total([float(samples)])[0] * process_group.count / process_group.world_size
 
     def _task(self) -> ModelTask:
-        assert self._session is not None
-        return self._session.task
+        assert self._run is not None
+        return self._run.task
 
     # -- loaders -------------------------------------------------------------------------------------------
 
@@ -164,14 +164,14 @@ class EvaluatingTrainer(BaseTrainer):
         self, data: Any, ignore_keys: Collection[str] | None = None, loader: Callable[..., Any] | None = None
     ) -> dict[str, float]:
         """Metrics of data, without a prefix; what `loader` makes of them is evaluated, where the user overrides it."""
-        assert self._session is not None
+        assert self._run is not None
         most = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
         make = loader or self.get_eval_dataloader
         source = as_dataset(data)
         if self._overrides(make.__name__):
             source = make() if data is None or data is self.eval_dataset else make(data)
         with self._task().ignoring(ignore_keys or ()):
-            metrics = self._session.evaluate_on(source, most=most)
+            metrics = self._run.evaluate_on(source, most=most)
         return {name.removeprefix("val/"): value for name, value in metrics.items()}
 
     def evaluates_as_usual(self) -> bool:

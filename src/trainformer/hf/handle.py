@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, translated, translated_name
 from trainformer.hf.distributed import this_process
-from trainformer.run import Session
-from trainformer.run.torch.handle import RunHandle
+from trainformer.run import TorchRun
+from trainformer.run.torch.api import TorchTrainerApi
 
 if TYPE_CHECKING:
     from trainformer.hf.trainer import Trainer
 
 
-class HfSession(Session):
+class HfRun(TorchRun):
     """A session whose evaluations obey HuggingFace's arguments: several data sets, a delay, a limit."""
 
     owner: HfHandle
@@ -80,20 +80,20 @@ class LogRelay:
         metrics.update({name: value for name, value in made.items() if name not in known})
 
 
-class HfHandle(RunHandle):
+class HfHandle(TorchTrainerApi):
     """A run of a `trainformer.hf.Trainer`, which has names of its own for most of this."""
 
-    def __init__(self, front: Trainer, session: HfSession | None = None) -> None:
+    def __init__(self, front: Trainer, run: HfRun | None = None) -> None:
         self.front = front
-        self._session = session  # type: ignore[assignment]
+        self._run = run  # type: ignore[assignment]
 
     args = property(lambda self: self.front.args)
     processing_class = property(lambda self: self.front.processing_class)
-    task = property(lambda self: self._session.task)
+    task = property(lambda self: self._run.task)
     train_batches = property(lambda self: self.front.train_dataloader)
     val_batches = property(lambda self: self.front.eval_dataloader)
-    lr = property(lambda self: self._session.settings.lr)
-    monitor_metric = property(lambda self: self._session.settings.monitor_metric)
+    lr = property(lambda self: self._run.settings.lr)
+    monitor_metric = property(lambda self: self._run.settings.monitor_metric)
 
     def was_set(self, name: str) -> bool:
         """Every setting follows from the arguments."""

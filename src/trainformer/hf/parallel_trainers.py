@@ -54,4 +54,4 @@ class AccelTrainer(Trainer):
         """The `Accelerator`; None before the first run has made one."""
         if not isinstance(self.strategy, str):
             return self.strategy
-        return None if self._session is None else getattr(self._session.backend.strategy, "accelerator", None)
+        return None if self._run is None else getattr(self._run.backend.strategy, "accelerator", None)

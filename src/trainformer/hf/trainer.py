@@ -25,12 +25,12 @@ from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import refuse_dead_overrides, refuse_foreign_checkpoint
 from trainformer.hf.distributed import strategy_choice
 from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
-from trainformer.hf.handle import HfHandle, HfSession, LogRelay
+from trainformer.hf.handle import HfHandle, HfRun, LogRelay
 from trainformer.hf.settings import InOrder, habits_of, optimizer_spec, schedule_factory, settings_of
 from trainformer.hf.task import ModelTask, can_be_smoothed, default_loss
 from trainformer.run.plans import retention
 from trainformer.run.torch.data import is_loader
-from trainformer.run.torch.preflight import CheckReport, check_session
+from trainformer.run.torch.preflight import CheckReport, check_run
 
 logger = logging.getLogger("trainformer")
 
@@ -81,7 +81,7 @@ class Trainer(EvaluatingTrainer):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         refuse_dead_overrides(type(self))
-        self._session: HfSession | None = None
+        self._run: HfRun | None = None
         self._handle = HfHandle(self)
         self._began_run = False  # the session's run has begun: another train() needs another session
         self._eval_data: Any = None
@@ -130,8 +130,8 @@ class Trainer(EvaluatingTrainer):
         """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
         with self._process_settings():
             self._prepare(None, self.eval_dataset)
-            assert self._session is not None
-            return check_session(self._session, raise_on_failure)
+            assert self._run is not None
+            return check_run(self._run, raise_on_failure)
 
     def _resumed_from(self, wanted: Any) -> str | None:
         if wanted in (None, False, "False", "false"):
@@ -151,11 +151,11 @@ class Trainer(EvaluatingTrainer):
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """A session for what is to be done: a new one for a new run, the one there is for an evaluation."""
         self._eval_data = eval_dataset
-        if self._session is None or (train_dataset is not None and self._began_run):
-            self._session = self._make_session()
+        if self._run is None or (train_dataset is not None and self._began_run):
+            self._run = self._make_run()
             self._began_run = False
 
-    def _make_session(self) -> HfSession:
+    def _make_run(self) -> HfRun:
         self._refuse_divided()
         model = self.make_model()
         task = ModelTask(self, model, self._label_names(model))
@@ -167,7 +167,7 @@ class Trainer(EvaluatingTrainer):
             settings.sampler = None  # they have an order of their own
         self._bring_optimizer(settings, model)
         self._handle = HfHandle(self)
-        session = HfSession(
+        run = HfRun(
             self._handle,
             task,
             settings,
@@ -177,12 +177,12 @@ class Trainer(EvaluatingTrainer):
             passed=frozenset(settings.values()),
             habits=habits_of(self.args),
         )
-        self._note_division(session)
-        self._handle._session = session
-        session.connect()
-        self.optimizer, self.lr_scheduler = session.backend.optimizer, session.backend.schedule
-        self.train_dataloader, self.eval_dataloader = session.train_batches(), session.val_batches()
-        return session
+        self._note_division(run)
+        self._handle._run = run
+        run.connect()
+        self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
+        self.train_dataloader, self.eval_dataloader = run.train_batches(), run.val_batches()
+        return run
 
     def _meet(self) -> Any:
         """Meet the processes that train together; the strategy that is wanted, in words."""
@@ -199,9 +199,9 @@ class Trainer(EvaluatingTrainer):
         assert self._process_group is not None
         return self._process_group.count
 
-    def _note_division(self, session: HfSession) -> None:
-        name = session.backend.strategy.name
-        if not session.process_group.is_single_process and name not in _REPEATABLE:
+    def _note_division(self, run: HfRun) -> None:
+        name = run.backend.strategy.name
+        if not run.process_group.is_single_process and name not in _REPEATABLE:
             self._divided_by = name
 
     def _refuse_divided(self) -> None:
@@ -214,37 +214,37 @@ class Trainer(EvaluatingTrainer):
 
     def _join(self) -> TorchProcessGroup:
         self._prepare(None, self.eval_dataset)
-        assert self._session is not None
-        return self._session.process_group
+        assert self._run is not None
+        return self._run.process_group
 
     def _train_loop(self) -> TrainOutput:
-        session = self._session
-        assert session is not None
+        run = self._run
+        assert run is not None
         self._began_run = True
-        session.settings.resume = self._resume
+        run.settings.resume = self._resume
         if self.args.eval_on_start:
             self.evaluate()
-        began, first_step = time.perf_counter(), session.state.step
-        session.fit()
+        began, first_step = time.perf_counter(), run.state.step
+        run.fit()
         metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
         metrics["epoch"] = self.state.epoch
-        self.state.log_history.append({**metrics, "step": session.state.step})
-        control = session.control
+        self.state.log_history.append({**metrics, "step": run.state.step})
+        control = run.control
         if control.should_stop:
             metrics |= {"stopped_by": control.stopped_by, "stop_reason": control.stop_reason}
         if self.args.load_best_model_at_end:
             self._load_best()
-        return TrainOutput(session.state.step, metrics["train_loss"], metrics)
+        return TrainOutput(run.state.step, metrics["train_loss"], metrics)
 
     def _load_best(self) -> None:
-        session = self._session
-        assert session is not None
-        best = retention(session.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
-        path = session.process_group.broadcast(str(best[0].path) if best else None)
+        run = self._run
+        assert run is not None
+        best = retention(run.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
+        path = run.process_group.broadcast(str(best[0].path) if best else None)
         if path is None:
-            logger.warning("load_best_model_at_end: there is no checkpoint with %s", session.settings.monitor_metric)
+            logger.warning("load_best_model_at_end: there is no checkpoint with %s", run.settings.monitor_metric)
             return
-        session.load(Path(path), only=["model"])
+        run.load(Path(path), only=["model"])
         self.state.best_model_checkpoint = path
 
     # -- what is trained, and on what ----------------------------------------------------------------------
@@ -326,19 +326,19 @@ class Trainer(EvaluatingTrainer):
 
     def add_callback(self, callback: Any) -> None:
         """One more, of any dialect; a class is instantiated."""
-        if self._session is None:
+        if self._run is None:
             super().add_callback(callback)
         else:
-            self._session.add_callback(callback() if isinstance(callback, type) else callback)
+            self._run.add_callback(callback() if isinstance(callback, type) else callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Take out a callback, or the first of a class, and return it; None if there is none."""
-        return super().pop_callback(callback) if self._session is None else self._session.remove_callback(callback)
+        return super().pop_callback(callback) if self._run is None else self._run.remove_callback(callback)
 
     @property
     def state(self) -> TrainerState:
         """Where the run is."""
-        if self._session is not None:
+        if self._run is not None:
             self._bridge.refresh(self._handle)
             self._bridge.take_history(self._handle)
         return self._bridge.state
@@ -348,8 +348,8 @@ class Trainer(EvaluatingTrainer):
         if self._recording is not None:
             self._recording.update(logs)  # called for a record that the run is writing: what is added goes into it
             return self.control
-        if self._session is not None and self._session.is_running:
-            self._session.log({our_name(name): value for name, value in logs.items()}, self._session.state.step)
+        if self._run is not None and self._run.is_running:
+            self._run.log({our_name(name): value for name, value in logs.items()}, self._run.state.step)
         return super().log(logs)
 
     def recorded(self, logs: dict[str, Any]) -> dict[str, Any]:
@@ -362,14 +362,14 @@ class Trainer(EvaluatingTrainer):
             self._recording = None
 
     def _tell(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
-        if self._session is None:
+        if self._run is None:
             super()._tell(callback, event, extra)
         else:
             self._bridge.call(self._handle, callback, event, extra)
 
     def whole_model(self) -> nn.Module:
         """The model with all of its weights on the first process. Every process has to ask where it is divided."""
-        return self.make_model() if self._session is None else self._session.backend.strategy.whole_model()
+        return self.make_model() if self._run is None else self._run.backend.strategy.whole_model()
 
     def _weights(self) -> dict[str, Any]:
         model = self.whole_model()
@@ -378,25 +378,25 @@ class Trainer(EvaluatingTrainer):
     def get_state_components(self) -> list[StateComponent]:
         """Everything that belongs into a checkpoint."""
         self._prepare(None, self.eval_dataset)
-        assert self._session is not None
-        return self._session.components()
+        assert self._run is not None
+        return self._run.components()
 
     def load_checkpoint(self, checkpoint_path: Any = None) -> None:
         """Go on from a checkpoint with the next `train()`; without a path from the newest in `output_dir`."""
         path = self._checkpoint_at(checkpoint_path)
         if self._began_run:
-            self._session = None
+            self._run = None
         self._prepare(None, self.eval_dataset)
-        assert self._session is not None
-        self._session.load(path)
+        assert self._run is not None
+        self._run.load(path)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back how far the run was."""
         super().load_state_dict(state_dict)
         self._prepare(None, self.eval_dataset)
-        assert self._session is not None
-        run = self._session.state
+        assert self._run is not None
+        run = self._run.state
         run.step, run.epoch = state_dict["global_step"], state_dict["raw_epoch"]
         run.tokens = state_dict["num_input_tokens_seen"]
-        run.batch = (run.step - state_dict["epoch_start_step"]) * self._session.settings.accumulation_steps
-        run.position = run.batch * self._session.settings.batch_size
+        run.batch = (run.step - state_dict["epoch_start_step"]) * self._run.settings.accumulation_steps
+        run.position = run.batch * self._run.settings.batch_size

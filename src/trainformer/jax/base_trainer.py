@@ -46,12 +46,12 @@ from trainformer.jax.validation import (
     refuse_best_of_nothing,
     warn_of_two_optimizers,
 )
-from trainformer.run.api import CommonHandle
-from trainformer.run.jax.run import JaxSession
+from trainformer.run.api import TrainerApi
+from trainformer.run.jax.run import JaxRun
 from trainformer.run.jax.settings import JaxSettings
 
 
-class BaseTrainer(CommonHandle):
+class BaseTrainer(TrainerApi):
     """Trains a model of flax nnx on a mesh of devices.
 
     `model` is a module, a function that builds one (``lambda rngs: MyModel(rngs=rngs)``; its weights are then drawn
@@ -113,14 +113,14 @@ class BaseTrainer(CommonHandle):
         self._state: Any = None
         self.scheduler: Callable[[Any], Any] | None = None
         self.tx: Any = None
-        self._session = self._build(CallbackList(callbacks))
-        self._session.connect()
+        self._run = self._build(CallbackList(callbacks))
+        self._run.connect()
         # What is trained is the backend's alone: beside it there need not be room for another one.
         self._given_state = self._state = None
         if hasattr(self.model_state, "model"):
             self._model = None
 
-    def _build(self, callbacks: CallbackList) -> JaxSession:
+    def _build(self, callbacks: CallbackList) -> JaxRun:
         """Everything in the order in which one part needs the other: data, their length, state, functions."""
         arguments, sizes = self.arguments, self.batch_sizes
         loaders = TrainerConfigureDataloaderOutput(*self.configure_dataloaders())
@@ -162,7 +162,7 @@ class BaseTrainer(CommonHandle):
         shows = self.processes.is_main and "console" in _as_list(settings.log)
         if shows and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
-        return JaxSession(
+        return JaxRun(
             self,
             settings,
             backend,
@@ -353,26 +353,26 @@ class BaseTrainer(CommonHandle):
         `ckpt_path` is a checkpoint, a run's folder, or what `save_pretrained` wrote, to go on from. One that cannot be
         loaded is an error.
         """
-        session = self._session
+        run = self._run
         if ckpt_path is not None:
-            if session.folder is None:
-                session.settings.resume = str(ckpt_path)
+            if run.folder is None:
+                run.settings.resume = str(ckpt_path)
             else:
-                session.load(Path(ckpt_path))
-        session.fit()
+                run.load(Path(ckpt_path))
+        run.fit()
         return self.model_state
 
     def eval(self, state: Any = None) -> dict[str, float]:
         """Evaluate a state, by default the present one, on the evaluation data: metrics named ``eval_...``."""
-        session, backend = self._session, self._session.backend
-        if session.val_source is None:
+        run, backend = self._run, self._run.backend
+        if run.val_source is None:
             raise BadArgument("There are no data to evaluate on. Pass dataset_eval.")
         present = backend.state
         if state is not None:
             check_usable(state, present)
         try:
             backend.state = present if state is None else state
-            metrics = session.validate()
+            metrics = run.validate()
         finally:
             backend.state = present
         return {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()}
@@ -399,7 +399,7 @@ class BaseTrainer(CommonHandle):
     @property
     def model(self) -> Any:
         """The module with the present weights; until there is a state, what was passed as `model`."""
-        is_made = self._model is None and "_session" in self.__dict__
+        is_made = self._model is None and "_run" in self.__dict__
         return self.model_state.model if is_made else self._model
 
     @model.setter
@@ -409,7 +409,7 @@ class BaseTrainer(CommonHandle):
     @property
     def model_state(self) -> Any:
         """The state that is trained."""
-        return self._session.backend.state
+        return self._run.backend.state
 
     @property
     def task(self) -> BaseTrainer:
@@ -423,14 +423,14 @@ class BaseTrainer(CommonHandle):
 
     def was_set(self, name: str) -> bool:
         """Whether the user passed a setting."""
-        return name in self._session.passed
+        return name in self._run.passed
 
     def __getattr__(self, name: str) -> Any:
         """The settings of the run, by the names that all runs share: callbacks look for them."""
-        session = self.__dict__.get("_session")
-        if session is None or name not in session.settings.defaults():
+        run = self.__dict__.get("_run")
+        if run is None or name not in run.settings.defaults():
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(session.settings, name)
+        return getattr(run.settings, name)
 
     @property
     def active_optimizer(self) -> Any:

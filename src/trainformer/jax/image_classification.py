@@ -132,7 +132,7 @@ class ImageClassificationTrainer(BaseTrainer):
 
     def predict(self, images: Any) -> np.ndarray:
         """Probabilities (rows, classes) of images, in any form that data have; all of them at once."""
-        with self._session.backend.run_context():
+        with self._run.backend.run_context():
             return np.asarray(jax.jit(self._predict)(self.model_state, jnp.asarray(images)))
 
     def _predict(self, state: Any, images: jax.Array) -> jax.Array:

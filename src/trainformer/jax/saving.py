@@ -36,25 +36,23 @@ def save_trainer(
 
     `write` puts the weights of a state into a folder and tells the files' names; by default the trainer does.
     """
-    session = trainer._session
+    run = trainer._run
     if "{" in path.name or "}" in path.name:
         raise BadArgument(expected("a folder whose name has no braces", path.name))
     path = path.absolute()
-    components = session.components()
+    components = run.components()
     if state is not None:
         given = StatefulAdapter(lambda: state, lambda saved: None)
         components = [dataclasses.replace(c, stateful=given) if c.key == "state" else c for c in components]
-    chosen = on_every_host(session.backend.state if state is None else state)
-    manifest = Manifest(
-        step=int(chosen.step), epoch=session.state.epoch, components={}, versions=versions(session.files)
-    )
+    chosen = on_every_host(run.backend.state if state is None else state)
+    manifest = Manifest(step=int(chosen.step), epoch=run.state.epoch, components={}, versions=versions(run.files))
     checkpointer = Checkpointer(
         path.parent,
         Retention(last=10**9),
         asynchronous=False,
         naming=path.name,
-        files=session.files,
-        process_group=session.process_group,
+        files=run.files,
+        process_group=run.process_group,
     )
     checkpointer.store = _OneFolder(path.parent, path.name)
     # What stood there before is replaced in one move; a folder of other things is not ours to replace.

@@ -153,7 +153,7 @@ class SFTTrainer(TextTrainer):
         ids, mask = np.zeros((2, len(rows), length), np.int32)
         for number, row in enumerate(rows):
             ids[number, length - len(row) :], mask[number, length - len(row) :] = row, 1
-        with self._session.backend.run_context():
+        with self._run.backend.run_context():
             made = np.asarray(generate(self.model_state.model, jnp.asarray(ids), max_new_tokens, jnp.asarray(mask)))
         written = [self._until_end(row[length:].tolist()) for row in made]
         return written[0] if isinstance(prompts, str) else written

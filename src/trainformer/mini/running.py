@@ -22,11 +22,11 @@ from trainformer.callbacks.base import CallbackList
 from trainformer.checkpointing import StateComponent
 from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, UsersStrategy, as_loader, state_options
 from trainformer.mini.hooks.metrics import LoggingHook, ProgressHook
-from trainformer.run import RunSettings, Session
+from trainformer.run import RunSettings, TorchRun
 from trainformer.run.components import StatefulAdapter
 from trainformer.run.habits import FrontOptions, SignalRules
 from trainformer.run.provenance import size_of
-from trainformer.run.torch.handle import RunHandle
+from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.utils.distributed import rank, world_size
 from trainformer.utils.helpers import seed_everything
 
@@ -38,7 +38,7 @@ _LOG_EVERY = 100  # where no hook says how often
 _NO_CHECKPOINTS = ".checkpoints"
 
 
-class MiniSession(Session):
+class MiniRun(TorchRun):
     """A session whose checkpoints are those of the `CheckpointingHook`s."""
 
     mini: BaseTrainer
@@ -76,7 +76,7 @@ class MiniSession(Session):
         return [replace(c, stateful=shared.get(c.key, c.stateful)) for c in components]
 
 
-def make_session(trainer: BaseTrainer) -> MiniSession:
+def make_run(trainer: BaseTrainer) -> MiniRun:
     """The session of a trainer whose parts have been built."""
     loader = as_loader(trainer.data_loader, trainer)
     # The run is announced under the name of the user's class.
@@ -85,7 +85,7 @@ def make_session(trainer: BaseTrainer) -> MiniSession:
     callbacks = CallbackList([Bookkeeper(trainer, task, loader), *trainer.hooks])
     passed = frozenset({"max_steps", "device", "optimizer", "scheduler"})
     with _seeds_as_they_are():
-        session = MiniSession(
+        run = MiniRun(
             view,
             task,
             _settings(trainer),
@@ -94,12 +94,12 @@ def make_session(trainer: BaseTrainer) -> MiniSession:
             passed=passed,
             habits=_habits(trainer),
         )
-    session.mini = trainer
-    session.train_size = size_of(getattr(trainer.data_loader, "dataset", None))
+    run.mini = trainer
+    run.train_size = size_of(getattr(trainer.data_loader, "dataset", None))
     scaler = trainer.grad_scaler
-    session.backend.precision.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-    view._session = session
-    return session
+    run.backend.precision.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    view._run = run
+    return run
 
 
 @contextmanager
@@ -206,20 +206,20 @@ class Bookkeeper:
         }
 
 
-class NativeView(RunHandle):
+class NativeView(TorchTrainerApi):
     """A mini trainer as callbacks of other dialects see it: with the names of `trainformer.Trainer`."""
 
     def __init__(self, trainer: BaseTrainer) -> None:
         self.mini_trainer = trainer
 
     def __getattr__(self, name: str) -> Any:
-        session = self.__dict__.get("_session")
-        if session is not None and name == "task":
-            return session.task
-        if session is not None and name in RunSettings.__dataclass_fields__:
-            return getattr(session.settings, name)
+        run = self.__dict__.get("_run")
+        if run is not None and name == "task":
+            return run.task
+        if run is not None and name in RunSettings.__dataclass_fields__:
+            return getattr(run.settings, name)
         raise AttributeError(f"a mini trainer offers callbacks no {name!r}")
 
     def was_set(self, name: str) -> bool:
         """Whether the user set a setting."""
-        return name in self._session.passed
+        return name in self._run.passed

@@ -25,9 +25,9 @@ from trainformer.data.order import sample_key, seed_generators
 from trainformer.engine import RunState
 from trainformer.mini.adapter import checked_scheduler
 from trainformer.mini.hooks.checkpointing import CheckpointingHook
-from trainformer.mini.running import MiniSession, make_session
+from trainformer.mini.running import MiniRun, make_run
 from trainformer.run.console import messages_on
-from trainformer.run.torch.preflight import CheckReport, check_session
+from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.utils.distributed import rank
 
 #: What is built, in this order, by the method `build_<name>`. What one of them uses of another is built before it.
@@ -94,7 +94,7 @@ class BaseTrainer:
         self.state_dict_options = state_dict_options
         self.logger = logger or logging.getLogger(f"trainformer.mini.{type(self).__name__}")
         self.step_info: dict[str, Any] = {}
-        self._session: MiniSession | None = None
+        self._run: MiniRun | None = None
         self._data_seed = -1
         self._in_step = False
         self._restored = False
@@ -153,8 +153,8 @@ class BaseTrainer:
         """Train up to `max_steps`, from wherever the state is. Called again after raising `max_steps`, it goes on."""
         with messages_on(Console(), wanted=rank() == 0), _speaking_mini():
             self._build()
-            session = self._built_session()
-            session.settings.max_steps = _whole("max_steps", self.max_steps, least=1)
+            run = self._built_run()
+            run.settings.max_steps = _whole("max_steps", self.max_steps, least=1)
             if not self._restored:
                 self._restored = True
                 done = False  # the newest of all files is taken, whichever hook wrote it
@@ -164,7 +164,7 @@ class BaseTrainer:
                 restore_random(self._random)
                 self._random = None
             try:
-                session.fit()
+                run.fit()
             finally:
                 self._in_step = False
 
@@ -175,16 +175,16 @@ class BaseTrainer:
             raise BadArgument(expected("data that can be looked at before they are trained on", "a generator", do))
         with _speaking_mini():
             self._build()
-            return check_session(self._built_session(), raise_on_failure)
+            return check_run(self._built_run(), raise_on_failure)
 
     def _build(self) -> None:
         """Build everything that is not built yet."""
-        if self._session is not None:
+        if self._run is not None:
             return
         for name in _PARTS:
             getattr(self, name)
-        self._session = make_session(self)
-        self._session.connect()
+        self._run = make_run(self)
+        self._run.connect()
 
     def __getattr__(self, name: str) -> Any:
         # Only asked for what is not there yet: a part is built when it is first used, and is a plain attribute then.
@@ -213,7 +213,7 @@ class BaseTrainer:
         are those at work, not copies.
         """
         self._build()
-        return {c.key: c.stateful.state_dict() for c in self._built_session().components()}
+        return {c.key: c.stateful.state_dict() for c in self._built_run().components()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state: of `state_dict()`, or of a checkpoint's file."""
@@ -222,9 +222,9 @@ class BaseTrainer:
             do = "Weights alone go into trainer.unwrapped_model.load_state_dict()."
             raise DataError(expected("the state of a run, as state_dict() gives it", sorted(map(str, state_dict)), do))
         self._build()
-        session = self._built_session()
-        load_components(session.components(), dict(states))
-        session.state.stopped = []  # loaded on purpose, to go on
+        run = self._built_run()
+        load_components(run.components(), dict(states))
+        run.state.stopped = []  # loaded on purpose, to go on
         self._random = states.get("rng")
         if rank() > 0:
             # The file holds the random numbers of the first rank. The others draw their own.
@@ -233,7 +233,7 @@ class BaseTrainer:
 
     def _take_seed(self, seed: int) -> None:
         self._data_seed = seed
-        source: Any = self._built_session().train_source
+        source: Any = self._built_run().train_source
         source.seed = seed
 
     # -- looking -------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class BaseTrainer:
     @property
     def step(self) -> int:
         """The current step: 0 before training, 1 in the first `forward()`, and after a step its number."""
-        return 0 if self._session is None else self._session.state.step + self._in_step
+        return 0 if self._run is None else self._run.state.step + self._in_step
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model inside `torch.compile`, DDP, FSDP and averages."""
@@ -255,19 +255,19 @@ class BaseTrainer:
     @property
     def is_interrupted(self) -> bool:
         """Whether a signal is ending this process; the run goes on in another one."""
-        return self._session is not None and self._session.control.ending_signal is not None
+        return self._run is not None and self._run.control.ending_signal is not None
 
     def stop(self, reason: str = "the trainer was asked to") -> None:
         """End training after the current step."""
-        self._built_session().stop(reason)
+        self._built_run().stop(reason)
 
     @property
     def _run_state(self) -> RunState:
-        return self._built_session().state
+        return self._built_run().state
 
-    def _built_session(self) -> MiniSession:
-        assert self._session is not None
-        return self._session
+    def _built_run(self) -> MiniRun:
+        assert self._run is not None
+        return self._run
 
     def _checkpointing(self) -> list[CheckpointingHook]:
         return [hook for hook in self.hooks if isinstance(hook, CheckpointingHook)]

@@ -8,7 +8,8 @@ from trainformer.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "trainformer.run.torch.run": ["Session"],
+        "trainformer.run.api": ["run_of"],
+        "trainformer.run.torch.run": ["TorchRun"],
         "trainformer.run.torch.settings": ["RunSettings"],
     },
 )

@@ -9,42 +9,42 @@ from trainformer.context import PipelineContext
 from trainformer.engine import Control, RunState
 
 
-class CommonHandle:
+class TrainerApi:
     """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), over the session of the run."""
 
-    _session: Any
+    _run: Any
 
     def stop(self, reason: str) -> None:
         """Ask the run to end after the current step."""
-        self._session.stop(reason)
+        self._run.stop(reason)
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Hand further metrics to the loggers, at the current step."""
-        self._session.log(metrics, self.state.step)
+        self._run.log(metrics, self.state.step)
 
     def record(self, kind: str, **content: Any) -> None:
         """Write a line to the run's ``records.jsonl``: something that happened, or a result that is no number.
 
         `kind` is a word of your own, or one that reports know (see docs/trainer.md). Content must be JSON-able.
         """
-        self._session.records.add_asked(kind, content)
+        self._run.records.add_asked(kind, content)
 
     # -- looking -------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> RunState:
         """Where the run is."""
-        return self._session.state
+        return self._run.state
 
     @property
     def control(self) -> Control:
         """Requests to the loop: log, evaluate, save, stop."""
-        return self._session.control
+        return self._run.control
 
     @property
     def context(self) -> PipelineContext:
         """Config with provenance, and state that components share."""
-        return self._session.context
+        return self._run.context
 
     @property
     def best_metrics(self) -> dict[str, float]:
@@ -54,60 +54,60 @@ class CommonHandle:
     @property
     def active_optimizer(self) -> Any:
         """The optimizer at work; the field `optimizer` is what was asked for."""
-        return self._session.backend.optimizer
+        return self._run.backend.optimizer
 
     @property
     def active_schedule(self) -> Any:
         """The learning-rate schedule at work."""
-        return self._session.backend.schedule
+        return self._run.backend.schedule
 
     @property
     def grad_norm(self) -> Any:
         """Norm of the last gradients before clipping, still on the device."""
-        return self._session.backend.grad_norm
+        return self._run.backend.grad_norm
 
     @property
     def is_main(self) -> bool:
         """Whether this process is the one that prints and records."""
-        return self._session.process_group.is_main
+        return self._run.process_group.is_main
 
     @property
     def is_main_here(self) -> bool:
         """Whether it is the first of its machine."""
-        return getattr(self._session.process_group, "local_rank", 0) == 0
+        return getattr(self._run.process_group, "local_rank", 0) == 0
 
     @property
     def logger(self) -> Any:
         """The loggers of the run."""
-        return self._session.loggers
+        return self._run.loggers
 
     @property
     def run_folder(self) -> Path | None:
         """The folder of the run, once it has begun."""
-        return None if self._session.folder is None else self._session.folder.path
+        return None if self._run.folder is None else self._run.folder.path
 
     @property
     def max_steps_planned(self) -> int | None:
         """Optimizer steps of the whole run, where that is known."""
-        return self._session.total_steps()
+        return self._run.total_steps()
 
     @property
     def train_batches(self) -> Any:
         """The batches of the training data, as a loader."""
-        return self._session.train_batches()
+        return self._run.train_batches()
 
     @property
     def val_batches(self) -> Any:
         """The batches of the validation data, as a loader, if there are any."""
-        return self._session.val_batches()
+        return self._run.val_batches()
 
     def add_callback(self, callback: Any) -> None:
         """One more callback, after the others; also while the run goes on."""
-        self._session.add_callback(callback)
+        self._run.add_callback(callback)
 
     def remove_callback(self, callback: Any) -> Any:
         """Take out a callback, or the first of a class; what was taken out, if there was one."""
-        return self._session.remove_callback(callback)
+        return self._run.remove_callback(callback)
 
     # -- names that callbacks written for the reference plan use -------------------------------------------
 
@@ -118,8 +118,26 @@ class CommonHandle:
     _logger = property(lambda self: self.logger)
     _optimizer = property(lambda self: self.active_optimizer)
     _scheduler = property(lambda self: self.active_schedule)
-    _callbacks = property(lambda self: self._session.callbacks)
+    _callbacks = property(lambda self: self._run.callbacks)
     _should_stop = property(
         lambda self: self.control.should_stop,
         lambda self, value: self.stop("a callback set _should_stop") if value else self.control.reset(),
     )
+
+
+def run_of(trainer: Any) -> Any:
+    """The `Run` behind a trainer of any entry point: its backend, sources, checkpointer and process group.
+
+    For tests, debuggers and tools; callbacks should keep to `TrainerLike`.
+
+    >>> import torch, trainformer
+    >>> class Line:
+    ...     def __init__(self):
+    ...         self.model = torch.nn.Linear(1, 1)
+    ...     def train_step(self, batch):
+    ...         return (self.model(batch[0]) ** 2).mean()
+    >>> trainer = trainformer.Trainer(Line(), (torch.ones(4, 1),), log="none")
+    >>> run_of(trainer).process_group.world_size
+    1
+    """
+    return trainer._run

@@ -36,9 +36,9 @@ _NOT_WRITTEN = "The checkpoint could not be written; the run's log.txt says why.
 class LiveControl:
     """The requests to one session. `waiting` is all that is looked at per step: some ten nanoseconds."""
 
-    def __init__(self, session: Run) -> None:
+    def __init__(self, run: Run) -> None:
         self.waiting = False  # something has come in, or is being carried out
-        self._session = session
+        self._run = run
         self._incoming: SimpleQueue[Ticket] = SimpleQueue()
         self._taken: list[Ticket] = []  # heard of by now, not yet applied
         self._under_way: list[Ticket] = []
@@ -51,11 +51,11 @@ class LiveControl:
         self, folder: RunFolder | NoFolder, checkpointer: Checkpointer | None, outcome: Callable[[], str]
     ) -> Iterator[None]:
         """Listen meanwhile, if there is a folder to say where. A run that cannot listen runs all the same."""
-        if isinstance(folder, NoFolder) or not self._session.process_group.is_main:
+        if isinstance(folder, NoFolder) or not self._run.process_group.is_main:
             yield
             return
         self._checkpointer = checkpointer
-        self._began, self._planned = (time.monotonic(), self._session.state.step), self._session.total_steps()
+        self._began, self._planned = (time.monotonic(), self._run.state.step), self._run.total_steps()
         try:
             listener, where = address.listen()
         except OSError as error:
@@ -114,7 +114,7 @@ class LiveControl:
         possible = self._possible(requests)
         for request, is_possible in zip(requests, possible, strict=True):
             if is_possible:
-                apply(request, self._session.control)
+                apply(request, self._run.control)
         tickets, self._taken = self._taken, []
         self._remember(tickets, possible[: len(tickets)])
         if self._under_way:  # never set to False here: the thread may just have set it
@@ -127,11 +127,11 @@ class LiveControl:
         return tickets
 
     def _possible(self, requests: list[Request]) -> list[bool]:
-        return [request.verb != "eval" or self._session.val_source is not None for request in requests]
+        return [request.verb != "eval" or self._run.val_source is not None for request in requests]
 
     def _remember(self, tickets: list[Ticket], possible: list[bool]) -> None:
         """Keep the tickets until their requests are done; some are already."""
-        state = self._session.state
+        state = self._run.state
         for ticket, is_possible in zip(tickets, possible, strict=True):
             ticket.step = state.step
             if not is_possible:
@@ -148,7 +148,7 @@ class LiveControl:
 
     def _listen(self) -> None:
         """Hear of saves and evaluations. Not before somebody asks for one; callbacks that come and go clear the bus."""
-        bus = self._session.bus
+        bus = self._run.bus
         if all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
             bus.add(NAME, {Event.SAVE: self._saved, Event.EVAL_END: lambda metrics: self._evaluated()})
 
@@ -156,9 +156,9 @@ class LiveControl:
 
     def _evaluated(self) -> None:
         """Answer those who wanted an evaluation. It is logged by now."""
-        step = self._session.state.step
+        step = self._run.state.step
         for ticket in self._of("eval"):
-            self._finish(ticket, step=step, metrics=plain(_evaluation(self._session.state.log_history, step)))
+            self._finish(ticket, step=step, metrics=plain(_evaluation(self._run.state.log_history, step)))
 
     def _saved(self, path: str) -> None:
         """A checkpoint was written, or will be: behind the loop's back."""
@@ -179,7 +179,7 @@ class LiveControl:
 
     def _settle(self) -> None:
         """At the next boundary everything is decided, but for a save that is being written in the background."""
-        state = self._session.state
+        state = self._run.state
         for ticket in self._of("save"):
             if ticket.path is None:  # nobody told us: a callback that came or went has cleared the bus, or it failed
                 if state.saved_at >= ticket.step:
@@ -191,13 +191,13 @@ class LiveControl:
             metrics = _evaluation(state.log_history, state.evaluated_at)
             self._finish(ticket, step=state.evaluated_at, metrics=plain(metrics))
         for ticket in self._of("stop", "abort"):
-            if state.step > ticket.step and not self._session.control.should_stop:
+            if state.step > ticket.step and not self._run.control.should_stop:
                 self._finish(ticket, error="A callback has called it off. The run goes on.")
 
     def _conclude(self, folder: RunFolder, ended: str) -> None:
         """The run is over: whoever still waits gets an answer."""
         self._answer_saves()
-        step, newest = self._session.state.step, newest_checkpoint(folder.path)
+        step, newest = self._run.state.step, newest_checkpoint(folder.path)
         where = {"step": step, "status": ended, "checkpoint": None if newest is None else str(newest.absolute())}
         for ticket in [*self._under_way, *self._drain()]:
             verb = ticket.request.verb
@@ -228,7 +228,7 @@ class LiveControl:
 
     def _snapshot(self, folder: RunFolder) -> dict[str, Any]:
         """Where the run is. Read without locks: each value is right, two may be of neighbouring steps."""
-        state, (began, first) = self._session.state, self._began
+        state, (began, first) = self._run.state, self._began
         step, planned = state.step, self._planned
         seconds = time.monotonic() - began
         rate = (step - first) / seconds if seconds > 0 and step > first else None

@@ -160,7 +160,7 @@ class TrainerView:
     @property
     def hooks(self) -> list[BaseHook]:
         """The hooks of the run, without callbacks of other dialects."""
-        callbacks = getattr(getattr(self.native, "_session", None), "callbacks", ())
+        callbacks = getattr(getattr(self.native, "_run", None), "callbacks", ())
         return [c.original for c in callbacks if isinstance(c, HookCallback)]
 
     @property

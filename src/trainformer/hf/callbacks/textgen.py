@@ -119,10 +119,10 @@ class TextgenCallback(TrainerCallback):
 
     def _generated(self, model: Any, tokenizer: Any, trainer: Any) -> list[str]:
         """The texts, made where a model that is divided over processes can be called."""
-        session = getattr(run_of(trainer), "_session", None)
-        if session is None:
+        run = getattr(run_of(trainer), "_run", None)
+        if run is None:
             return self.generate(model, tokenizer)
-        return session.backend.strategy.infer(lambda _: self.generate(model, tokenizer), None)
+        return run.backend.strategy.infer(lambda _: self.generate(model, tokenizer), None)
 
     @torch.no_grad()
     def generate(self, model: Any, tokenizer: Any) -> list[str]:

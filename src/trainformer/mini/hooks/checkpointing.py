@@ -83,7 +83,7 @@ class CheckpointingHook(IntervalHook):
         """Ask for a save. It is done when all hooks have heard of the step, so that it holds what they did."""
         if self.is_time(trainer):
             self.is_due = True
-            trainer._built_session().control.should_save = True
+            trainer._built_run().control.should_save = True
 
     def save(self, trainer: Any) -> Path | None:
         """Write the checkpoint of the step that was just made; where it is, or None where it could not be written."""

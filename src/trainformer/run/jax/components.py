@@ -14,12 +14,12 @@ from trainformer.core.errors import DataError
 from trainformer.run.components import StatefulAdapter, callback_states, record_components
 
 if TYPE_CHECKING:
-    from trainformer.run.jax.run import JaxSession
+    from trainformer.run.jax.run import JaxRun
 
 
-def state_components(session: JaxSession) -> list[StateComponent]:
+def state_components(run: JaxRun) -> list[StateComponent]:
     """Everything needed to go on exactly from here. The random key is part of the state, and a function of the step."""
-    backend = session.backend
+    backend = run.backend
 
     def take(saved: Any) -> None:
         like = _shapes(backend.state)
@@ -33,19 +33,19 @@ def state_components(session: JaxSession) -> list[StateComponent]:
 
     components = [
         StateComponent("state", StatefulAdapter(lambda: backend.state, take, check), format="orbax"),
-        *(replace(c, format="tree") if c.format == "tensors" else c for c in record_components(session)),
+        *(replace(c, format="tree") if c.format == "tensors" else c for c in record_components(run)),
     ]
-    source: Any = session.train_source
+    source: Any = run.train_source
     if hasattr(source, "state_dict"):
 
         def go_to(place: Any) -> None:
-            if session.state.batch:  # an epoch that has not begun begins anew, also where the one before was cut short
+            if run.state.batch:  # an epoch that has not begun begins anew, also where the one before was cut short
                 source.load_state_dict(place)
 
         # Batches that wait on the devices were read, and not trained on.
         held = StatefulAdapter(lambda: source.state_dict(unused=backend.batches_ahead), go_to)
         components.append(StateComponent("data", held, required=False, format="tree"))
-    components += [StateComponent(key, held, required=False, format="tree") for key, held in callback_states(session)]
+    components += [StateComponent(key, held, required=False, format="tree") for key, held in callback_states(run)]
     return components
 
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("trainformer")
 _INSIDE_A_STEP = {Event.SUBSTEP_END: "each micro-batch", Event.BEFORE_UPDATE: "the gradients before the update"}
 
 
-class JaxSession(Run):
+class JaxRun(Run):
     """One run on JAX. `owner` is the trainer; `derive` makes further metrics of those of an evaluation."""
 
     settings: JaxSettings

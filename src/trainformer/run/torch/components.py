@@ -13,15 +13,15 @@ from trainformer.run.components import StatefulAdapter, callback_states, record_
 from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
-    from trainformer.run.torch.run import Session
+    from trainformer.run.torch.run import TorchRun
 
 #: What trial steps change, and so what a sandbox puts back.
 TRAINED = ("model", "task", "optimizer", "schedule", "backend", "rng")
 
 
-def state_components(session: Session) -> list[StateComponent]:
+def state_components(run: TorchRun) -> list[StateComponent]:
     """Everything needed to go on exactly from here."""
-    task, backend = session.task, session.backend
+    task, backend = run.task, run.backend
     model, optimizer, schedule = task.model, backend.optimizer, backend.schedule
     weights, load_weights = model.state_dict, model.load_state_dict
     if provides(task, "model_state"):
@@ -31,7 +31,7 @@ def state_components(session: Session) -> list[StateComponent]:
     # Of a run with an adapter only that is saved: small, and as the file that peft reads.
     is_small = strategy.divides_state and getattr(task, "adapter", None) is not None
     in_parts = strategy.divides_state and not is_small
-    run, *others = record_components(session)
+    progress, *others = record_components(run)
     components = [
         StateComponent(
             "model",
@@ -58,30 +58,31 @@ def state_components(session: Session) -> list[StateComponent]:
         ),
         StateComponent("schedule", StatefulAdapter(schedule.state_dict, schedule.load_state_dict), required=False),
         StateComponent("backend", StatefulAdapter(backend.state_dict, backend.load_state_dict), required=False),
-        run,
+        progress,
         StateComponent("rng", StatefulAdapter(capture_random, restore_random), SharingPattern.PER_RANK, required=False),
         *others,
     ]
     if provides(task, "state_dict"):
         held = StatefulAdapter(task.state_dict, task.load_state_dict, getattr(task, "check_state", None))
-        components.append(_perhaps_divided("task", held, session))
-    if hasattr(session.train_source, "state_dict"):
-        source: Any = session.train_source
+        components.append(_perhaps_divided("task", held, run))
+    if hasattr(run.train_source, "state_dict"):
+        source: Any = run.train_source
         # A loader that divides the data itself is somewhere else on each rank.
-        own = session.process_group.world_size > 1 and source.is_divided
+        own = run.process_group.world_size > 1 and source.is_divided
         pattern = SharingPattern.PER_RANK if own else SharingPattern.GLOBAL
         held = StatefulAdapter(source.state_dict, source.load_state_dict)
         components.append(StateComponent("data", held, pattern, required=False))
-    components += [_perhaps_divided(key, held, session) for key, held in callback_states(session)]
+    components += [_perhaps_divided(key, held, run) for key, held in callback_states(run)]
     return components
 
 
-def _perhaps_divided(key: str, held: StatefulAdapter, session: Session) -> StateComponent:
+def _perhaps_divided(key: str, held: StatefulAdapter, run: TorchRun) -> StateComponent:
     """A component that may hold a copy of the model: divided where the model is."""
-    if not session.backend.strategy.divides_state:
-        whole_one = StatefulAdapter(
-            held.get, lambda s: held.put(whole(s)), held.check and (lambda s: held.check(whole(s)))
-        )  # type: ignore[misc]
-        return StateComponent(key, whole_one, required=False)
+    if not run.backend.strategy.divides_state:
+        check = held.check
+        unsharded = StatefulAdapter(
+            held.get, lambda s: held.put(whole(s)), None if check is None else lambda s: check(whole(s))
+        )
+        return StateComponent(key, unsharded, required=False)
     divided = StatefulAdapter(held.get, lambda s: held.put(fitted(s, held.get())), held.check)
     return StateComponent(key, divided, required=False, format="sharded")

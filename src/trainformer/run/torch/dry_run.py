@@ -10,21 +10,21 @@ from trainformer.backends.torch.schedules import Schedule
 from trainformer.core.types import DeviceBatch
 
 if TYPE_CHECKING:
-    from trainformer.run.torch.run import Session
+    from trainformer.run.torch.run import TorchRun
 
 
 class Probe:
     """What may be done inside `Session.sandbox`. Events are not emitted, loggers hear nothing."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._backend = session.backend
+    def __init__(self, run: TorchRun) -> None:
+        self._run = run
+        self._backend = run.backend
 
     def batches(self) -> Iterator[DeviceBatch]:
         """Training batches from the beginning of an epoch, again and again."""
         for epoch in count():
             empty = True
-            for batch in self._backend.feed(self._session.train_source.batches(epoch), train=True):
+            for batch in self._backend.feed(self._run.train_source.batches(epoch), train=True):
                 empty = False
                 yield batch
             if empty:

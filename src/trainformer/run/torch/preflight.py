@@ -25,7 +25,7 @@ from trainformer.core.errors import CheckFailed, TrainformerError, did_you_mean
 from trainformer.core.types import DeviceBatch
 from trainformer.engine import Cadence
 from trainformer.run.torch.dry_run import Probe
-from trainformer.run.torch.run import Session
+from trainformer.run.torch.run import TorchRun
 from trainformer.tasks.base import provides
 
 Status = Literal["ok", "warning", "failed"]
@@ -87,96 +87,96 @@ class CheckReport:
         return file.getvalue()
 
 
-def check_session(session: Session, raise_on_failure: bool = True) -> CheckReport:
+def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
     """Ask every question; print the answers; raise if one of them is bad."""
     report = CheckReport()
     random = capture_random()
     try:
-        watching = session.process_group.watching(session.settings.rank_timeout)
-        with watching, session.backend.run_context(), session.sandbox() as probe:
-            _arguments(session, report)
-            batch = _data(session, probe, report)
-            if batch is not None and _training(session, probe, batch, report):
-                _exactness(session, probe, batch, report)
-                _costs(session, probe, batch, report)
-            _evaluation(session, report)
+        watching = run.process_group.watching(run.settings.rank_timeout)
+        with watching, run.backend.run_context(), run.sandbox() as probe:
+            _arguments(run, report)
+            batch = _data(run, probe, report)
+            if batch is not None and _training(run, probe, batch, report):
+                _exactness(run, probe, batch, report)
+                _costs(run, probe, batch, report)
+            _evaluation(run, report)
     finally:
         restore_random(random)
-        session.backend.begin_training()
-    session.console.print(report.table())
+        run.backend.begin_training()
+    run.console.print(report.table())
     if raise_on_failure and not report.ok:
         lines = "\n".join(f"- {f.question}: {f.message}" for f in report.failures)
         raise CheckFailed(f"{len(report.failures)} of {len(report.findings)} checks failed:\n{lines}")
     return report
 
 
-def _arguments(session: Session, report: CheckReport) -> None:
-    s, notes = session.settings, []
-    total, per_epoch = session.total_steps(), session.steps_per_epoch()
-    batches = session.train_source.batches_per_epoch
+def _arguments(run: TorchRun, report: CheckReport) -> None:
+    s, notes = run.settings, []
+    total, per_epoch = run.total_steps(), run.steps_per_epoch()
+    batches = run.train_source.batches_per_epoch
     if batches is not None and s.accumulation_steps > batches:
         notes.append(
             f"accumulation_steps={s.accumulation_steps} is more than the {batches} batches of an epoch: "
             f"every step will hold {batches} micro-batches only."
         )
-    if session.info.num_samples and s.batch_size > session.info.num_samples:
-        notes.append(f"batch_size={s.batch_size} is more than the {session.info.num_samples} samples.")
-    if session.backend.precision.name == "fp16" and session.backend.device.type == "cpu":
+    if run.info.num_samples and s.batch_size > run.info.num_samples:
+        notes.append(f"batch_size={s.batch_size} is more than the {run.info.num_samples} samples.")
+    if run.backend.precision.name == "fp16" and run.backend.device.type == "cpu":
         notes.append("precision='fp16' is slow on a CPU; 'no' or 'bf16' suits it.")
-    monitors = [getattr(cb, "monitor", None) for cb in session.callbacks]
-    if session.val_source is None and any(monitors):
+    monitors = [getattr(cb, "monitor", None) for cb in run.callbacks]
+    if run.val_source is None and any(monitors):
         notes.append(
             "a callback monitors a validation metric, but there is no val_data or val_split: it will never act."
         )
     for name, unit in (("log_every", "steps"), ("save_every", "steps"), ("eval_every", "epochs")):
         cadence = Cadence.parse(getattr(s, name), unit, name)  # type: ignore[arg-type]
         too_long = cadence is not None and cadence.unit == "steps" and total is not None and cadence.every > total
-        if too_long and name in session.passed:
+        if too_long and name in run.passed:
             notes.append(f"{name}={getattr(s, name)!r} is longer than the whole run of {total} steps.")
-    if s.max_steps is not None and per_epoch and session.passed >= {"epochs"}:
+    if s.max_steps is not None and per_epoch and run.passed >= {"epochs"}:
         notes.append(f"max_steps={s.max_steps} overrides epochs={s.epochs}.")
     report.add("arguments", notes, "they agree with each other and with the data", "warning")
 
 
-def _data(session: Session, probe: Probe, report: CheckReport) -> DeviceBatch | None:
+def _data(run: TorchRun, probe: Probe, report: CheckReport) -> DeviceBatch | None:
     batch, unread = None, []
     try:
         batch = next(probe.batches())
     except Exception as error:
         unread = [f"the first batch cannot be read: {_words(error)}"]
-    unread = _of_all_ranks(session, unread)
+    unread = _of_all_ranks(run, unread)
     if unread or batch is None:
         report.add("data", unread, "")
         return None
-    problems = session.task.check_batch(batch.data) if provides(session.task, "check_batch") else []
+    problems = run.task.check_batch(batch.data) if provides(run.task, "check_batch") else []
     size = batch.size if batch.whole is None else batch.whole
     fine = f"a batch of {size} samples, labels and inputs fit the task"
-    report.add("data", _of_all_ranks(session, problems), fine)
+    report.add("data", _of_all_ranks(run, problems), fine)
     return batch
 
 
-def _training(session: Session, probe: Probe, batch: DeviceBatch, report: CheckReport) -> bool:
+def _training(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckReport) -> bool:
     """Forward and backward of one batch: a finite loss, and a gradient for every trainable parameter."""
     try:
         loss = probe.gradients(batch)
     except Exception as error:
-        if not session.process_group.is_single_process:
+        if not run.process_group.is_single_process:
             raise  # the others may wait for this rank: they hear of it
         report.add("forward and backward", [_words(error)], "")
         return False
     problems = [] if math.isfinite(loss) else [f"the loss of the first batch is {loss}."]
-    if session.backend.window_weight() == 0:
+    if run.backend.window_weight() == 0:
         problems = ["nothing in the first batch is supervised: the weight of its loss is 0. Are all labels masked?"]
     report.add("forward and backward", problems, f"loss {loss:.4g}")
-    backend = session.backend
-    resting = {id(p) for p in session.task.resting_parameters()} if provides(session.task, "resting_parameters") else {}
-    named = _gradients(session)
+    backend = run.backend
+    resting = {id(p) for p in run.task.resting_parameters()} if provides(run.task, "resting_parameters") else {}
+    named = _gradients(run)
     resting_names = {backend.names.get(key) for key in resting}
     without = [name for name, grad in named if grad is None and name not in resting_names]
     broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
     zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
     if zero:
-        zero = _still_zero(session, probe, batch, zero)
+        zero = _still_zero(run, probe, batch, zero)
     problems = []
     if without:
         problems.append(
@@ -185,7 +185,7 @@ def _training(session: Session, probe: Probe, batch: DeviceBatch, report: CheckR
         )
     if broken and backend.precision.scaler is None:
         problems.append(f"gradients of {_some(broken)} are not finite.")
-    problems = _of_all_ranks(session, problems)
+    problems = _of_all_ranks(run, problems)
     report.add("gradients", problems, f"all {len(named)} trainable tensors get one")
     if zero and not problems:
         report.add(
@@ -195,55 +195,55 @@ def _training(session: Session, probe: Probe, batch: DeviceBatch, report: CheckR
     return not problems
 
 
-def _still_zero(session: Session, probe: Probe, batch: DeviceBatch, names: list[str]) -> list[str]:
+def _still_zero(run: TorchRun, probe: Probe, batch: DeviceBatch, names: list[str]) -> list[str]:
     """Which gradients are zero after a step too: many models begin with branches switched off by a zero weight."""
     probe.drop()
     probe.step(batch)
     probe.gradients(batch)
-    zero = {name for name, grad in _gradients(session) if grad is not None and not bool(grad.any())}
+    zero = {name for name, grad in _gradients(run) if grad is not None and not bool(grad.any())}
     return [name for name in names if name in zero]
 
 
-def _gradients(session: Session) -> list[tuple[str, Tensor | None]]:
+def _gradients(run: TorchRun) -> list[tuple[str, Tensor | None]]:
     """The gradient of each parameter that has a name, whoever holds it."""
-    backend = session.backend
+    backend = run.backend
     known = [(backend.names[id(p)], p) for p in backend.parameters if id(p) in backend.names]
     return [(name, backend.strategy.gradient_of(p)) for name, p in known]
 
 
-def _exactness(session: Session, probe: Probe, batch: DeviceBatch, report: CheckReport) -> None:
+def _exactness(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckReport) -> None:
     """Save, step, load, step: both steps must give the same weights, or resuming will not be exact."""
     buffer = io.BytesIO()
-    state, problems = session.trained_state(), []
+    state, problems = run.trained_state(), []
     try:
         torch.save(state, buffer)
         buffer.seek(0)
         saved = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:
         problems = [f"the state cannot be saved and read back safely: {_words(error)}"]
-    problems = _of_all_ranks(session, problems)
+    problems = _of_all_ranks(run, problems)
     if problems:
         report.add("save and load", problems, "")
         return
     ends: list[dict[str, Any]] = []
     for _ in range(2):
-        session.restore_trained(saved)
+        run.restore_trained(saved)
         probe.step(batch)
         probe.step(batch)  # the first step of Adam is nearly the sign of the gradient, and hides small differences
-        ends.append(cloned(session.task.model.state_dict()))
-    session.restore_trained(saved)
+        ends.append(cloned(run.task.model.state_dict()))
+    run.restore_trained(saved)
     first, second = ends
     differing = [k for k in first if isinstance(first[k], Tensor) and not _same(first[k], second[k])]
-    status: Status = "failed" if session.backend.device.type == "cpu" else "warning"
+    status: Status = "failed" if run.backend.device.type == "cpu" else "warning"
     advice = "Does the task keep state outside state_dict(), or use a random generator of its own?"
     problems = [f"after save, load and two steps these differ: {_some(differing)}. {advice}"] if differing else []
-    problems = _of_all_ranks(session, problems)
+    problems = _of_all_ranks(run, problems)
     report.add("save and load", problems, "two steps after loading give bitwise the same weights", status)
 
 
-def _costs(session: Session, probe: Probe, batch: DeviceBatch, report: CheckReport) -> None:
+def _costs(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckReport) -> None:
     """Seconds and memory of a step, and what that makes for the whole run."""
-    backend, settings = session.backend, session.settings
+    backend, settings = run.backend, run.settings
     cuda = backend.device.type == "cuda"
     probe.step(batch)
     saved = _SavedBytes()
@@ -257,29 +257,29 @@ def _costs(session: Session, probe: Probe, batch: DeviceBatch, report: CheckRepo
     if cuda:
         torch.cuda.synchronize()
     report.seconds_per_step = (time.perf_counter() - began) * settings.accumulation_steps
-    report.peak_bytes = torch.cuda.max_memory_allocated() if cuda else saved.total + _state_bytes(session)
+    report.peak_bytes = torch.cuda.max_memory_allocated() if cuda else saved.total + _state_bytes(run)
     text = f"{report.seconds_per_step * 1e3:,.1f} ms per step, about {_bytes(report.peak_bytes)} of memory"
-    total = session.total_steps()
+    total = run.total_steps()
     if total is not None:
-        report.estimated_seconds = report.seconds_per_step * (total - session.state.step)
-        text += f", {_duration(report.estimated_seconds)} for {total - session.state.step:,} steps without evaluations"
+        report.estimated_seconds = report.seconds_per_step * (total - run.state.step)
+        text += f", {_duration(report.estimated_seconds)} for {total - run.state.step:,} steps without evaluations"
     report.add("cost", [], text)
 
 
-def _evaluation(session: Session, report: CheckReport) -> None:
+def _evaluation(run: TorchRun, report: CheckReport) -> None:
     """One validation batch: the metrics are there, finite, and those that are monitored are among them."""
-    if session.val_source is None:
+    if run.val_source is None:
         return
-    metrics, problem = _first_metrics(session)
+    metrics, problem = _first_metrics(run)
     if metrics is None:
         report.add("evaluation", [problem], "")
         return
     problems = [f"{name} is {value}." for name, value in metrics.items() if not math.isfinite(value)]
-    wanted = {session.settings.monitor_metric: "monitor_metric"} if session.settings.save_best else {}
-    for callback in session.callbacks:
+    wanted = {run.settings.monitor_metric: "monitor_metric"} if run.settings.save_best else {}
+    for callback in run.callbacks:
         if getattr(callback, "monitor", None):
             wanted[callback.monitor] = type(callback).__name__
-    measured = {name for callback in session.callbacks for name in getattr(callback, "measures", ())}
+    measured = {name for callback in run.callbacks for name in getattr(callback, "measures", ())}
     for name, who in wanted.items():
         if name not in metrics and name not in measured:
             problems.append(
@@ -288,25 +288,25 @@ def _evaluation(session: Session, report: CheckReport) -> None:
     report.add("evaluation", problems, "metrics: " + ", ".join(sorted(metrics)))
 
 
-def _first_metrics(session: Session) -> tuple[dict[str, float] | None, str]:
+def _first_metrics(run: TorchRun) -> tuple[dict[str, float] | None, str]:
     """Metrics of as few validation batches as will do: some need samples that belong together, which may lie apart."""
-    assert session.val_source is not None
-    total, problem = session.val_source.batches_per_epoch, ""
+    assert run.val_source is not None
+    total, problem = run.val_source.batches_per_epoch, ""
     for most in (1, 8, 64):
         try:
-            return session.evaluate_first_batches(most), ""
+            return run.evaluate_first_batches(most), ""
         except Exception as error:
             problem = _words(error)
-            if not session.process_group.is_single_process and not isinstance(error, TrainformerError):
+            if not run.process_group.is_single_process and not isinstance(error, TrainformerError):
                 raise  # the others may wait for this rank: they hear of it
             if not isinstance(error, TrainformerError) or (total is not None and total <= most):
                 break
     return None, problem
 
 
-def _of_all_ranks(session: Session, problems: list[str]) -> list[str]:
+def _of_all_ranks(run: TorchRun, problems: list[str]) -> list[str]:
     """The problems that any rank has, with its number where not all have them: all then ask the same questions."""
-    told = session.process_group.gather(problems)
+    told = run.process_group.gather(problems)
     texts = dict.fromkeys(text for one in told for text in one)
     where = {text: [str(rank) for rank, one in enumerate(told) if text in one] for text in texts}
     return [t if len(n) == len(told) else f"{t} (on rank {', '.join(n)})" for t, n in where.items()]
@@ -343,10 +343,10 @@ def _with_memory(tensor: Any) -> list[Tensor]:
     return [part for inner in inside if isinstance(inner, Tensor) for part in _with_memory(inner)]
 
 
-def _state_bytes(session: Session) -> int:
+def _state_bytes(run: TorchRun) -> int:
     """Parameters and buffers, gradients, optimizer state."""
-    backend = session.backend
-    tensors = [*session.task.model.state_dict().values()]
+    backend = run.backend
+    tensors = [*run.task.model.state_dict().values()]
     tensors += backend.parameters  # as many gradients
     tensors += [v for state in backend.optimizer.state.values() for v in state.values()]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

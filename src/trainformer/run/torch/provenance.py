@@ -12,22 +12,22 @@ from trainformer.run.provenance import record_length, record_settings
 from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
-    from trainformer.run.torch.run import Session
+    from trainformer.run.torch.run import TorchRun
 
 
-def record_config(session: Session) -> None:
+def record_config(run: TorchRun) -> None:
     """Fill the context's config: settings, environment, data, task, and what follows from them."""
-    config = session.context.config
-    record_settings(session, session.suited)
-    _record_environment(session)
-    info = session.info
+    config = run.context.config
+    record_settings(run, run.suited)
+    _record_environment(run)
+    info = run.info
     config.set_from_data("num_samples", info.num_samples)
     for name in ("num_classes", "class_names", "input_shape", "max_length"):
         if getattr(info, name) is not None:
             config.set_from_data(name, getattr(info, name), filterable=name == "num_classes")
-    config.set_user("task_type", type(session.task).__name__, filterable=True)
-    _record_task(session)
-    record_derived(session)
+    config.set_user("task_type", type(run.task).__name__, filterable=True)
+    _record_task(run)
+    record_derived(run)
 
 
 def declared_arguments(task: Any) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def declared_arguments(task: Any) -> dict[str, Any]:
     return {f.name: copy.copy(getattr(task, f.name)) for f in dataclasses.fields(task) if f.init}
 
 
-def _record_task(session: Session) -> None:
+def _record_task(run: TorchRun) -> None:
     """An argument of the task is the user's where it differs from its default; what the data decided is derived."""
-    task, config, declared = session.task, session.context.config, session.declared
+    task, config, declared = run.task, run.context.config, run.declared
     if not provides(task, "config_dict"):
         return
     defaults = {f.name: _default(f) for f in dataclasses.fields(task)} if declared else {}
@@ -66,11 +66,11 @@ def _differs(value: Any, other: Any) -> bool:
     return bool(value != other)
 
 
-def _record_environment(session: Session) -> None:
-    config = session.context.config
+def _record_environment(run: TorchRun) -> None:
+    config = run.context.config
     config.set_env("torch_version", torch.__version__)
-    if session.settings.device is None:
-        config.set_env("device", str(session.backend.device))
+    if run.settings.device is None:
+        config.set_env("device", str(run.backend.device))
     config.set_env("cuda_available", torch.cuda.is_available())
     if torch.cuda.is_available():
         config.set_env("cuda_version", torch.version.cuda)
@@ -78,8 +78,8 @@ def _record_environment(session: Session) -> None:
         config.set_env("num_gpus", torch.cuda.device_count())
 
 
-def record_derived(session: Session) -> None:
+def record_derived(run: TorchRun) -> None:
     """What follows from the settings."""
-    config = session.context.config
-    record_length(config, session, session.settings.warmup_ratio)
-    config.set_derived("precision_used", session.backend.precision.name, ("precision", "device"))
+    config = run.context.config
+    record_length(config, run, run.settings.warmup_ratio)
+    config.set_derived("precision_used", run.backend.precision.name, ("precision", "device"))

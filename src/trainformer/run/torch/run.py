@@ -49,7 +49,7 @@ from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
 
 
-class Session(Run):
+class TorchRun(Run):
     """One run on torch. `owner` is what callbacks get as `trainer`; `passed` are the settings the user named."""
 
     settings: RunSettings
