@@ -17,6 +17,7 @@ from trainformer.callbacks import EMA, TextSamples
 from trainformer.core.errors import BadArgument
 from trainformer.data.text.token_bytes import token_bytes
 from trainformer.loggers import read_jsonl
+from trainformer.run import run_of
 from trainformer.tasks import ImageClassification
 
 TEXTS = sentences()
