@@ -59,7 +59,7 @@ class Agreement:
     def begin(self, may_ask: Callable[[], bool]) -> None:
         """Before the first step. `may_ask`: does a callback of this rank hear of steps, and could ask for something?"""
         self._may_ask = may_ask
-        self._callbacks_ask = self._peers.any([may_ask()])[0]
+        self._callbacks_ask = self._peers.any_rank([may_ask()])[0]
 
     def note_overdue(self, name: str) -> None:
         """Something is due by the clock. Clocks differ: that of rank 0 counts."""
@@ -82,7 +82,7 @@ class Agreement:
                 self._obey(self._outside())
             return
         if self._backend.others_ask():
-            outside = merged(self._peers.gather(self._outside()))
+            outside = merged(self._peers.all_gather_object(self._outside()))
             self._callbacks_ask |= outside.callbacks_ask
             self._obey(outside)
         if self._callbacks_ask:
@@ -90,16 +90,18 @@ class Agreement:
 
     def conclude(self) -> None:
         """After the last step, whose gradients carried no more than what was known by then."""
-        self._obey(merged(self._peers.gather(self._outside())))
+        self._obey(merged(self._peers.all_gather_object(self._outside())))
 
     def settle(self) -> None:
         """Make the requests of callbacks those of all ranks: what one of them asks for, all of them do."""
         control, process_group = self._control, self._peers
         if self._is_alone:
             return
-        wanted = dict(zip(_FLAGS, process_group.any([getattr(control, name) for name in _FLAGS]), strict=True))
+        wanted = dict(zip(_FLAGS, process_group.any_rank([getattr(control, name) for name in _FLAGS]), strict=True))
         if wanted.pop("should_stop"):
-            told = process_group.gather((control.stopped_by, control.stop_reason) if control.should_stop else None)
+            told = process_group.all_gather_object(
+                (control.stopped_by, control.stop_reason) if control.should_stop else None
+            )
             rank, (by, reason) = next((rank, words) for rank, words in enumerate(told) if words is not None)
             control.stop(str(reason), by=f"{by} (on rank {rank})")  # has no effect where it stops already
         for name, value in wanted.items():

@@ -199,7 +199,7 @@ class Loop:
         state = self.state
         if self.process_group.is_single_process:
             return
-        tokens, bad = map(int, self.process_group.total([self._own_tokens, self._own_bad]))
+        tokens, bad = map(int, self.process_group.all_reduce_sum([self._own_tokens, self._own_bad]))
         state.tokens += tokens
         state.bad_samples += bad
         state.samples -= bad  # a rank knows how far all of them have come, and only its own bad samples

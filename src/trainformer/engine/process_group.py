@@ -33,7 +33,7 @@ class ProcessGroup(Protocol):
         ...
 
     @property
-    def watch(self) -> Any:
+    def monitor(self) -> Any:
         """Who looks after the others, and can say which is `lost()`; None if nobody does."""
         ...
 
@@ -45,23 +45,23 @@ class ProcessGroup(Protocol):
         """What a function returns that rank 0 alone calls. If it fails there, all ranks fail."""
         ...
 
-    def watching(self, timeout: float) -> AbstractContextManager[None]:
+    def monitoring(self, timeout: float) -> AbstractContextManager[None]:
         """Meanwhile, a rank that dies is named, and the others do not wait for it for ever."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         ...
 
-    def gather_parts(self, value: Any) -> list[Any]:
+    def all_gather_dp(self, value: Any) -> list[Any]:
         """The values of those that compute different samples: one for each part of a batch, in their order."""
         ...
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Sums over the parts of a batch."""
         ...
 
-    def any(self, flags: list[bool]) -> list[bool]:
+    def any_rank(self, flags: list[bool]) -> list[bool]:
         """Which of them at least one rank has set."""
         ...
 
@@ -73,21 +73,21 @@ class SingleProcess:
     is_single_process = True
     rank = 0
     world_size = 1
-    watch = None
+    monitor = None
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
 
-    def gather_parts(self, value: Any) -> list[Any]:
+    def all_gather_dp(self, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """The values."""
         return values
 
-    def any(self, flags: list[bool]) -> list[bool]:
+    def any_rank(self, flags: list[bool]) -> list[bool]:
         """The flags."""
         return flags
 
@@ -99,7 +99,7 @@ class SingleProcess:
         """What the function returns."""
         return function()
 
-    def watching(self, timeout: float) -> AbstractContextManager[None]:
+    def monitoring(self, timeout: float) -> AbstractContextManager[None]:
         """There is nobody to watch."""
         return nullcontext()
 
