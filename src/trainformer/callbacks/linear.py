@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import gather_rows, row_shares
+from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 
 @dataclass
@@ -136,5 +136,5 @@ class OnlineLinear:
 
 def _of_all_ranks(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Features and labels of all ranks: each of them then trains the same classifier."""
-    shares = row_shares(features)
+    shares = gather_row_counts(features)
     return gather_rows(features, shares), gather_rows(labels, shares)

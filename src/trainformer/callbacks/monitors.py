@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import is_divided
+from trainformer.utils.distributed import is_dtensor
 
 logger = logging.getLogger("trainformer")
 
@@ -158,4 +158,4 @@ class GradientMonitor:
 def _norm(grad: Tensor) -> Tensor:
     """The norm of a gradient, all of it: where it is divided over ranks, every rank takes part."""
     norm: Any = grad.float().norm()
-    return norm.full_tensor() if is_divided(norm) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm

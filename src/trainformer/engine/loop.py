@@ -199,7 +199,7 @@ class Loop:
         state = self.state
         if self.process_group.is_single_process:
             return
-        tokens, bad = map(int, self.process_group.total([self._local_tokens, self._local_bad]))
+        tokens, bad = map(int, self.process_group.all_reduce_sum([self._local_tokens, self._local_bad]))
         state.tokens += tokens
         state.bad_samples += bad
         state.samples -= bad  # samples are counted over all ranks, bad samples per rank

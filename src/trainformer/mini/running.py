@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.state_trees import cloned
+from trainformer.backends.torch.state import cloned
 from trainformer.callbacks.base import CallbackList
 from trainformer.checkpointing import StateComponent
 from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, UsersStrategy, as_loader, state_options

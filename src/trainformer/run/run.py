@@ -222,7 +222,7 @@ class Run(ABC):
             stack.enter_context(folder.log_file())
             shown = self.habits.shows_messages or "console" in _as_list(settings.log)
             stack.enter_context(messages_on(self.console, wanted=shown and self.process_group.is_main))
-            stack.enter_context(self.process_group.watching(settings.rank_timeout))
+            stack.enter_context(self.process_group.monitoring(settings.rank_timeout))
             if self.folder is None:
                 self._prepare(folder)
                 self.folder = folder

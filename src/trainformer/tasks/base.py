@@ -141,7 +141,7 @@ class TaskBase:
         """What to record of the task in the run's config."""
         return {}
 
-    def resting_parameters(self) -> Iterator[nn.Parameter]:
+    def unused_parameters(self) -> Iterator[nn.Parameter]:
         """Trainable parameters that get no gradient for the time being, on purpose."""
         yield from ()
 

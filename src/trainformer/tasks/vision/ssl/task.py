@@ -354,7 +354,7 @@ class SSL(VisionTask):
         """Forget a step that is given up."""
         self._method.drop_step()
 
-    def resting_parameters(self) -> Iterator[nn.Parameter]:
+    def unused_parameters(self) -> Iterator[nn.Parameter]:
         """DINO's last layer during its first epochs."""
         if isinstance(self.model, DINO):
             yield from self.model.resting()
