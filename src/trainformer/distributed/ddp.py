@@ -159,9 +159,9 @@ class DDP(DataParallel):
             return super().piggyback_stats(loss, values)
         self._message.grad = None  # of a step that was given up
         loss = loss + (self._message * values.to(self._message.dtype)).sum().to(loss.dtype)
-        # Parameters that the task lets rest take part with gradients of zero, which are then dropped.
-        resting = getattr(self.task, "unused_parameters", tuple)
-        self._resting = [p for p in resting() or () if p.requires_grad]
+        # Parameters that the task declares unused take part with gradients of zero, which are then dropped.
+        unused = getattr(self.task, "unused_parameters", tuple)
+        self._resting = [p for p in unused() or () if p.requires_grad]
         return sum(((p * 0).sum().to(loss.dtype) for p in self._resting), start=loss)
 
     def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:

@@ -113,7 +113,7 @@ class TorchBackend:
         self._total_steps = 0
         self._feeder = Feeder(self.device, settings.channels_last)
         self._transforms: dict[bool, nn.Module | None] = {}
-        self._forget = getattr(task, "on_step_dropped", None)
+        self._forget = getattr(task, "on_step_skipped", None)
         no_sync = getattr(task, "no_sync", None)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = (
             no_sync if self._is_alone else self.strategy.no_sync
@@ -213,9 +213,9 @@ class TorchBackend:
         self._set_mode(True)
 
     def _set_mode(self, train: bool) -> None:
-        set_mode = getattr(self.task, "set_mode", None)
-        if set_mode is not None:
-            set_mode(train)
+        set_train_mode = getattr(self.task, "set_train_mode", None)
+        if set_train_mode is not None:
+            set_train_mode(train)
         else:
             for module in modules_of(self.task).values():
                 module.train(train)

@@ -97,8 +97,8 @@ class TorchRun(Run):
         # Settings that follow from task or data, where the user chose none.
         self.suited = without_vain_sampler(settings, suited, loaded.train)
         self.declared = declared_arguments(task)
-        if provides(task, "look_at") and can_be_indexed(loaded.train):
-            task.look_at(loaded.train)
+        if provides(task, "inspect_dataset") and can_be_indexed(loaded.train):
+            task.inspect_dataset(loaded.train)
         if provides(task, "configure"):
             task.configure(loaded.info)
         self.backend = TorchBackend(task, torch_settings(settings), strategy, provides(task, "on_eval_end"))
