@@ -26,7 +26,7 @@ class OnlineLinear:
     """
 
     needs_torch = True
-    makes_requests = False
+    sets_control = False
 
     lr: float = 0.1
     momentum: float = 0.9
@@ -68,12 +68,12 @@ class OnlineLinear:
         optimizer.zero_grad(set_to_none=True)
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        """Names of the metrics that `measure` gives."""
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that `compute_metrics` gives."""
         return (self.name,)
 
     @torch.no_grad()
-    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+    def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """The accuracy on the validation data, as a further metric of an evaluation."""
         if self.classifier is None:
             return {}

@@ -144,11 +144,11 @@ class Loop:
             else:
                 complete = backend.finish()
 
-        if bus.listeners(Event.BEFORE_UPDATE):
-            bus.emit(Event.BEFORE_UPDATE, step)
+        if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
+            bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
         result = backend.update(step)
-        if bus.listeners(Event.AFTER_UPDATE):
-            bus.emit(Event.AFTER_UPDATE, step)
+        if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
+            bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
         backend.end_step()
 
         state.step = step = step + 1

@@ -186,7 +186,7 @@ class Bookkeeper:
         """From here on the step counts as the current one."""
         self._trainer._in_step = True
 
-    def on_before_update(self, trainer: Any, step: int) -> None:
+    def on_before_optimizer_step(self, trainer: Any, step: int) -> None:
         """The rates of this step; after it the schedule has moved on."""
         self._rates = [group["lr"] for group in self._trainer.optimizer.param_groups]
 

@@ -17,7 +17,7 @@ def connect_listeners(run: Run) -> None:
     bus.clear()
     bus.add(run.title, run.own_listeners(), makes_requests=False)
     for name, callback in run.callbacks.named().items():
-        bus.add(name, handlers_of(callback, run.owner), makes_requests=getattr(callback, "makes_requests", True))
+        bus.add(name, handlers_of(callback, run.owner), makes_requests=getattr(callback, "sets_control", True))
     bus.add("records", run.records.listeners(), makes_requests=False)
     bus.add(
         "context",

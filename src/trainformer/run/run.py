@@ -376,8 +376,8 @@ class Run(ABC):
         for kind, content in self.evaluation_records().items():  # at once: a callback may evaluate something else
             self.records.add(kind, content)
         for callback in self.callbacks:
-            if hasattr(callback, "measure"):
-                metrics |= callback.measure(self.owner, metrics) or {}
+            if hasattr(callback, "compute_metrics"):
+                metrics |= callback.compute_metrics(self.owner, metrics) or {}
         self._last_metrics = metrics
         return metrics
 

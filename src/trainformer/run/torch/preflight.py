@@ -279,7 +279,7 @@ def _evaluation(run: TorchRun, report: CheckReport) -> None:
     for callback in run.callbacks:
         if getattr(callback, "monitor", None):
             wanted[callback.monitor] = type(callback).__name__
-    measured = {name for callback in run.callbacks for name in getattr(callback, "measures", ())}
+    measured = {name for callback in run.callbacks for name in getattr(callback, "metric_names", ())}
     for name, who in wanted.items():
         if name not in metrics and name not in measured:
             problems.append(
