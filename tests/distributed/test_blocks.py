@@ -7,7 +7,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGene
 
 from text_toys import gpt2, llama, t5
 from trainformer.core.errors import BadArgument
-from trainformer.distributed.blocks import find_blocks
+from trainformer.distributed.fsdp import find_blocks
 
 
 def kinds(model, wanted=None):

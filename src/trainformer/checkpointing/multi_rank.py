@@ -114,7 +114,7 @@ class SharedWriting:
     def _wait(self, done: Callable[[], bool], notes: list[Path]) -> None:
         deadline = time.monotonic() + self._timeout
         while not done():
-            lost = None if self._ranks.monitor is None else self._ranks.monitor.lost()
+            lost = None if self._ranks.monitor is None else self._ranks.monitor.lost_ranks()
             if lost is not None:
                 raise lost
             if time.monotonic() > deadline:

@@ -34,7 +34,7 @@ class ProcessGroup(Protocol):
 
     @property
     def monitor(self) -> Any:
-        """Who looks after the others, and can say which is `lost()`; None if nobody does."""
+        """The failure detector, whose `lost_ranks()` names ranks that are gone; None without one."""
         ...
 
     def broadcast(self, value: Any) -> Any:
