@@ -265,5 +265,5 @@ def test_a_state_of_other_parameters_or_shapes_is_refused_and_changes_nothing():
 
 def test_an_optimizer_of_other_parameters_is_refused():
     model = nn.Linear(2, 3)
-    with pytest.raises(BadArgument, match="made after the model is divided"):
+    with pytest.raises(BadArgument, match="created after sharding"):
         NamedParameters(torch.optim.SGD(nn.Linear(2, 3).parameters()), dict(model.named_parameters()))
