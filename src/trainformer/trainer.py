@@ -77,7 +77,7 @@ class Trainer(RunSettings, TorchTrainerApi):
         self._run.connect()
 
     def __repr__(self) -> str:
-        return f"Trainer({type(self.task).__name__}, step {self.state.step} of {self.max_steps_planned})"
+        return f"Trainer({type(self.task).__name__}, step {self.state.step} of {self.total_steps})"
 
     # -- doing ---------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def test_evaluate_gives_what_the_trainer_of_the_run_gives(pets, capsys):
     found = answer(capsys, "evaluate", pets.run)
     assert found["metrics"] == pytest.approx(pets.trainer.evaluate())
     assert found["step"] == 6
-    assert found["metrics"] != pytest.approx(pets.trainer.evaluate_trained())
+    assert found["metrics"] != pytest.approx(pets.trainer.evaluate_without_ema())
     other = answer(capsys, "evaluate", pets.run, "--data", pets.test, "--batch-size", "5")
     assert other["metrics"] == pytest.approx(pets.trainer.evaluate(pets.test), rel=1e-5)
     assert files_of(pets.root) == before

@@ -148,7 +148,7 @@ class StopsLate:
 class Adds:
     """Adds a callback on one rank, while the run goes on."""
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, does: bool) -> None:
         self.does = does

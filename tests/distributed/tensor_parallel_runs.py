@@ -211,11 +211,11 @@ def copied(backend):
 
 def asked_by_one(backend):
     """Whether a rank hears what the last one asks, and which ranks share rows with it."""
-    quiet = backend.others_ask()
-    backend.asks = lambda: backend.process_group.rank == backend.process_group.world_size - 1
+    quiet = backend.any_rank_has_request()
+    backend.has_request = lambda: backend.process_group.rank == backend.process_group.world_size - 1
     train(backend, 0, 1)
     rows = distributed.gather_rows(torch.tensor([backend.process_group.rank]))
-    return {"heard": torch.tensor([quiet, backend.others_ask()]), "rows": rows}
+    return {"heard": torch.tensor([quiet, backend.any_rank_has_request()]), "rows": rows}
 
 
 def refuses_a_wrong_plan():

@@ -26,7 +26,7 @@ class EMA:
     """
 
     needs_torch = True
-    makes_requests = False  # of the loop, at any step: ranks need not compare them
+    sets_control = False  # of the loop, at any step: ranks need not compare them
 
     decay: float = 0.9999
     update_every: int = 1
@@ -78,11 +78,11 @@ class EMA:
         """The model that evaluation, prediction and export should use."""
         return self.model if self.evaluate else None
 
-    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+    def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """What the trained weights would have scored, if that is asked for."""
         if not self.compare:
             return {}
-        trained = trainer.evaluate_trained()
+        trained = trainer.evaluate_without_ema()
         return {f"val/without_ema/{name.removeprefix('val/')}": value for name, value in trained.items()}
 
     def state_dict(self) -> dict[str, Any]:

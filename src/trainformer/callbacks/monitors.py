@@ -82,7 +82,7 @@ class GradientMonitor:
     """
 
     needs_torch = True
-    makes_requests = False
+    sets_control = False
 
     log_every: int = 100
     clip_percentile: float = 99.0
@@ -97,7 +97,7 @@ class GradientMonitor:
         if not 0 <= self.clip_percentile <= 100:
             raise BadArgument(expected("GradientMonitor's clip_percentile to be from 0 to 100", self.clip_percentile))
 
-    def on_before_update(self, trainer: TrainerLike, step: int) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerLike, step: int) -> None:
         """Keep the norm; look at everything when it is time."""
         self._norms.append(trainer.grad_norm)
         if (step + 1) % self.log_every:

@@ -22,10 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainformer.backends.torch.codec import read_tensors, save, untied
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.utils.distributed import is_dtensor
+from trainformer.utils.tensor_files import read_tensors, save, untied
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

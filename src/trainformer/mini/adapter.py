@@ -69,7 +69,7 @@ class TrainerTask:
         self._losses.append(loss.detach())
         return Mean(loss, 1, metrics)
 
-    def on_step_dropped(self) -> None:
+    def on_step_skipped(self) -> None:
         """What was seen belongs to a step that is not made, and may come again."""
         self._losses, self._records = [], []
 
@@ -96,14 +96,14 @@ class TrainerTask:
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state_dict(self) -> dict[str, Any]:
         """The weights under the model's own names, whatever it is wrapped in."""
         options = state_options(self.owner)
         if options is not None:
             return get_model_state_dict(self.model, options=options)
         return self.owner.unwrapped_model.state_dict()
 
-    def load_model_state(self, state: dict[str, Any]) -> None:
+    def load_model_state_dict(self, state: dict[str, Any]) -> None:
         """Take them back."""
         options = state_options(self.owner)
         if options is not None:

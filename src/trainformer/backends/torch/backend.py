@@ -113,7 +113,7 @@ class TorchBackend:
         self._total_steps = 0
         self._feeder = Feeder(self.device, settings.channels_last)
         self._transforms: dict[bool, nn.Module | None] = {}
-        self._forget = getattr(task, "on_step_dropped", None)
+        self._forget = getattr(task, "on_step_skipped", None)
         no_sync = getattr(task, "no_sync", None)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = (
             no_sync if self._is_alone else self.strategy.no_sync
@@ -123,7 +123,7 @@ class TorchBackend:
         self.strategy.reference = self._reference or 1.0
         self._shared_step = self.strategy.train_step()
         self._request_flag = RequestFlag(self.device)
-        self.asks: Callable[[], bool] = lambda: False  # whether somebody on this rank asks something of all of them
+        self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
         obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -213,9 +213,9 @@ class TorchBackend:
         self._set_mode(True)
 
     def _set_mode(self, train: bool) -> None:
-        set_mode = getattr(self.task, "set_mode", None)
-        if set_mode is not None:
-            set_mode(train)
+        set_train_mode = getattr(self.task, "set_train_mode", None)
+        if set_train_mode is not None:
+            set_train_mode(train)
         else:
             for module in modules_of(self.task).values():
                 module.train(train)
@@ -252,7 +252,7 @@ class TorchBackend:
                 "would wait for its gradients. Return a loss of weight 0 instead."
             )
         sums = self._window.weight_and_sum(self.device)
-        asks = torch.full((1,), float(self.asks()), dtype=sums.dtype, device=self.device)
+        asks = torch.full((1,), float(self.has_request()), dtype=sums.dtype, device=self.device)
         return self.strategy.piggyback_stats(loss, torch.cat([sums, asks]))
 
     def _apart(self, piece: DeviceBatch) -> AbstractContextManager[Any]:
@@ -315,7 +315,7 @@ class TorchBackend:
         self._shared_loss = self._window.replace_loss(weight, total, record=self.process_group.is_main)
         return self._window.reduced_gradient_scale(self.strategy.gradient_divide_factor, weight), [total]
 
-    def others_ask(self) -> bool:
+    def any_rank_has_request(self) -> bool:
         """Whether a rank asks something of all of them, as far as it is known by now: the same answer on each."""
         return self._request_flag.pop()
 

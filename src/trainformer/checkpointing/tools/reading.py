@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from trainformer.backends.torch.codec import read_tensors, read_weights
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.sharing import files_for
 from trainformer.checkpointing.snapshot import read_snapshot
@@ -17,6 +16,7 @@ from trainformer.checkpointing.tools.arrays import read_arrays
 from trainformer.checkpointing.torch_components import read_component
 from trainformer.core.errors import DataError, expected
 from trainformer.distributed.strategy import unsharded
+from trainformer.utils.tensor_files import read_tensors, read_weights
 from trainformer.utils.tree_files import read_tree
 
 

@@ -41,7 +41,7 @@ class GradLogger(TrainerCallback):
     shows it, then at the second, fourth, eighth, ...
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class InfoCallback(TrainerCallback):
     arguments that are not the default.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any

@@ -24,8 +24,8 @@ def state_components(run: TorchRun) -> list[StateComponent]:
     task, backend = run.task, run.backend
     model, optimizer, schedule = task.model, backend.optimizer, backend.schedule
     weights, load_weights = model.state_dict, model.load_state_dict
-    if provides(task, "model_state"):
-        weights, load_weights = task.model_state, task.load_model_state
+    if provides(task, "model_state_dict"):
+        weights, load_weights = task.model_state_dict, task.load_model_state_dict
     strategy = backend.strategy
     sharing, replicated = strategy.sharing, strategy.sharing is SharingPattern.REPLICATED
     # Of a run with an adapter only that is saved: small, and as the file that peft reads.

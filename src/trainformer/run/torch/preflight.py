@@ -169,10 +169,10 @@ def _training(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckRepo
         problems = ["nothing in the first batch is supervised: the weight of its loss is 0. Are all labels masked?"]
     report.add("forward and backward", problems, f"loss {loss:.4g}")
     backend = run.backend
-    resting = {id(p) for p in run.task.unused_parameters()} if provides(run.task, "unused_parameters") else {}
+    unused = {id(p) for p in run.task.unused_parameters()} if provides(run.task, "unused_parameters") else {}
     named = _gradients(run)
-    resting_names = {backend.names.get(key) for key in resting}
-    without = [name for name, grad in named if grad is None and name not in resting_names]
+    unused_names = {backend.names.get(key) for key in unused}
+    without = [name for name, grad in named if grad is None and name not in unused_names]
     broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
     zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
     if zero:
@@ -279,7 +279,7 @@ def _evaluation(run: TorchRun, report: CheckReport) -> None:
     for callback in run.callbacks:
         if getattr(callback, "monitor", None):
             wanted[callback.monitor] = type(callback).__name__
-    measured = {name for callback in run.callbacks for name in getattr(callback, "measures", ())}
+    measured = {name for callback in run.callbacks for name in getattr(callback, "metric_names", ())}
     for name, who in wanted.items():
         if name not in metrics and name not in measured:
             problems.append(
