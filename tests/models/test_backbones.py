@@ -128,7 +128,7 @@ def test_features_as_they_are():
     backbone = timm.create_model("test_resnet", num_classes=0).eval()
     model = EmbeddingModel(backbone, None, normalize=False, size=(64, 64))
     x = torch.randn(2, 3, 64, 64)
-    assert torch.equal(model(x), backbone(x))
+    torch.testing.assert_close(model(x), backbone(x))
     with pytest.raises(BadArgument, match="neck to be 'bn' or None"):
         EmbeddingModel(backbone, 8, neck="batchnorm")
     with pytest.raises(BadArgument, match="one row of features"):

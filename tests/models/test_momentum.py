@@ -178,7 +178,7 @@ def test_state_round_trip() -> None:
     other = MomentumCopy(source)
     other.load_state_dict(follower.state_dict())
     rows = torch.randn(4, 8)
-    assert torch.equal(other.eval()(rows), follower.eval()(rows))
+    torch.testing.assert_close(other.eval()(rows), follower.eval()(rows))
     assert not any(weight.requires_grad for weight in other.parameters())
 
 
