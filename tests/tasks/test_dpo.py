@@ -305,7 +305,7 @@ def test_wrong_arguments(task):
         task(loss="simpo", reference="gpt2")
     with pytest.raises(BadArgument, match="reference to be 'base'"):
         task(reference=llama())
-    with pytest.raises(BadArgument, match="takes every label at its word"):
+    with pytest.raises(BadArgument, match="which has no label smoothing"):
         task(loss="orpo", label_smoothing=0.1)
     with pytest.raises(BadArgument, match="beta to be a positive number"):
         task(beta=-1.0)
