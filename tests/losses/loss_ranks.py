@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ranks import added_up, share_of
 from trainformer.losses import Center, infonce_with_queue, koleo_loss, moco_v3_loss, nt_xent_loss
-from trainformer.losses.pairs import make_miner, make_pair_loss
+from trainformer.losses.metric_learning import make_miner, make_pair_loss
 from trainformer.utils.distributed import padding
 
 BATCH, WIDTH, OUT, CLASSES = 12, 10, 6, 3
@@ -105,7 +105,7 @@ def padded(rank: int, world: int) -> dict[str, Tensor]:
     elif rank < world - 1:
         made = losses_of(modules, share_of(BATCH, rank, world - 1), 0)
     else:
-        with padding(takes_part=True):
+        with padding(participates=True):
             made = losses_of(modules, slice(0, 1), 0)
         made = {name: [loss * 0, *learned] for name, (loss, *learned) in made.items()}
     found = {}

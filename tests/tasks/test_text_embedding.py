@@ -35,7 +35,7 @@ from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.eval.correlation import spearman
 from trainformer.eval.ranking import ranking_metrics
-from trainformer.losses.ranking import Keys, multiple_negatives_loss
+from trainformer.losses.contrastive import TextKeys, multiple_negatives_loss
 from trainformer.run import run_of
 from trainformer.tasks.language.embedding import TextEmbedding, pool
 
@@ -206,7 +206,7 @@ def test_rank_correlation_with_ties():
 def test_equal_texts_are_not_negatives():
     generator = torch.Generator().manual_seed(0)
     a, p, n = (torch.randn(4, 8, generator=generator) for _ in range(3))
-    keys = Keys(torch.tensor([1, 2, 3, 1]), torch.tensor([11, 12, 12, 14]), torch.tensor([[21], [11], [23], [3]]))
+    keys = TextKeys(torch.tensor([1, 2, 3, 1]), torch.tensor([11, 12, 12, 14]), torch.tensor([[21], [11], [23], [3]]))
     found = multiple_negatives_loss(a, p, n[:, None], keys=keys, temperature=0.5, reduction="none")
     unit = [torch.nn.functional.normalize(rows, dim=1) for rows in (a, p, n)]
     # Which candidates (four positives, four negatives) each anchor has beside its own positive.

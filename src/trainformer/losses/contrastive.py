@@ -29,7 +29,7 @@ from trainformer.losses.numerics import (
     reduce_loss,
     upcast,
 )
-from trainformer.utils.distributed import Shares, gather_rows, row_shares
+from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
 
 def nt_xent_loss(
@@ -50,12 +50,12 @@ def nt_xent_loss(
     batch = len(z1)
     with no_autocast(z1):
         rows = l2_normalize(torch.cat([z1, z2]))
-        shares = row_shares(rows) if gather else Shares((len(rows),), 0)
-        candidates = gather_rows(rows, shares) if gather else rows
+        counts = gather_row_counts(rows) if gather else RowCounts((len(rows),), 0)
+        candidates = gather_rows(rows, counts) if gather else rows
         # Scaling the rows costs B x D, scaling the logits would cost B x N.
         logits = (rows / temperature) @ candidates.T
-        logits.diagonal(shares.first).fill_(-torch.inf)  # a row is not its own negative
-        positive = torch.arange(2 * batch, device=rows.device).roll(batch) + shares.first
+        logits.diagonal(counts.first).fill_(-torch.inf)  # a row is not its own negative
+        positive = torch.arange(2 * batch, device=rows.device).roll(batch) + counts.first
         losses = F.cross_entropy(logits, positive, reduction="none")
         return reduce_loss(losses.view(2, batch).mean(0), reduction)
 
@@ -124,11 +124,11 @@ def moco_v3_loss(
     for name, rows in (("q2", q2), ("k1", k1), ("k2", k2)):
         check_rows(("q1", q1), (name, rows))
     with no_autocast(q1):
-        shares = row_shares(q1)
+        counts = gather_row_counts(q1)
         keys = torch.cat([l2_normalize(k1.detach()), l2_normalize(k2.detach())], dim=1)
-        first, second = gather_rows(keys, shares).chunk(2, dim=1)
-        forward = _info_nce(l2_normalize(q1) / temperature, second, shares.first)
-        backward = _info_nce(l2_normalize(q2) / temperature, first, shares.first)
+        first, second = gather_rows(keys, counts).chunk(2, dim=1)
+        forward = _info_nce(l2_normalize(q1) / temperature, second, counts.first)
+        backward = _info_nce(l2_normalize(q2) / temperature, first, counts.first)
         return reduce_loss(2 * temperature * (forward + backward), reduction)
 
 
@@ -176,9 +176,9 @@ def multiple_negatives_loss(
         shape = (len(anchors), "N", anchors.shape[1])
         raise BadArgument(expected(f"negatives of shape {shape}", tuple(negatives.shape)))
     keys = keys if keys is None or negatives is not None else keys._replace(negatives=None)
-    shares = row_shares(anchors) if gather else Shares((len(anchors),), 0)
-    gathered: _Gather = partial(gather_rows, shares=shares) if gather else lambda rows: rows
-    first = shares.first
+    counts = gather_row_counts(anchors) if gather else RowCounts((len(anchors),), 0)
+    gathered: _Gather = partial(gather_rows, counts=counts) if gather else lambda rows: rows
+    first = counts.first
     with no_autocast(anchors):
         own, theirs = l2_normalize(anchors), l2_normalize(positives)
         candidates = gathered(theirs)

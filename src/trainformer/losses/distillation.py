@@ -26,7 +26,7 @@ from trainformer.losses.numerics import (
     reduce_loss,
     upcast,
 )
-from trainformer.utils.distributed import Shares, gather_rows, is_padding, row_shares, sum_over_ranks
+from trainformer.utils.distributed import RowCounts, all_reduce_sum, gather_row_counts, gather_rows, is_padding
 
 
 class Center(nn.Module):
@@ -75,7 +75,7 @@ class Center(nn.Module):
     @torch.no_grad()
     def commit(self) -> None:
         """Move the center towards the mean over all ranks since the last commit; without new outputs it stays."""
-        total = sum_over_ranks(self._pending_here())
+        total = all_reduce_sum(self._pending_here())
         count = total[-1]
         old = upcast(self.center)
         new = old * self.momentum + (total[:-1] / count.clamp(min=1)) * (1 - self.momentum)
@@ -182,13 +182,13 @@ def koleo_loss(features: Tensor, eps: float = 1e-8, *, reduction: Reduction = "m
         raise BadArgument(expected("features of shape (B, D)", tuple(features.shape)))
     with no_autocast(features):
         rows = l2_normalize(features, eps)
-        shares = row_shares(rows) if gather else Shares((len(rows),), 0)
-        every = gather_rows(rows, shares) if gather else rows
+        counts = gather_row_counts(rows) if gather else RowCounts((len(rows),), 0)
+        every = gather_rows(rows, counts) if gather else rows
         if len(every) < 2:
             return reduce_loss(upcast(features).sum(1) * 0, reduction)
         with torch.no_grad():
             cosines = rows @ every.T
-            cosines.diagonal(shares.first).fill_(-2)
+            cosines.diagonal(counts.first).fill_(-2)
             nearest = cosines.argmax(1)
         distance = F.pairwise_distance(rows, every.index_select(0, nearest), eps=eps)
         return reduce_loss(-(distance + eps).log(), reduction)

@@ -20,7 +20,7 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.losses.margin import ArcFaceLoss, CosFaceLoss, NormFaceLoss, SubCenterArcFaceLoss
 from trainformer.losses.numerics import Reduction, check_count, no_autocast, upcast
-from trainformer.utils.distributed import gather_rows, row_shares
+from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 _MEMORY_PREFIX = "xbm:"
 _MEMORY_SIZE = 1024
@@ -134,8 +134,8 @@ class PairLoss(nn.Module):
             rows = self._upcast(embeddings)
             if self.gather:
                 # Without the rows of padding batches: a cross-batch memory must be the same on all ranks.
-                shares = row_shares(rows)
-                rows, labels = (gather_rows(part, shares)[: shares.total] for part in (rows, labels))
+                counts = gather_row_counts(rows)
+                rows, labels = (gather_rows(part, counts)[: counts.total] for part in (rows, labels))
             value = self._value(rows, labels)
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else value

@@ -1,7 +1,7 @@
 """Embeddings of texts: vectors in which texts that mean the same lie close together, for search and comparison.
 
-Owns the task: what a record is, pooling, which loss is meant, and what is measured. The losses are in `losses.ranking`,
-the metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose files lie beside it.
+Owns the task: what a record is, pooling, which loss is meant, and what is measured. Losses are in
+`losses.contrastive`, metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose files lie beside it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trainformer.data.text.store import tokenize
 from trainformer.eval.correlation import pearson, spearman
 from trainformer.eval.ranking import ranking_metrics
 from trainformer.eval.retrieval import retrieval_metrics
-from trainformer.losses.numerics import check_positive, full, full_precision, unit_rows
-from trainformer.losses.pairs import make_pair_loss
-from trainformer.losses.ranking import Keys, cosine_similarity_loss, multiple_negatives_loss
+from trainformer.losses.contrastive import TextKeys, cosine_similarity_loss, multiple_negatives_loss
+from trainformer.losses.metric_learning import make_pair_loss
+from trainformer.losses.numerics import check_positive, l2_normalize, no_autocast, upcast
 from trainformer.models.modes import evaluating
 from trainformer.tasks.language.base import LanguageTask
 from trainformer.tasks.language.embedding_data import EmbeddedTexts, EmbeddingEncoder, Roles, collate, roles_of
@@ -72,7 +72,7 @@ class TextEmbedding(LanguageTask):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "embedding"
-    groups_lengths = False  # batches of like lengths would have other negatives than random ones
+    groups_by_length = False  # batches of like lengths would have other negatives than random ones
 
     def __post_init__(self) -> None:
         self._begin()
@@ -155,7 +155,7 @@ class TextEmbedding(LanguageTask):
         return [embeddings.shape[-1]] if self.matryoshka_dims is None else list(self.matryoshka_dims)
 
     def _normalized(self, embeddings: Tensor) -> Tensor:
-        return unit_rows(embeddings) if self.normalize else embeddings
+        return l2_normalize(embeddings) if self.normalize else embeddings
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss of a batch, summed over its anchors (and over the widths of `matryoshka_dims`)."""
@@ -174,7 +174,7 @@ class TextEmbedding(LanguageTask):
                     first,
                     second,
                     None if negatives is None else negatives[..., :width],
-                    keys=Keys(batch["key"], batch["positive_key"], batch.get("negative_key")),
+                    keys=TextKeys(batch["key"], batch["positive_key"], batch.get("negative_key")),
                     temperature=self.temperature,
                     symmetric=self.symmetric,
                     reduction="sum",
@@ -205,7 +205,7 @@ class TextEmbedding(LanguageTask):
         if "positive" not in rows:
             raise DataError(expected("pairs of texts, or texts with labels, to evaluate on", "texts alone"))
         if "score" in rows:
-            cosines = (unit_rows(rows["embedding"]) * unit_rows(rows["positive"])).sum(1)
+            cosines = (l2_normalize(rows["embedding"]) * l2_normalize(rows["positive"])).sum(1)
             return {
                 "pearson": pearson(cosines, rows["score"]).item(),
                 "spearman": spearman(cosines, rows["score"]).item(),
@@ -249,7 +249,7 @@ class TextEmbedding(LanguageTask):
     def similarity(self, queries: Any, passages: Any) -> Tensor:
         """Cosines (Q, P) of texts, with the prompts of each side."""
         sides = (queries, self.query_prompt), (passages, self.passage_prompt)
-        first, second = (unit_rows(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
+        first, second = (l2_normalize(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
         return first @ second.T
 
     # -- records -------------------------------------------------------------------------------------------
@@ -303,8 +303,8 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
     >>> [pool(hidden, torch.tensor([[1, 1, 0]]), how).item() for how in ("mean", "cls", "max", "last")]
     [2.0, 1.0, 3.0, 3.0]
     """
-    with full_precision(hidden):
-        hidden = full(hidden)
+    with no_autocast(hidden):
+        hidden = upcast(hidden)
         there = mask.bool().unsqueeze(-1)
         if how == "mean":
             # Padding is set to zero, not multiplied by it: what is there may be no number.

@@ -28,7 +28,7 @@ from trainformer.data.text.store import OverStore, tokenize
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1
 from trainformer.eval.correlation import pearson, spearman
 from trainformer.eval.multilabel import multilabel_metrics
-from trainformer.losses.numerics import full, full_precision
+from trainformer.losses.numerics import no_autocast, upcast
 from trainformer.models.modes import evaluating
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
@@ -80,7 +80,7 @@ class TextClassification(ClassifyingTask):
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
 
     kind = "sequence_classification"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         self._begin()
@@ -144,7 +144,7 @@ class TextClassification(ClassifyingTask):
         names = ["input_ids", "attention_mask"]
         if self._has_types(unwrapped(model).config):
             names.append("token_type_ids")
-        return full(model(**{name: batch[name] for name in names if name in batch}).logits)
+        return upcast(model(**{name: batch[name] for name in names if name in batch}).logits)
 
     def _has_types(self, config: Any) -> bool:
         """Whether the model is told which text a token belongs to. GPT-2 means something else by types."""
@@ -152,7 +152,7 @@ class TextClassification(ClassifyingTask):
 
     def _loss(self, logits: Tensor, labels: Tensor, *, train: bool) -> tuple[Tensor, Any]:
         """Sum and weight of the loss."""
-        with full_precision(logits):
+        with no_autocast(logits):
             if self.labels.problem == "single":
                 weights = self._weights_like(logits) if train else None
                 smoothing = self.label_smoothing if train else 0.0

@@ -22,7 +22,7 @@ from trainformer.data.image import load_images
 from trainformer.data.labels import is_stream, targets_of
 from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
 from trainformer.data.order import preserved_generators
-from trainformer.losses.numerics import unit_rows
+from trainformer.losses.numerics import l2_normalize
 from trainformer.models.modes import evaluating
 from trainformer.tasks.multimodal.arguments import TOWERS, check_arguments, check_end
 from trainformer.tasks.multimodal.contrastive import clip_loss, siglip_loss
@@ -301,7 +301,7 @@ class CLIP(ProcessorTask):
         forms = self.templates if templates is None else templates
         forms = [forms] if isinstance(forms, str) else list(forms)
         rows = self.embed_texts([form.format(name) for name in classes for form in forms])
-        return unit_rows(rows.view(len(classes), len(forms), -1).mean(1))
+        return l2_normalize(rows.view(len(classes), len(forms), -1).mean(1))
 
     def zero_shot(
         self, images: Sequence[Any], classes: Sequence[str], templates: str | Sequence[str] | None = None
@@ -349,4 +349,4 @@ def _has_several(dataset: Any, pair: Any) -> bool:
 
 def _unit(features: Any) -> Tensor:
     """Rows of length one, of what a tower gives."""
-    return unit_rows(getattr(features, "pooler_output", features))
+    return l2_normalize(getattr(features, "pooler_output", features))

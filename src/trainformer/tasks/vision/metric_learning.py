@@ -24,8 +24,7 @@ from trainformer.data.order import preserved_generators
 from trainformer.eval.clustering import feature_statistics, nmi
 from trainformer.eval.neighbours import IndexKind
 from trainformer.eval.retrieval import knn_accuracy, retrieval_metrics
-from trainformer.losses.factory import make_metric_loss
-from trainformer.losses.pairs import is_pair_loss
+from trainformer.losses.metric_learning import is_pair_loss, make_metric_loss
 from trainformer.models.backbones import Weights
 from trainformer.models.embedding import EmbeddingModel, check_neck
 from trainformer.models.heads import single_sample_batchnorm
