@@ -33,8 +33,8 @@ from text_toys import (
 )
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.eval.correlation import spearman
-from trainformer.eval.ranking import ranking_metrics
+from trainformer.eval.classification import spearman
+from trainformer.eval.retrieval import ranking_metrics
 from trainformer.losses.contrastive import TextKeys, multiple_negatives_loss
 from trainformer.run import run_of
 from trainformer.tasks.language.embedding import TextEmbedding, pool

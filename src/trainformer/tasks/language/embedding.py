@@ -1,7 +1,8 @@
 """Embeddings of texts: vectors in which texts that mean the same lie close together, for search and comparison.
 
 Owns the task: what a record is, pooling, which loss is meant, and what is measured. Losses are in
-`losses.contrastive`, metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose files lie beside it.
+`losses.contrastive`, metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose
+files lie beside it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
-from trainformer.eval.correlation import pearson, spearman
-from trainformer.eval.ranking import ranking_metrics
-from trainformer.eval.retrieval import retrieval_metrics
+from trainformer.eval.classification import pearson, spearman
+from trainformer.eval.retrieval import ranking_metrics, retrieval_metrics
 from trainformer.losses.contrastive import TextKeys, cosine_similarity_loss, multiple_negatives_loss
 from trainformer.losses.metric_learning import make_pair_loss
 from trainformer.losses.numerics import check_positive, l2_normalize, no_autocast, upcast

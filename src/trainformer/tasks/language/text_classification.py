@@ -25,9 +25,7 @@ from trainformer.data.text.encode import Encoded, Report
 from trainformer.data.text.schemas import TEXT_KEYS, value_of
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import OverStore, tokenize
-from trainformer.eval.classification import confusion_matrix, precision_recall_f1
-from trainformer.eval.correlation import pearson, spearman
-from trainformer.eval.multilabel import multilabel_metrics
+from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
 from trainformer.losses.numerics import no_autocast, upcast
 from trainformer.models.modes import evaluating
 from trainformer.tasks.confusion import confusion_record
