@@ -8,7 +8,7 @@ from torch import nn
 
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.models import EmbeddingModel, feature_width, load_weights
-from trainformer.models.backbones import build_backbone, check_backbone, full_name
+from trainformer.models.backbones import build_backbone, check_backbone, timm_name
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_maps_are_no_rows():
 
 def test_short_names_are_those_of_timm():
     for short in ("vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"):
-        assert timm.is_model(full_name(short))
+        assert timm.is_model(timm_name(short))
         check_backbone(short)
     with pytest.raises(BadArgument, match="Did you mean 'resnet18'"):
         check_backbone("resnt18")

@@ -12,6 +12,7 @@ from lightly.models.modules import heads as lightly_heads
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.models.embedding import AvgPool, ClassToken, GeM, MaxPool, make_pooler
 from trainformer.models.heads import (
     BNNeck,
     ClassificationHead,
@@ -25,7 +26,6 @@ from trainformer.models.heads import (
     simclr_projector,
     single_sample_batchnorm,
 )
-from trainformer.models.poolers import AvgPool, ClassToken, GeM, MaxPool, make_pooler
 
 IN, HIDDEN, OUT = 12, 20, 6
 

@@ -97,6 +97,11 @@ class NeighbourIndex:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether searches are exact: always, except with IVF where its approximate search pays off."""
+        return self.kind != "ivf" or not self._ivf_pays_off
+
     @torch.no_grad()
     def search(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbours:
         """The `k` nearest rows of each query, on the device of the queries.

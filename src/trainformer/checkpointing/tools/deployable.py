@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainformer import tasks
-from trainformer.adapters.export import merge
+from trainformer.adapters.export import merge_adapter
 from trainformer.adapters.qlora import QLoRA
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import load_adapter
@@ -161,7 +161,7 @@ def _adapted(request: Request) -> tuple[Any, str]:
     model = load_adapter(model, request.folder)
     if request.ema is not None:
         model.load_state_dict(States(request.checkpoint)[request.ema]["model"])
-    return merge(model), recorded.partition("(")[0] or "adapter"
+    return merge_adapter(model), recorded.partition("(")[0] or "adapter"
 
 
 def _read_base(folder: Path) -> str | None:

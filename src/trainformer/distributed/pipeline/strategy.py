@@ -33,7 +33,7 @@ from trainformer.distributed.pipeline.stages import Chain
 from trainformer.distributed.pipeline.state import GatheredOptimizer, gathered
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.distributed.strategy import Strategy, unsharded
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.utils.distributed import set_data_parallel_group
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
@@ -267,7 +267,7 @@ class Pipeline(Strategy):
     def _probe(self, piece: Piece) -> None:
         """Send a micro-batch through the stages once, to see what goes from each to the next."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad(), evaluating(self.task.model):
+        with torch.random.fork_rng(devices), torch.no_grad(), eval_mode(self.task.model):
             state, drew = links.random_state(self.device), [False]
 
             def look() -> None:

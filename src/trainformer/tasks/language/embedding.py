@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.sources import records_of
@@ -27,7 +27,7 @@ from trainformer.eval.retrieval import ranking_metrics, retrieval_metrics
 from trainformer.losses.contrastive import TextKeys, cosine_similarity_loss, multiple_negatives_loss
 from trainformer.losses.metric_learning import make_pair_loss
 from trainformer.losses.numerics import check_positive, l2_normalize, no_autocast, upcast
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
 from trainformer.tasks.language.embedding_data import EmbeddedTexts, EmbeddingEncoder, Roles, collate, roles_of
 
@@ -91,7 +91,7 @@ class TextEmbedding(LanguageTask):
 
     def _load(self) -> nn.Module:
         model = super()._load()
-        inner: Any = unwrapped(model)
+        inner: Any = unwrap_model(model)
         config = getattr(inner, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             do = "Use an encoder or a decoder."
@@ -237,9 +237,9 @@ class TextEmbedding(LanguageTask):
         encoder = EmbeddingEncoder(self.text, self.max_length, roles, (prompt, prompt), labelled=False)
         items = [roles.taken_apart(encoder.encode({"text": text})[0]._asdict()) for text in several]
         order = sorted(range(len(items)), key=lambda place: -len(items[place]["input_ids"]))  # less padding
-        model: Any = unwrapped(self.model)
+        model: Any = unwrap_model(self.model)
         found = []
-        with evaluating(model):
+        with eval_mode(model):
             for begin in range(0, len(items), batch_size):
                 batch = self.collate_fn([items[place] for place in order[begin : begin + batch_size]])
                 found.append(self._embedded({name: value.to(model.device) for name, value in batch.items()}).cpu())
@@ -273,7 +273,7 @@ class TextEmbedding(LanguageTask):
             {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for place, (kind, path) in enumerate(zip(kinds, paths, strict=True))
         ]
-        config: Any = unwrapped(self.model).config
+        config: Any = unwrap_model(self.model).config
         modes = {f"pooling_mode_{mode}": mode.startswith(POOLINGS[self.pooling]) for mode in _MODES}
         files = {
             "modules.json": modules,

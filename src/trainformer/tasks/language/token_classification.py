@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
@@ -25,7 +25,7 @@ from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
 from trainformer.eval.classification import EntityScores, TagScheme, entity_scores
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels
@@ -204,8 +204,8 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
         encoder = self._encoder({"tokens": []}, train=False)
         windows = [(place, piece) for place, text in enumerate(words) for piece in encoder.encode({"tokens": text})]
         found: list[list[str]] = [[] for _ in several]
-        model: Any = unwrapped(self.model)
-        with evaluating(model):
+        model: Any = unwrap_model(self.model)
+        with eval_mode(model):
             for begin in range(0, len(windows), batch_size):
                 part = windows[begin : begin + batch_size]
                 batch = self.collate_fn([piece._asdict() for _, piece in part])
