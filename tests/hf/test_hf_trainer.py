@@ -241,7 +241,7 @@ def test_resuming_is_asked_for_and_an_absent_checkpoint_is_an_error(tmp_path):
     make(tmp_path, callbacks=[fresh], **options).train()  # not asked for: from the beginning
     assert fresh.names().count("on_step_end") == 4
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
-    assert checkpoints(tmp_path / "given-up-1") == ["checkpoint-2", "checkpoint-4"]
+    assert checkpoints(tmp_path / "abandoned-1") == ["checkpoint-2", "checkpoint-4"]
     named = make(tmp_path, max_steps=6, callbacks=[again := recorder()], save_strategy="no")
     named.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.names().count("on_step_end") == 4

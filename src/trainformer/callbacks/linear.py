@@ -43,13 +43,13 @@ class OnlineLinear:
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
         """One step of the classifier."""
-        step = getattr(trainer.task, "step_features", None)
-        if step is None:
+        seen = getattr(trainer.task, "step_features", None)
+        if seen is None:
             raise BadArgument(
                 "OnlineLinear needs features and labels of each step: a task that keeps them as `step_features` (SSL does, "
                 "except for MAE) and data with labels."
             )
-        features, labels = _of_all_ranks(step.features.detach().float(), step.labels.long())
+        features, labels = _of_all_ranks(seen.features.detach().float(), seen.labels.long())
         if len(features) < 2:  # nothing to take batch statistics of
             return
         classifier, optimizer = self._ready(trainer, features)

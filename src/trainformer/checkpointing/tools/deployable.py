@@ -28,9 +28,8 @@ from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import load_adapter
 from trainformer.backends.torch.quantize import Layers, Recipe, layers_for, prepare_qat, torchao
 from trainformer.checkpointing import Checkpoint
-from trainformer.checkpointing.tools.places import AnyPath
-from trainformer.checkpointing.tools.reading import States
-from trainformer.checkpointing.tools.weights import export_weights
+from trainformer.checkpointing.tools.listing import AnyPath
+from trainformer.checkpointing.tools.states import States, export_weights
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.models.language import load_model, load_tokenizer
