@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
@@ -182,7 +182,7 @@ class BaseTrainer(Scripting, ABC):
 
     def unwrapped_model(self) -> nn.Module:
         """The model without wrappers of torch."""
-        return unwrapped(self.make_model())
+        return unwrap_model(self.make_model())
 
     # -- callbacks -----------------------------------------------------------------------------------------
 
