@@ -66,7 +66,7 @@ def test_a_run_tells_how_it_began_what_was_saved_and_how_it_ended():
         *((16, "evaluated"), (16, "saved"), (16, "ended")),
     ]
     began = records("began")[0]
-    assert (began["epochs"], began["steps_planned"], began["world_size"]) == (2, trainer.max_steps_planned, 1)
+    assert (began["epochs"], began["steps_planned"], began["world_size"]) == (2, trainer.total_steps, 1)
     assert (began["device"], began["precision"]) == ("cpu", "fp32")
     assert began["versions"]["torch"] == torch.__version__
     assert began["versions"]["trainformer"] == trainformer.__version__

@@ -51,7 +51,7 @@ def curve(trainer):
         "mean": out.training_loss,
         "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch],
         "evaluated": [r[n] for r in history for n in ("eval_loss", "eval_right") if n in r],
-        "weights": dict(trainer.whole_model().state_dict()),
+        "weights": dict(trainer.unsharded_model().state_dict()),
     }
 
 

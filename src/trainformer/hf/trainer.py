@@ -188,7 +188,7 @@ class Trainer(EvaluatingTrainer):
         """Meet the processes that train together; the strategy that is wanted, in words."""
         choice = strategy_choice(self.strategy, self.args)
         strategy = make_strategy(choice)
-        strategy.join("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
         self._process_group = strategy.process_group
         self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # it has the time in its name
         return choice
@@ -197,7 +197,7 @@ class Trainer(EvaluatingTrainer):
         if self._process_group is None:
             self._meet()
         assert self._process_group is not None
-        return self._process_group.count
+        return self._process_group.dp_world_size
 
     def _note_division(self, run: HfRun) -> None:
         name = run.backend.strategy.name
@@ -367,12 +367,12 @@ class Trainer(EvaluatingTrainer):
         else:
             self._bridge.call(self._handle, callback, event, extra)
 
-    def whole_model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         """The model with all of its weights on the first process. Every process has to ask where it is divided."""
-        return self.make_model() if self._run is None else self._run.backend.strategy.whole_model()
+        return self.make_model() if self._run is None else self._run.backend.strategy.unsharded_model()
 
     def _weights(self) -> dict[str, Any]:
-        model = self.whole_model()
+        model = self.unsharded_model()
         return adapter_state_dict(model) if is_adapted(model) else model.state_dict()
 
     def get_state_components(self) -> list[StateComponent]:

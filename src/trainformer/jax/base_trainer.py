@@ -438,7 +438,7 @@ class BaseTrainer(TrainerApi):
         return self.tx
 
     @property
-    def active_schedule(self) -> Any:
+    def active_scheduler(self) -> Any:
         """The learning rate at work."""
         return Rates(self)
 

@@ -57,7 +57,7 @@ class TrainerApi:
         return self._run.backend.optimizer
 
     @property
-    def active_schedule(self) -> Any:
+    def active_scheduler(self) -> Any:
         """The learning-rate schedule at work."""
         return self._run.backend.schedule
 
@@ -72,8 +72,8 @@ class TrainerApi:
         return self._run.process_group.is_main
 
     @property
-    def is_main_here(self) -> bool:
-        """Whether it is the first of its machine."""
+    def is_local_main(self) -> bool:
+        """Whether this process has local rank 0."""
         return getattr(self._run.process_group, "local_rank", 0) == 0
 
     @property
@@ -87,18 +87,18 @@ class TrainerApi:
         return None if self._run.folder is None else self._run.folder.path
 
     @property
-    def max_steps_planned(self) -> int | None:
-        """Optimizer steps of the whole run, where that is known."""
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, or None if unknown."""
         return self._run.total_steps()
 
     @property
-    def train_batches(self) -> Any:
-        """The batches of the training data, as a loader."""
+    def train_dataloader(self) -> Any:
+        """The training batches of this run, as an iterable with a length."""
         return self._run.train_batches()
 
     @property
-    def val_batches(self) -> Any:
-        """The batches of the validation data, as a loader, if there are any."""
+    def val_dataloader(self) -> Any:
+        """The validation batches, or None without validation data."""
         return self._run.val_batches()
 
     def add_callback(self, callback: Any) -> None:
@@ -114,10 +114,10 @@ class TrainerApi:
     _ctx = property(lambda self: self.context)
     _step = property(lambda self: self.state.step)
     _epoch = property(lambda self: self.state.epoch)
-    _max_steps = property(lambda self: self.max_steps_planned or 0)
+    _max_steps = property(lambda self: self.total_steps or 0)
     _logger = property(lambda self: self.logger)
     _optimizer = property(lambda self: self.active_optimizer)
-    _scheduler = property(lambda self: self.active_schedule)
+    _scheduler = property(lambda self: self.active_scheduler)
     _callbacks = property(lambda self: self._run.callbacks)
     _should_stop = property(
         lambda self: self.control.should_stop,

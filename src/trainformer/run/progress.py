@@ -10,18 +10,18 @@ from typing import Any
 @contextmanager
 def showing_progress(callbacks: Iterable[Any], owner: Any, total: int | None) -> Iterator[Callable[[int], None] | None]:
     """A function to call after each batch, or None if nobody cares. Callbacks hear when it is over, however it ends."""
-    listeners = [cb for cb in callbacks if hasattr(cb, "on_eval_batch")]
+    listeners = [cb for cb in callbacks if hasattr(cb, "on_validation_batch_end")]
     done = 0
 
     def tell(size: int) -> None:
         nonlocal done
         done += 1
         for listener in listeners:
-            listener.on_eval_batch(owner, done, total)
+            listener.on_validation_batch_end(owner, done, total)
 
     try:
         yield tell if listeners else None
     finally:
         for listener in listeners:
-            if hasattr(listener, "on_eval_done"):
-                listener.on_eval_done(owner)
+            if hasattr(listener, "on_validation_cleanup"):
+                listener.on_validation_cleanup(owner)

@@ -38,7 +38,7 @@ class TextgenCallback(TrainerCallback):
     trainer's `processing_class`. When training begins it is tried once whether all this works.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(
         self,

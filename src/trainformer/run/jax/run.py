@@ -34,7 +34,7 @@ from trainformer.run.run import Run
 logger = logging.getLogger("trainformer")
 
 #: What happens inside a compiled step: nobody can be told of it.
-_INSIDE_A_STEP = {Event.SUBSTEP_END: "each micro-batch", Event.BEFORE_UPDATE: "the gradients before the update"}
+_INSIDE_A_STEP = {Event.SUBSTEP_END: "each micro-batch", Event.BEFORE_OPTIMIZER_STEP: "the gradients before the update"}
 
 
 class JaxRun(Run):

@@ -31,7 +31,7 @@ class Evaluation:
         self.settings = settings
         self.loaded = loaded
         self.val_source = None if loaded.val is None else self._source(loaded.val)
-        self._looked: tuple[int, Source] | None = None  # a few of them
+        self._sampled: tuple[int, Source] | None = None  # a few of them
 
     def validate(self, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics of the validation data or of its first `most` batches, with the model to be judged or another."""
@@ -55,13 +55,13 @@ class Evaluation:
         # Every input has a row: what cannot be read is an error here, whatever training does with it.
         return self.inference.predict(self._source(load(self.task, data), batch_size, skip_bad=False))
 
-    def embed(self, data: Any, most: int | None = None) -> dict[str, Tensor]:
+    def embed(self, data: Any, max_samples: int | None = None) -> dict[str, Tensor]:
         """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
         known = {"train": self.loaded.train, "val": self.loaded.val}
         chosen = known[data] if isinstance(data, str) and data in known else load(self.task, data)
         if chosen is None:
             raise DataError("There is no validation data to embed. Pass val_data or val_split, or data to embed().")
-        rows = self.inference.rows(self._source(_thinned(chosen, most)))
+        rows = self.inference.rows(self._source(_thinned(chosen, max_samples)))
         if "embedding" not in rows:
             raise BadArgument(
                 f"{type(self.task).__name__} gives no embeddings: its predict_step returns {', '.join(rows)}. Return "
@@ -69,14 +69,14 @@ class Evaluation:
             )
         return rows
 
-    def look(self, most: int, inputs: Inputs) -> dict[str, Tensor]:
-        """Inputs and predictions of at most so many samples of the validation data, evenly chosen."""
+    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
+        """Inputs and predictions of up to `max_samples` samples of the validation data, evenly chosen."""
         if self.loaded.val is None:
             raise DataError("There is no validation data to look at. Pass val_data or val_split to the trainer.")
-        if self._looked is None or self._looked[0] != most:
-            self._looked = most, self._source(_thinned(self.loaded.val, most))
-        rows = self.inference.rows(self._looked[1], inputs, most)
-        return {name: values[:most] for name, values in rows.items()}
+        if self._sampled is None or self._sampled[0] != max_samples:
+            self._sampled = max_samples, self._source(_thinned(self.loaded.val, max_samples))
+        rows = self.inference.rows(self._sampled[1], inputs, max_samples)
+        return {name: values[:max_samples] for name, values in rows.items()}
 
     def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> Source:
         """Batches of loaded data in their order; the options replace those of the run."""
