@@ -113,7 +113,7 @@ class Trainer(RunSettings, TorchTrainerApi):
         `input_shape` is that of one sample, without the batch; it is taken from the data where they have one.
         """
         shape = input_shape or getattr(self.task, "input_shape", None) or self._run.info.input_shape
-        model = self._run.whole_model()
+        model = self._run.unsharded_model()
         if provides(self.task, "export_module"):
             model = self.task.export_module(model)
         return self._run.process_group.run_on_main(lambda: str(export_model(model, Path(path), format, shape)))

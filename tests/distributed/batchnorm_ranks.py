@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ranks import added_up, share_of
 from trainformer.core.errors import DataError
-from trainformer.distributed.shared_batchnorm import share_batchnorm
+from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm
 from trainformer.models.heads import BNNeck, MLPHead, single_sample_batchnorm
 from trainformer.models.momentum import MomentumCopy
 from trainformer.utils.distributed import padding
@@ -44,7 +44,7 @@ def layer_of(name: str) -> nn.Module:
     layer = LAYERS[name][0]().to(HOME["device"], torch.float64)
     for place, parameter in enumerate(layer.parameters()):
         parameter.data.copy_(torch.linspace(0.5, 1.5 + place, 5))
-    assert share_batchnorm(layer) == 1
+    assert convert_sync_batchnorm(layer) == 1
     return layer
 
 
@@ -95,7 +95,7 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(MLPHead([5, 8, 6], last_norm=True), nn.Tanh(), nn.Linear(6, 1))
     model = model.to(HOME["device"], torch.float64)
-    assert share_batchnorm(model) == 2
+    assert convert_sync_batchnorm(model) == 2
     return model
 
 
@@ -156,7 +156,7 @@ def with_one_sample(rank: int, world: int) -> dict[str, Tensor]:
             found["several"] = model(images(world, 5, seed=6)[rank : rank + 1]).detach()
         # Not one value per channel more than a variance needs, and nothing to go by: all ranks say so.
         bare = nn.BatchNorm1d(5, track_running_stats=False).double()
-        share_batchnorm(bare)
+        convert_sync_batchnorm(bare)
         if rank == 0:
             with pytest.raises(DataError, match="more than one value per channel"):
                 bare(sample)

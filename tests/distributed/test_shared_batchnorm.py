@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ranks import on_ranks, share_of
-from trainformer.distributed.shared_batchnorm import share_batchnorm
+from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm
 from trainformer.models.heads import BNNeck
 
 # -- over ranks --------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ def test_a_layer_keeps_all_it_has() -> None:
     seen: list[int] = []
     layer.register_forward_hook(lambda *_: seen.append(1))
     before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
-    assert share_batchnorm(model) == 2
-    assert share_batchnorm(model) == 2  # again: nothing more to do
+    assert convert_sync_batchnorm(model) == 2
+    assert convert_sync_batchnorm(model) == 2  # again: nothing more to do
     assert model[1] is layer
     assert isinstance(layer, nn.BatchNorm2d)
     assert (layer.eps, layer.momentum, layer.training, model[2][0].training) == (0.01, None, True, False)
@@ -110,7 +110,7 @@ def test_a_layer_keeps_all_it_has() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), AveragedModel])
 def test_copies_are_alike(copied: object) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), BNNeck(3))
-    share_batchnorm(model)
+    convert_sync_batchnorm(model)
     model(images(4, 3).float())
     twin = copied(model)  # type: ignore[operator]
     inner = twin.module if isinstance(twin, AveragedModel) else twin
@@ -123,7 +123,7 @@ def test_copies_are_alike(copied: object) -> None:
 def test_one_process_computes_what_the_layer_did() -> None:
     for made in (lambda: nn.BatchNorm2d(4), lambda: BatchNormAct2d(4)):
         plain, shared = made(), made()
-        share_batchnorm(shared)
+        convert_sync_batchnorm(shared)
         rows = images(6, 4, 2, 2).float()
         assert torch.equal(shared(rows), plain(rows))
         assert torch.equal(shared.eval()(rows), plain.eval()(rows))
@@ -150,7 +150,7 @@ def test_layers_of_users(caplog: pytest.LogCaptureFixture) -> None:
     want = model(rows)
     model = nn.Sequential(Louder(3), Own(3))
     with caplog.at_level(logging.WARNING, "trainformer"):
-        assert share_batchnorm(model) == 1
+        assert convert_sync_batchnorm(model) == 1
     assert "Own does not call the BatchNorm it derives from" in caplog.text
     assert "Louder" not in caplog.text
     assert torch.equal(model(rows), want)

@@ -16,8 +16,8 @@ from toys import largest_difference
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import Loss, Mean
 from trainformer.distributed.pipeline import Pipeline
-from trainformer.distributed.pipeline_parts import cut, weighed
-from trainformer.distributed.stages import Chain, balanced
+from trainformer.distributed.pipeline.microbatches import cut, weighed
+from trainformer.distributed.pipeline.stages import Chain, balanced
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
@@ -235,11 +235,11 @@ def test_a_compiled_model_is_refused():
 
 def test_one_process_alone_is_an_ordinary_run():
     strategy, task = Pipeline(), Classify(tower())
-    strategy.join("cpu", 60)
+    strategy.setup_environment("cpu", 60)
     strategy.prepare(task, torch.device("cpu"))
     assert strategy.train_step() is None
     assert list(strategy.model_state(task.model.state_dict)) == list(tower().state_dict())
-    assert strategy.whole_model() is task.model
+    assert strategy.unsharded_model() is task.model
     copied = strategy.copy_model()
     assert copied is not task.model
     assert largest_difference(copied.state_dict(), task.model.state_dict()) == 0

@@ -15,7 +15,7 @@ from ranks import named, on_ranks
 from text_toys import gpt2
 from toys import MeanTask, largest_difference, same
 from trainformer.core.errors import BadArgument
-from trainformer.distributed.optimizer_state import whole_optimizer_state
+from trainformer.distributed.optimizer_state import unsharded_optimizer_state
 from trainformer.distributed.tensor_parallel import TensorParallel
 from trainformer.distributed.tp_plans import plan_layers
 
@@ -86,8 +86,8 @@ def test_what_ranks_saved_goes_on_in_one_process(run, alone, four, folder):
     name = run.partition("-")[0]
     task = fresh(name, seed=5)
     optimizer = optimizer_by_hand(task)
-    task.model.load_state_dict(opened(folder / run, "model").whole())
-    optimizer.load_state_dict(whole_optimizer_state(opened(folder / run, "optimizer")))
+    task.model.load_state_dict(opened(folder / run, "model").unsharded())
+    optimizer.load_state_dict(unsharded_optimizer_state(opened(folder / run, "optimizer")))
     losses = by_hand(task, optimizer, HALF, STEPS)
     assert largest_difference({"losses": losses, **all_weights(task)}, second_half(alone[name])) < TOLERANCE
 
@@ -148,11 +148,11 @@ def test_the_trainer_goes_on_alone_with_what_ranks_saved(four, folder, tmp_path,
 
 def test_alone_it_is_the_strategy_of_a_single_process():
     task, strategy = MeanTask(), TensorParallel()
-    strategy.join("cpu", 1.0)
+    strategy.setup_environment("cpu", 1.0)
     strategy.prepare(task, torch.device("cpu"))
     assert type(task.model[0]) is nn.Linear
-    assert strategy.whole_model() is task.model
-    assert not strategy.divides_state
+    assert strategy.unsharded_model() is task.model
+    assert not strategy.shards_state
     assert strategy.train_step() is None
     with pytest.raises(BadArgument, match="size to divide the number of processes"):
         TensorParallel(size=2).join("cpu", 1.0)

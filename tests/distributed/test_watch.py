@@ -17,7 +17,7 @@ import torch.distributed as dist
 from watched_ranks import Case, Fleet
 
 from trainformer.core.errors import BadArgument
-from trainformer.distributed.failure_detection import HUNG, RankLost, RankWatch, is_of_a_collective
+from trainformer.distributed.failure_detection import HUNG, RankLost, RankMonitor, is_of_a_collective
 from trainformer.distributed.heartbeats import LocalProcess, Note, Who
 
 pytestmark = pytest.mark.timeout(240)
@@ -158,7 +158,7 @@ class Stage:
     def __init__(self, world: int, **options: float) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         self.asks = self.store.clone()
-        self.watch = RankWatch(self.store, 0, world, **{"every": 0.1, "patience": 600.0, "grace": 600.0, **options})
+        self.watch = RankMonitor(self.store, 0, world, **{"every": 0.1, "patience": 600.0, "grace": 600.0, **options})
 
     def say(self, rank: int, word: str, note: Note | None = None, who: Who | None = None) -> None:
         """Speak for a rank that is on another machine, if nothing else is said."""
@@ -223,7 +223,7 @@ def test_a_rank_that_has_not_come_yet_is_not_lost(caplog):
 
 def test_an_error_among_the_living_is_the_story_itself():
     stage = Stage(2)
-    other = RankWatch(stage.store, 1, 2, every=0.1)
+    other = RankMonitor(stage.store, 1, 2, every=0.1)
     with other.guarding():
         with pytest.raises(RuntimeError, match="closed by peer") as caught, stage.watch.guarding():
             raise COLLECTIVE_FAILED
@@ -285,7 +285,7 @@ def test_a_goodbye_counts_though_the_end_is_seen_first(caplog):
     who = replace(Who.here(), process=child.pid)
     stage.say(1, "0", who=who)
     with stage.watch.guarding():
-        (other,) = stage.watch._beats.process_group
+        (other,) = stage.watch._beats.peers
         assert wait_for(lambda: other.works and other.process)
         stage.say(1, "left", who=who)
         child.kill()
@@ -324,7 +324,7 @@ def test_errors_of_collectives_are_told_from_others():
 def test_bad_and_idle_watches():
     with pytest.raises(BadArgument, match="patience to be at least"):
         Stage(2, patience=0.1)
-    alone, threads = RankWatch(dist.HashStore(), 0, 1), threading.active_count()
+    alone, threads = RankMonitor(dist.HashStore(), 0, 1), threading.active_count()
     with alone.guarding():
         assert threading.active_count() == threads
     assert alone.explain(COLLECTIVE_FAILED) is None

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from forking import SERVER
 from trainformer.distributed import heartbeats
-from trainformer.distributed.failure_detection import RankWatch
+from trainformer.distributed.failure_detection import RankMonitor
 
 MOST_SECONDS = 90  # for whatever should happen; only a failing test waits that long
 
@@ -91,7 +91,7 @@ def be_rank(case: Case, rank: int, world: int, folder: str) -> None:
         heartbeats._place = lambda: case.places[rank]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=_meet(rank, world), rank=rank, world_size=world)
-    watch = RankWatch(_get_default_store(), rank, world, every=0.2, patience=case.patience, grace=case.grace)
+    watch = RankMonitor(_get_default_store(), rank, world, every=0.2, patience=case.patience, grace=case.grace)
     threads = threading.active_count()
     for _ in range(case.runs):
         if rank == case.late:

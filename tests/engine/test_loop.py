@@ -153,9 +153,12 @@ def test_a_finished_run_does_nothing_when_run_again():
 def test_stop_request_is_honoured_at_the_step_and_names_who_asked():
     run = Run(plan(epochs=5, eval_at_end=True, save_at_end=True))
     run.bus.add(
-        "impatient", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("enough", run.bus.speaker)}
+        "impatient",
+        {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("enough", run.bus.current_listener)},
     )
-    run.bus.add("later", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("me too", run.bus.speaker)})
+    run.bus.add(
+        "later", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("me too", run.bus.current_listener)}
+    )
     run.go()
     assert run.state.step == 3
     assert (run.control.stopped_by, run.control.stop_reason) == ("impatient", "enough")
@@ -268,7 +271,7 @@ def test_a_window_that_did_not_fit_is_begun_again():
 
 def test_a_signal_saves_and_stops_at_the_next_boundary():
     run = Run(plan(epochs=5))
-    run.bus.add("kernel", {Event.STEP_END: lambda step, loss: step == 3 and setattr(run.control, "noted_signal", 15)})
+    run.bus.add("kernel", {Event.STEP_END: lambda step, loss: step == 3 and setattr(run.control, "pending_signal", 15)})
     run.go()
     assert run.state.step == 3
     assert run.services.count("save") == 1

@@ -51,7 +51,7 @@ def curve(trainer):
         "mean": out.training_loss,
         "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch],
         "evaluated": [r[n] for r in history for n in ("eval_loss", "eval_right") if n in r],
-        "weights": dict(trainer.whole_model().state_dict()),
+        "weights": dict(trainer.unsharded_model().state_dict()),
     }
 
 
@@ -147,9 +147,9 @@ def model_parallel(rank, world):
     predicted = fsdp.predict(examples(TESTED, 6, WIDE)).predictions
     try:
         fsdp.train()
-        refused = ""
+        error_text = ""
     except ValueError as error:
-        refused = str(error)
+        error_text = str(error)
     resumed = small("fsdp", 4, hf.FSDPTrainer, resume_from_checkpoint=True)
     resumed_steps = resumed.train().global_step
     tokenizer = chat_tokenizer()
@@ -164,7 +164,7 @@ def model_parallel(rank, world):
     talking.train()
     return found | {
         "predicted": torch.from_numpy(predicted),
-        "error": refused,
+        "error": error_text,
         "resumed": resumed_steps,
         "generations": talking.state.global_step,
         "pipeline": curve(written("pipeline", 6, hf.PipelineTrainer)),

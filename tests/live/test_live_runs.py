@@ -107,7 +107,7 @@ def test_what_was_just_done_is_answered_without_doing_it_again():
     live._checkpointer = SimpleNamespace(store=CheckpointStore(Path("runs/here/checkpoints")), failures=5)
     for verb in ("eval", "save"):
         live._take(Ticket(Request(verb, "me"), partial(answers.__setitem__, verb), lambda file, reply: None))
-    live.carry_out(live.take())
+    live.apply_requests(live.take())
     assert answers == {"eval": {"ok": True, "step": 6, "metrics": {"val/loss": 1.0}}}
     live._checkpointer.failures += 1  # only failures since then count
     live.settle()
@@ -118,7 +118,7 @@ def test_what_was_just_done_is_answered_without_doing_it_again():
 def test_who_calls_off_a_stop_is_obeyed_and_whoever_asked_is_told():
     class Stubborn:
         def on_save(self, trainer, path):
-            trainer.control.call_off_stop()
+            trainer.control.cancel_stop()
 
     ours = trainer(Stubborn())
     assert train_and_ask(ours, {3: "stop"}) == ["here: A callback has called it off. The run goes on."]

@@ -105,7 +105,7 @@ def padded(rank: int, world: int) -> dict[str, Tensor]:
     elif rank < world - 1:
         made = losses_of(modules, share_of(BATCH, rank, world - 1), 0)
     else:
-        with padding(takes_part=True):
+        with padding(participates=True):
             made = losses_of(modules, slice(0, 1), 0)
         made = {name: [loss * 0, *learned] for name, (loss, *learned) in made.items()}
     found = {}

@@ -180,14 +180,14 @@ def test_an_adapter_switched_off_is_the_base_model(task, tmp_path, adapter):
     trainer = trainer_for(task(str(tmp_path / "base"), adapter), precision="no").fit()
     made = trainer.task
     assert made._reference is None
-    made.set_mode(True)
+    made.set_train_mode(True)
     modes = [module.training for module in made.model.modules()]
     trainable = [p.requires_grad for p in made.model.parameters()]
     batch = {name: tensor.flatten(0, 1) for name, tensor in batches_of(trainer)[0].items()}
     found = made._reference_log_probs(batch)
     assert torch.equal(found.flatten(), made._reference_scores(base, batch).sum)
     assert not torch.equal(found.flatten(), made._policy_scores(made.model.eval(), batch).sum)
-    made.set_mode(True)
+    made.set_train_mode(True)
     assert [module.training for module in made.model.modules()] == modes
     assert [p.requires_grad for p in made.model.parameters()] == trainable
 
@@ -222,7 +222,7 @@ def test_evaluation_does_not_depend_on_the_batch(task):
     found = [trainer_for(made, val_data=PAIRS, eval_batch_size=size).evaluate() for size in (1, 5, 16)]
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-4, abs=1e-6)
-    made.set_mode(False)
+    made.set_train_mode(False)
     (batch,) = batches_of(trainer_for(made, batch_size=16))
     wanted = by_hand(made.model, made._reference, batch, "sigmoid", 0.1)
     assert found[0]["val/loss"] == pytest.approx(wanted.item(), rel=1e-5)

@@ -165,7 +165,7 @@ def test_long_texts_are_split_between_words(task, tokenizer):
 
 def test_every_word_has_a_tag(task):
     made = task(max_length=12)
-    made.look_at(RECORDS)
+    made.inspect_dataset(RECORDS)
     texts = [["the", "", "dog", "\x00", "wizardswizardswizardswizardswizards", "fox"], "the lazy dog", []]
     found = made.tag(texts)
     assert [[word for word, _ in row] for row in found] == [texts[0], texts[1].split(), []]
@@ -250,7 +250,7 @@ def test_names_come_from_a_data_set(task):
     kind = datasets.List(datasets.ClassLabel(names=NAMES))
     rows = datasets.Dataset.from_list(RECORDS).cast_column("ner_tags", kind)
     made = task(class_names=None)
-    made.look_at(rows)
+    made.inspect_dataset(rows)
     assert made.labels.names == tuple(NAMES)
     from trainformer import Trainer
 
@@ -283,7 +283,7 @@ def test_decoders_and_byte_level_tokenizers(task):
     plain.pre_tokenizer.add_prefix_space = True
     wrapped = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
     made = task(llama(), tokenizer=wrapped)
-    made.look_at(RECORDS)
+    made.inspect_dataset(RECORDS)
     texts = [r["tokens"] for r in RECORDS]
     together = made.tag(texts, batch_size=24)
     assert together == [made.tag([text])[0] for text in texts]

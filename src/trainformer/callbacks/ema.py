@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import local_parts
+from trainformer.utils.distributed import local_tensors
 
 
 @dataclass
@@ -67,7 +67,7 @@ class EMA:
     @torch.no_grad()
     def _update(self, weight: float) -> None:
         moving = [(a, w.detach().to(a.dtype)) for a, w in self._pairs if a.is_floating_point()]
-        torch._foreach_lerp_(local_parts([a for a, _ in moving]), local_parts([w for _, w in moving]), weight)
+        torch._foreach_lerp_(local_tensors([a for a, _ in moving]), local_tensors([w for _, w in moving]), weight)
         for average, source in self._pairs:
             if not average.is_floating_point():
                 average.copy_(source)

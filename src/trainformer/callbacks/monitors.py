@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import is_divided
+from trainformer.utils.distributed import is_dtensor
 
 logger = logging.getLogger("trainformer")
 
@@ -214,4 +214,4 @@ def _count_flops(trainer: TrainerLike) -> float | None:
 def _norm(grad: Tensor) -> Tensor:
     """The norm of a whole gradient; a collective operation if it is sharded."""
     norm: Any = grad.float().norm()
-    return norm.full_tensor() if is_divided(norm) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.eval.retrieval import knn_accuracy
-from trainformer.utils.distributed import gather_rows, row_shares
+from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 
 @dataclass
@@ -84,8 +84,8 @@ class OnlineLinear:
 
     A rising ``val/online_linear`` shows that the features improve, long before you train a proper linear probe. The
     classifier has its own optimizer (SGD with momentum) and does not affect the run: the features are detached. Needs
-    labelled data and a task that exposes the features of its last batch as `task.seen`, as `SSL` does (except MAE,
-    which sees no whole images in training). A BatchNorm layer normalises the features, whose scale changes during
+    labelled data and a task that exposes the features of its last batch as `task.step_features`, as `SSL` does (except
+    MAE, which sees no whole images in training). A BatchNorm layer normalises the features, whose scale changes during
     training. All ranks train the same classifier on the features of all ranks.
     """
 
@@ -106,13 +106,13 @@ class OnlineLinear:
             raise BadArgument(expected("OnlineLinear's lr to be positive", self.lr))
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
-        seen = getattr(trainer.task, "seen", None)
-        if seen is None:
+        latest = getattr(trainer.task, "step_features", None)
+        if latest is None:
             raise BadArgument(
-                "OnlineLinear needs features and labels of each step: a task that exposes them as `seen` (SSL does, "
-                "except for MAE) and labelled data."
+                "OnlineLinear needs features and labels of each step: a task that exposes them as `step_features` "
+                "(SSL does, except for MAE) and labelled data."
             )
-        features, labels = _all_gather(seen.features.detach().float(), seen.labels.long())
+        features, labels = _all_gather(latest.features.detach().float(), latest.labels.long())
         if len(features) < 2:  # too few for batch statistics
             return
         classifier, optimizer = self._get_classifier(trainer, features)
@@ -197,5 +197,5 @@ class OnlineLinear:
 
 
 def _all_gather(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    shares = row_shares(features)
-    return gather_rows(features, shares), gather_rows(labels, shares)
+    counts = gather_row_counts(features)
+    return gather_rows(features, counts), gather_rows(labels, counts)

@@ -1,6 +1,6 @@
 """Checkpoints without any framework: the store, what is kept, and writing in the background.
 
-How a component becomes files is the business of a backend; see `trainformer.backends.torch.codec`.
+How a component becomes files is the business of a backend; see `trainformer.utils.tensor_files`.
 """
 
 from trainformer.checkpointing.components import SharingPattern, StateComponent, Stateful

@@ -49,7 +49,7 @@ class SharedWriting:
                 verdict.unlink(missing_ok=True)
         if draft is None:
             raise OSError(problem)
-        if not all(self._ranks.gather(Path(draft).is_dir())):
+        if not all(self._ranks.all_gather_object(Path(draft).is_dir())):
             raise OSError(
                 f"{draft} is not there on every rank. Choose a run_dir on a file system that all machines share."
             )
@@ -114,7 +114,7 @@ class SharedWriting:
     def _wait(self, done: Callable[[], bool], notes: list[Path]) -> None:
         deadline = time.monotonic() + self._timeout
         while not done():
-            lost = None if self._ranks.watch is None else self._ranks.watch.lost()
+            lost = None if self._ranks.monitor is None else self._ranks.monitor.lost()
             if lost is not None:
                 raise lost
             if time.monotonic() > deadline:

@@ -23,7 +23,7 @@ def check_replicas(states: Mapping[StateComponent, Any], process_group: TorchPro
     if process_group.is_single_process:
         return
     marked = {c.key: state for c, state in states.items() if c.validate_replication}
-    prints = process_group.gather({key: fingerprints(state) for key, state in marked.items()})
+    prints = process_group.all_gather_object({key: fingerprints(state) for key, state in marked.items()})
     for key in marked:
         differing = [
             (rank, next((name for name, mark in prints[0][key].items() if other[key].get(name) != mark), "?"))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trainformer.backends.torch.codec import read_tensors
 from trainformer.core.errors import DataError
 from trainformer.utils.files import write_atomically
+from trainformer.utils.tensor_files import read_tensors
 
 FORMAT = 2
 

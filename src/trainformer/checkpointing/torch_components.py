@@ -8,10 +8,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from trainformer.backends.torch.codec import read_tensors, read_weights, write_tensors, write_weights
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.distributed.sharded_state import ShardedState, write_sharded
+from trainformer.utils.tensor_files import read_tensors, read_weights, write_tensors, write_weights
 
 
 def write_part(folder: Path, stem: str, state: Any, process_group: TorchProcessGroup) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainformer.backends.torch.state_trees import cloned
+from trainformer.backends.torch.state import cloned
 from trainformer.checkpointing import StateComponent
 from trainformer.checkpointing.replicas import check_replicas
 from trainformer.checkpointing.sharing import stem_of

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.distributed.accelerate_engine import Zero, check_config
 from trainformer.distributed.ddp import DDP
+from trainformer.distributed.deepspeed import Zero, check_config
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.distributed.step_module import StepModule
 
@@ -37,14 +37,14 @@ class Accelerate(DDP):
 
     Args:
         accelerator: One that is made already. By default one is made when the run begins.
-        share_batchnorm: Take BatchNorm statistics over all ranks, so that their number does not change the result.
+        sync_batchnorm: Take BatchNorm statistics over all ranks, so that their number does not change the result.
         options: Arguments of the `Accelerator` to make, such as ``kwargs_handlers``.
     """
 
     name = "accelerate"
 
-    def __init__(self, *, accelerator: Any = None, share_batchnorm: bool = True, **options: Any) -> None:
-        super().__init__(share_batchnorm=share_batchnorm)
+    def __init__(self, *, accelerator: Any = None, sync_batchnorm: bool = True, **options: Any) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
         self._made_by_us = accelerator is None
         self.accelerator = accelerator
         self.arguments = options
@@ -60,10 +60,10 @@ class Accelerate(DDP):
                 do = f"Pass strategy={launched_strategy()}."
                 raise BadArgument(expected("a launch that leaves the parameters to the run", "--use_fsdp", do))
 
-    def join(self, device: Any, timeout: float) -> torch.device:
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
         """Meet the other ranks, unless the Accelerator has done so. Its device is ours."""
         if self._made_by_us:
-            return super().join(device, timeout)
+            return super().setup_environment(device, timeout)
         self.process_group = TorchProcessGroup.join(device, timeout)
         theirs = self.accelerator.device
         if device not in (None, "auto") and torch.device(device).type != theirs.type:
@@ -134,7 +134,7 @@ class Accelerate(DDP):
             do = "Pass the Accelerator that this program has made before, or strategy='ddp'."
             raise BadArgument(expected("arguments that an Accelerator takes", f"{error}", do)) from error
 
-    def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let the Accelerator know the optimizer. Its wrapper of it would add only what the run does itself."""
         if self._divides_optimizer:
             self._zero = Zero(self.accelerator, StepModule(self.task), optimizer)
@@ -154,14 +154,16 @@ class Accelerate(DDP):
         """The task's step, inside the wrapper's forward pass."""
         if self._zero is None:
             return super().train_step()
-        self._zero.check_batch(round(self.reference * self.process_group.count), self.process_group.count)
+        self._zero.check_batch(
+            round(self.reference * self.process_group.dp_world_size), self.process_group.dp_world_size
+        )
         return self._zero.train_step(self.task.train_step)
 
-    def apart(self) -> AbstractContextManager[Any]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """No exchange of gradients."""
         if self._zero is not None:
-            return self._zero.apart()
-        return super().apart() if self._wrapped is None else self.accelerator.no_sync(self._wrapped)
+            return self._zero.no_sync()
+        return super().no_sync() if self._wrapped is None else self.accelerator.no_sync(self._wrapped)
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
         """Compute gradients."""
@@ -174,9 +176,9 @@ class Accelerate(DDP):
         """The norm of all gradients."""
         return super().total_norm(grads, uniform) if self._zero is None else self._zero.total_norm(grads, uniform)
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """The gradient of a parameter, whole. Every rank must take part."""
-        return parameter.grad if self._zero is None else self._zero.gradient_of(parameter)
+        return parameter.grad if self._zero is None else self._zero.full_gradient(parameter)
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -23,10 +23,10 @@ from trainformer.backends.torch.placement import resolve_device
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import SharingPattern
 from trainformer.distributed.process_group import TorchProcessGroup
-from trainformer.distributed.shared_batchnorm import share_batchnorm
 from trainformer.distributed.step_module import StepModule
 from trainformer.distributed.strategy import Strategy
-from trainformer.utils.distributed import use_group
+from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm
+from trainformer.utils.distributed import set_data_parallel_group
 
 logger = logging.getLogger("trainformer")
 
@@ -43,21 +43,21 @@ _OURS = (
 class DataParallel(Strategy):
     """What strategies share in which ranks compute different parts of a batch."""
 
-    def __init__(self, *, share_batchnorm: bool = True) -> None:
+    def __init__(self, *, sync_batchnorm: bool = True) -> None:
         super().__init__()
-        self.shares_batchnorm = share_batchnorm
+        self.syncs_batchnorm = sync_batchnorm
         self._sums: Tensor | None = None
 
-    def join(self, device: Any, timeout: float) -> torch.device:
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
         """Meet the other ranks. On CUDA each rank has the device of its number on the machine."""
-        use_group(None)  # another run of this process may have set one
+        set_data_parallel_group(None)  # another run of this process may have set one
         self.process_group = TorchProcessGroup.join(device, timeout)
         return device_of(self.process_group, device)
 
     @property
-    def averaged_over(self) -> int:
+    def gradient_divide_factor(self) -> int:
         """All ranks that have data of their own."""
-        return self.process_group.count
+        return self.process_group.dp_world_size
 
     def describe(self) -> str:
         """Name and number of processes."""
@@ -66,18 +66,18 @@ class DataParallel(Strategy):
     def _place(self, task: Any, device: torch.device) -> None:
         """Modules on the device, with statistics of whole batches."""
         super().prepare(task, device)
-        if self.shares_batchnorm and self.process_group.count > 1:
-            shared = sum(share_batchnorm(module) for module in modules_of(task).values())
+        if self.syncs_batchnorm and self.process_group.dp_world_size > 1:
+            shared = sum(convert_sync_batchnorm(module) for module in modules_of(task).values())
             if shared:
                 logger.info("%d BatchNorm layers take their statistics over all ranks", shared)
 
-    def send(self, loss: Any, values: Tensor) -> Any:
+    def piggyback_stats(self, loss: Any, values: Tensor) -> Any:
         """An exchange of their own; it runs while gradients are computed."""
         self._sums = values.clone()
         self._work = dist.all_reduce(self._sums, async_op=True)
         return loss
 
-    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+    def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
         """The sums over ranks."""
         if self._sums is not None:
             self._work.wait()
@@ -89,7 +89,7 @@ class DDP(DataParallel):
     """`torch.nn.parallel.DistributedDataParallel` around everything the task trains.
 
     Args:
-        share_batchnorm: Take BatchNorm statistics over all ranks, so that their number does not change the result.
+        sync_batchnorm: Take BatchNorm statistics over all ranks, so that their number does not change the result.
         find_unused_parameters: Look in every step which parameters get a gradient (for models that skip parts of
             themselves); costs a walk through the graph and an exchange.
         options: Further arguments of `DistributedDataParallel`, such as ``bucket_cap_mb``.
@@ -98,12 +98,12 @@ class DDP(DataParallel):
     name = "ddp"
     sharing = SharingPattern.REPLICATED
 
-    def __init__(self, *, share_batchnorm: bool = True, find_unused_parameters: bool = False, **options: Any) -> None:
-        super().__init__(share_batchnorm=share_batchnorm)
+    def __init__(self, *, sync_batchnorm: bool = True, find_unused_parameters: bool = False, **options: Any) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
         known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name not in _OURS]
         for option in options:
             if option not in known:
-                have = ["share_batchnorm", "find_unused_parameters", *known]
+                have = ["sync_batchnorm", "find_unused_parameters", *known]
                 do = f"{did_you_mean(option, have)} It has {', '.join(have)}.".strip()
                 raise BadArgument(expected("options of the strategy 'ddp'", option, do))
         self.find_unused_parameters = find_unused_parameters
@@ -136,7 +136,7 @@ class DDP(DataParallel):
         # torch 2.13 has renamed the argument, and warns of the old name.
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        chosen: dict[str, Any] = {buffers: not self.shares_batchnorm, **self.options}
+        chosen: dict[str, Any] = {buffers: not self.syncs_batchnorm, **self.options}
         return DistributedDataParallel(
             module,
             find_unused_parameters=self.find_unused_parameters,
@@ -149,25 +149,25 @@ class DDP(DataParallel):
         wrapped, task = self._wrapped, self.task
         return None if wrapped is None else lambda batch: wrapped(task.train_step, batch)
 
-    def apart(self) -> AbstractContextManager[Any]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """No exchange of gradients."""
-        return super().apart() if self._wrapped is None else self._wrapped.no_sync()
+        return super().no_sync() if self._wrapped is None else self._wrapped.no_sync()
 
-    def send(self, loss: Any, values: Tensor) -> Any:
+    def piggyback_stats(self, loss: Any, values: Tensor) -> Any:
         """Let the numbers travel as the gradient of the parameter that nobody trains."""
         if self._message is None:
-            return super().send(loss, values)
+            return super().piggyback_stats(loss, values)
         self._message.grad = None  # of a step that was given up
         loss = loss + (self._message * values.to(self._message.dtype)).sum().to(loss.dtype)
-        # Parameters that the task lets rest take part with gradients of zero, which are then dropped.
-        resting = getattr(self.task, "resting_parameters", tuple)
-        self._resting = [p for p in resting() or () if p.requires_grad]
+        # Parameters that the task declares unused take part with gradients of zero, which are then dropped.
+        unused = getattr(self.task, "unused_parameters", tuple)
+        self._resting = [p for p in unused() or () if p.requires_grad]
         return sum(((p * 0).sum().to(loss.dtype) for p in self._resting), start=loss)
 
-    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+    def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
         """Their sums: gradients are means over ranks."""
         if self._message is None:
-            return super().received(scaler)
+            return super().reduced_stats(scaler)
         if any(p.grad is None for p in self._trained.values()):
             self._explain_unused()
         for parameter in self._resting:
@@ -175,7 +175,7 @@ class DDP(DataParallel):
         means, self._message.grad = self._message.grad, None
         if means is None:
             return None
-        sums = means.double() * self.process_group.count
+        sums = means.double() * self.process_group.dp_world_size
         scale = None if scaler is None else scaler._get_scale_async()
         return sums if scale is None else sums / scale
 
@@ -184,7 +184,7 @@ class DDP(DataParallel):
         unused = [name for name, p in self._trained.items() if p.grad is None]
         some = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if len(unused) > 6 else "")
         raise BadArgument(
-            f"Expected a gradient for every trainable parameter, received none for {some} on rank {self.process_group.rank}: "
+            f"Expected a gradient for every trainable parameter, received none for {some}: "
             "ranks would wait for each other's. Use them in train_step, set requires_grad=False before the trainer is "
             "made, or pass strategy={'name': 'ddp', 'find_unused_parameters': True} if it is on purpose."
         )

@@ -1,7 +1,7 @@
 """A rank that dies is named, and nothing hangs.
 
 The others of a rank that was killed sit in a collective: over gloo until they get an error that names nobody, over
-NCCL for as long as its timeout. `RankWatch` finds out who is gone, puts a name to such errors, and ends a process
+NCCL for as long as its timeout. `RankMonitor` finds out who is gone, puts a name to such errors, and ends a process
 that would not end by itself. It owns the judgement; what ranks tell each other is in `heartbeats`. The training
 thread does nothing for it.
 """
@@ -47,9 +47,9 @@ _LONGEST_LOGGING = 2.0
 class RankLost(TrainformerError, RuntimeError):
     """A rank is gone, or does not answer, and the others cannot go on without it. `ranks` says which."""
 
-    def __init__(self, message: str, process_group: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.process_group = process_group
+        self.ranks = ranks
 
 
 class Weight(IntEnum):
@@ -70,7 +70,7 @@ class Cause:
     text: str
 
 
-class RankWatch:
+class RankMonitor:
     """Watches over the ranks of a run while it is `guarding`.
 
     Each rank gives a sign of life `every` so many seconds. One that gave none for `patience` seconds counts as lost,
@@ -132,7 +132,7 @@ class RankWatch:
             judge.join()
             self._spot = None, 0
             self._beats.end(*_last_word(error))
-            for peer in self._beats.process_group:
+            for peer in self._beats.peers:
                 if peer.process is not None:
                     peer.process.close()
 
@@ -191,7 +191,7 @@ class RankWatch:
             self._act_on(self._causes(self.patience), passed)
 
     def _look_at_processes(self) -> None:
-        for peer in self._beats.process_group:
+        for peer in self._beats.peers:
             if peer.process is None and peer.who is not None and peer.who.place == self._place:
                 peer.process = LocalProcess(peer.who.process)
             if peer.process is not None and not peer.has_ended and peer.process.has_ended():
@@ -235,7 +235,7 @@ class RankWatch:
         beats = self._beats
         found = self._accuse_the_store()
         store_is_blamed = bool(found)
-        for peer in beats.process_group:
+        for peer in beats.peers:
             # An end that is seen from here counts when the store cannot be asked whether a goodbye came before it. Once
             # it is gone nobody can say goodbye: then an end means something only beside a failed collective.
             is_unheard = has_failed if beats.broken is not None else self._unanswered > 2 * beats.interval
@@ -244,11 +244,11 @@ class RankWatch:
                 found.append(cause)
         if unheard is not None:
             text = "{} has not been heard of since this rank began, {:.0f} s ago."
-            unseen = [peer for peer in beats.process_group if peer.who is None and peer.silence > unheard]
+            unseen = [peer for peer in beats.peers if peer.who is None and peer.silence > unheard]
             found += [Cause(Weight.SILENT, peer.rank, text.format(peer, peer.silence)) for peer in unseen]
         if has_failed:
             text = "{} finished at {} and left, while this rank still waits for it."
-            gone = [peer for peer in beats.process_group if peer.word == LEFT]
+            gone = [peer for peer in beats.peers if peer.word == LEFT]
             found += [Cause(Weight.LEFT, peer.rank, text.format(peer, _clock(peer))) for peer in gone]
         best = min((cause.weight for cause in found), default=None)
         return [cause for cause in found if cause.weight == best]
@@ -258,7 +258,7 @@ class RankWatch:
         beats = self._beats
         if beats.broken is None and self._unanswered <= self.patience:
             return []
-        keeper = next((peer for peer in beats.process_group if peer.rank == beats.keeper), None)
+        keeper = next((peer for peer in beats.peers if peer.rank == beats.keeper), None)
         if keeper is not None and keeper.word in (LEFT, FAILED, ENDED):
             return []
         state = "is gone" if beats.broken is not None else f"has not answered for {self._unanswered:.0f} s"

@@ -20,7 +20,7 @@ from trainformer.backends.torch import gradients
 from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed.blocks import Blocks, find_blocks
 from trainformer.distributed.mesh import sharding_mesh
-from trainformer.distributed.sharded_base import Divided, add_up, materialize
+from trainformer.distributed.sharded_base import ShardedStrategy, all_reduce_gradients, materialize
 from trainformer.distributed.step_module import StepModule
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +32,7 @@ _POLICIES = {
 }
 
 
-class FSDP(Divided):
+class FSDP(ShardedStrategy):
     """`torch.distributed.fsdp.fully_shard` on the blocks of every module that the task holds.
 
     Between steps each rank has its rows of every parameter, gradient and optimizer state. A block is whole on a rank
@@ -49,7 +49,7 @@ class FSDP(Divided):
         param_dtype: What parameters are gathered and used in: "bf16", "fp16" or a dtype. By default that of the run's
             precision on CUDA, for models without BatchNorm; else they are gathered as they are.
         reduce_dtype: What gradients are added up in over ranks; by default fp32.
-        share_batchnorm: Take BatchNorm statistics over all ranks.
+        sync_batchnorm: Take BatchNorm statistics over all ranks.
     """
 
     name = "fsdp"
@@ -63,9 +63,9 @@ class FSDP(Divided):
         replicas: int = 1,
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
-        share_batchnorm: bool = True,
+        sync_batchnorm: bool = True,
     ) -> None:
-        super().__init__(share_batchnorm=share_batchnorm)
+        super().__init__(sync_batchnorm=sync_batchnorm)
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
             raise BadArgument(expected("replicas to be a positive integer", replicas))
         if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0:
@@ -126,7 +126,7 @@ class FSDP(Divided):
         }
         kept_whole = {id(p) for p in undivided}
         for module in (*blocks, root):
-            own = [p for p in module.parameters() if not gradients.is_divided(p)]
+            own = [p for p in module.parameters() if not gradients.is_dtensor(p)]
             self._check_dtypes([p for p in own if id(p) not in kept_whole])
             self._place_alike(own, module)
             if module is root:
@@ -162,9 +162,9 @@ class FSDP(Divided):
         # What is called has the batch inside: torch would take it apart to look for tensors to move.
         return lambda batch: root(lambda _: task.train_step(batch), None)
 
-    def apart(self) -> AbstractContextManager[Any]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """No exchange of gradients: they are kept in full until the last micro-batch of the step."""
-        return super().apart() if self._root is None else self._without_exchange()
+        return super().no_sync() if self._root is None else self._without_exchange()
 
     @contextmanager
     def _without_exchange(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ class FSDP(Divided):
         for p in trained:
             if p.grad is None:  # of another micro-batch's making on other ranks, perhaps
                 p.grad = torch.zeros_like(p)
-        add_up([p.grad for p in trained], None, self.averaged_over)
+        all_reduce_gradients([p.grad for p in trained], None, self.gradient_divide_factor)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Heartbeats:
     def __init__(self, store: dist.Store, rank: int, world_size: int, every: float) -> None:
         self.rank = rank
         self.interval = max(every, world_size * _SECONDS_PER_RANK)
-        self.process_group = [Peer(other) for other in range(world_size) if other != rank]
+        self.peers = [Peer(other) for other in range(world_size) if other != rank]
         self.answers = 0  # how often the store has answered
         self.broken: Exception | None = None  # what the store's connection ended with
         self.address, self.keeper = _keeper(store)
@@ -169,11 +169,11 @@ class Heartbeats:
         now = time.monotonic()
         # Time in which this process did not run, or the store did not answer, says nothing about the others.
         passed, self._listened = min(now - self._listened, 2 * self.interval), now
-        ended = [peer for peer in self.process_group if peer.has_ended and peer.works]
+        ended = [peer for peer in self.peers if peer.has_ended and peer.works]
         self._meet_newcomers()
-        known = [peer for peer in self.process_group if peer.who]
+        known = [peer for peer in self.peers if peer.who]
         words = self._store.multi_get([f"word/{peer.rank}" for peer in known]) if known else []
-        for peer in self.process_group:
+        for peer in self.peers:
             peer.silence += passed
         for peer, word in zip(known, words, strict=True):
             self._hear(peer, word.decode())
@@ -184,7 +184,7 @@ class Heartbeats:
 
     def _meet_newcomers(self) -> None:
         # To ask for a value is to wait until it is there, so it must be known to be there.
-        missing = [peer for peer in self.process_group if peer.who is None]
+        missing = [peer for peer in self.peers if peer.who is None]
         if missing and not self._store.check([f"word/{peer.rank}" for peer in missing]):
             missing = [peer for peer in missing if self._store.check([f"word/{peer.rank}"])]
         for peer in missing:
@@ -202,7 +202,7 @@ class Heartbeats:
     def _linger(self) -> None:
         """The store ends with the process that keeps it: the others must have heard our last word before."""
         until = time.monotonic() + self._most_lingering
-        while any(peer.works and not peer.has_ended for peer in self.process_group) and time.monotonic() < until:
+        while any(peer.works and not peer.has_ended for peer in self.peers) and time.monotonic() < until:
             time.sleep(min(0.1, self.interval))
             self._listen()
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.backends.torch.master_weights import MasterWeights
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.distributed.sharded_state import ShardedState, fitted
+from trainformer.distributed.sharded_state import ShardedState, resharded
 
 
 class NamedParameters:
@@ -52,7 +52,7 @@ class NamedParameters:
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Take back a state: one of `state_of`, one in files, or an ordinary one with whole tensors and numbers."""
         self.check(state)
-        state = fitted(self._named(state), self._parameters_for(self._named(state)))
+        state = resharded(self._named(state), self._parameters_for(self._named(state)))
         groups = _regrouped(state["param_groups"], self._groups)
         optimizer.load_state_dict(renamed({**state, "param_groups": groups}, self._numbers))
 
@@ -100,9 +100,9 @@ class NamedParameters:
         return parameter if fits else None
 
 
-def whole_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def unsharded_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Any state of an optimizer as torch's own, with numbers and whole tensors: what a single process loads."""
-    whole = state.whole() if isinstance(state, ShardedState) else state
+    whole = state.unsharded() if isinstance(state, ShardedState) else state
     if not _has_names(whole):
         return dict(whole)
     names = [name for group in whole["param_groups"] for name in group["params"]]
@@ -113,7 +113,7 @@ def _separate(optimizer: torch.optim.Optimizer) -> None:
     """Make two groups of one that has divided and whole parameters, in place."""
     holders = [optimizer, optimizer.inner] if isinstance(optimizer, MasterWeights) else [optimizer]
     for i in reversed(range(len(optimizer.param_groups))):
-        divided = [is_divided(p) for p in optimizer.param_groups[i]["params"]]
+        divided = [is_dtensor(p) for p in optimizer.param_groups[i]["params"]]
         if any(divided) and not all(divided):
             for holder in holders:
                 group = holder.param_groups[i]

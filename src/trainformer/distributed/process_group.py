@@ -24,7 +24,7 @@ from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.engine.process_group import run_on_main
 
 if TYPE_CHECKING:
-    from trainformer.distributed.failure_detection import RankWatch
+    from trainformer.distributed.failure_detection import RankMonitor
 
 logger = logging.getLogger("trainformer")
 
@@ -42,9 +42,9 @@ class Launch:
         """Read it from the environment: torchrun and Kubernetes' PyTorchJob say it alike, ``srun`` in its own words.
 
         >>> Launch.find({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
-        Launch(rank=3, world=4, local_rank=1)
+        Launch(rank=3, world_size=4, local_rank=1)
         >>> Launch.find({})
-        Launch(rank=0, world=1, local_rank=0)
+        Launch(rank=0, world_size=1, local_rank=0)
         """
         world_size = _number(environment, "WORLD_SIZE", 1)
         if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -58,7 +58,7 @@ class Launch:
             return cls(_number(environment, "SLURM_PROCID", 0), tasks, _number(environment, "SLURM_LOCALID", 0))
         if world_size > 1:
             raise BadArgument(
-                f"WORLD_SIZE says that {world_size} processes train together, but RANK does not say which of them this is. "
+                f"WORLD_SIZE says that {world_size} processes train together, but RANK is not set. "
                 "Start them with torchrun or `trainformer launch`, or unset WORLD_SIZE."
             )
         return cls(0, 1, 0)
@@ -103,10 +103,10 @@ class TorchProcessGroup:
         self.rank = rank
         self.world_size = world_size
         self.local_rank = local_rank
-        self.index = rank
-        self.count = world_size
+        self.dp_rank = rank
+        self.dp_world_size = world_size
         self.groups: dict[str, Group] = {}
-        self.watch: RankWatch | None = None
+        self.monitor: RankMonitor | None = None
 
     @classmethod
     def join(cls, device: str | None, timeout: float) -> TorchProcessGroup:
@@ -139,7 +139,7 @@ class TorchProcessGroup:
 
     # -- exchanges; every rank must take part ----------------------------------------------------------------
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
         if self.is_single_process:
             return [value]
@@ -155,25 +155,25 @@ class TorchProcessGroup:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def gather_parts(self, value: Any) -> list[Any]:
+    def all_gather_dp(self, value: Any) -> list[Any]:
         """The values of those that compute different samples, one for each part of a batch, in the order of the parts.
 
         Ranks that hold parts of one model compute the same samples, and follow each other.
         """
-        found = self.gather(value)
-        return [found[index * self.world_size // self.count] for index in range(self.count)]
+        found = self.all_gather_object(value)
+        return [found[index * self.world_size // self.dp_world_size] for index in range(self.dp_world_size)]
 
     def run_on_main(self, function: Callable[[], Any]) -> Any:
         """What a function returns that rank 0 alone calls. If it fails there, all ranks fail: none waits for it."""
         return function() if self.is_single_process else run_on_main(self, function)
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Sums over the parts of a batch."""
         if self.is_single_process:
             return values
-        return (self._sums(values) * self.count / self.world_size).tolist()
+        return (self._sums(values) * self.dp_world_size / self.world_size).tolist()
 
-    def any(self, flags: list[bool]) -> list[bool]:
+    def any_rank(self, flags: list[bool]) -> list[bool]:
         """Which of them at least one rank has set."""
         return flags if self.is_single_process else (self._sums([float(flag) for flag in flags]) > 0).tolist()
 
@@ -182,38 +182,40 @@ class TorchProcessGroup:
         dist.all_reduce(sums)
         return sums
 
-    def hand_out(self, parts: list[Any] | None) -> Any:
+    def scatter(self, parts: list[Any] | None) -> Any:
         """On rank 0 a value for each part of the data; on every rank, the value for its part."""
         if self.is_single_process:
             assert parts is not None
             return parts[0]
         # Ranks that hold parts of one model follow each other.
         values = (
-            None if parts is None else [parts[rank * self.count // self.world_size] for rank in range(self.world_size)]
+            None
+            if parts is None
+            else [parts[rank * self.dp_world_size // self.world_size] for rank in range(self.world_size)]
         )
         box: list[Any] = [None]
         dist.scatter_object_list(box, values, src=0)
         return box[0]
 
     @contextmanager
-    def watching(self, timeout: float) -> Iterator[None]:
+    def monitoring(self, timeout: float) -> Iterator[None]:
         """Meanwhile, a rank that dies is named, and the others do not wait for it for ever."""
         if self.is_single_process:
             yield
             return
-        from trainformer.distributed.failure_detection import RankWatch
+        from trainformer.distributed.failure_detection import RankMonitor
 
         patience = min(60.0, timeout)
         store = dist.distributed_c10d._get_default_store()
-        self.watch = RankWatch(store, self.rank, self.world_size, every=min(2.0, patience / 8), patience=patience)
+        self.monitor = RankMonitor(store, self.rank, self.world_size, every=min(2.0, patience / 8), patience=patience)
         try:
-            with self.watch.guarding():
+            with self.monitor.guarding():
                 yield
         except Exception:
-            _Parting.in_anger = True
+            _Exit.skip_destroy = True
             raise
         finally:
-            self.watch = None
+            self.monitor = None
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -244,7 +246,7 @@ def _meet(launch: Launch, device: str | None, timeout: float) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise BadArgument(
-            f"WORLD_SIZE says that {launch.world_size} processes train together, but {' and '.join(missing)} are not set, "
+            f"WORLD_SIZE is {launch.world_size}, but {' and '.join(missing)} are not set, "
             "so they cannot meet. Start them with torchrun or `trainformer launch`."
         )
     on_cuda = torch.cuda.is_available() and (device is None or str(device).startswith("cuda"))
@@ -265,8 +267,8 @@ def _meet(launch: Launch, device: str | None, timeout: float) -> None:
     atexit.register(_part)
 
 
-class _Parting:
-    in_anger = False  # a run has failed
+class _Exit:
+    skip_destroy = False  # a run has failed
 
 
 def _part() -> None:
@@ -274,5 +276,5 @@ def _part() -> None:
 
     Not after a failure: to take leave of ranks that are gone may wait for them.
     """
-    if dist.is_initialized() and not _Parting.in_anger:
+    if dist.is_initialized() and not _Exit.skip_destroy:
         dist.destroy_process_group()

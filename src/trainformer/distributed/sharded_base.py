@@ -20,16 +20,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainformer.backends.torch import gradients
 from trainformer.backends.torch.optimizers import modules_of, named_parameters
-from trainformer.backends.torch.state_trees import check_fits
+from trainformer.backends.torch.state import check_fits
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import SharingPattern
 from trainformer.distributed.ddp import DataParallel
 from trainformer.distributed.mesh import SHARD
 from trainformer.distributed.optimizer_state import NamedParameters
-from trainformer.distributed.sharded_state import fitted
-from trainformer.distributed.shared_batchnorm import share_batchnorm as share_statistics
+from trainformer.distributed.sharded_state import resharded
 from trainformer.distributed.step_module import StepModule
-from trainformer.distributed.strategy import widened
+from trainformer.distributed.strategy import upcast_to_fp32
+from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm as share_statistics
 
 logger = logging.getLogger("trainformer")
 
@@ -37,19 +37,19 @@ logger = logging.getLogger("trainformer")
 _MESSAGE = 64 << 20
 
 
-class Divided(DataParallel):
+class ShardedStrategy(DataParallel):
     """A model in parts. Subclasses say who has which (`_arrange`, `_divide`, `_divide_copy`).
 
     SingleProcess, a rank has all of it: then nothing here is different from the strategy of a single process.
     """
 
     sharing = SharingPattern.PER_RANK
-    divides_state = True
+    shards_state = True
     _mesh: DeviceMesh
     _parameters: NamedParameters
 
-    def __init__(self, *, share_batchnorm: bool = True) -> None:
-        super().__init__(share_batchnorm=share_batchnorm)
+    def __init__(self, *, sync_batchnorm: bool = True) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
         #: Everything the task holds, divided; None where there is nobody to divide it with.
         self._root: Any = None
         self._device = torch.device("cpu")
@@ -83,7 +83,7 @@ class Divided(DataParallel):
         """Divide the modules of the task. Weights are those of rank 0."""
         if self.process_group.is_single_process:
             # Nothing is divided, so state is that of any single process.
-            self.sharing, self.divides_state = SharingPattern.GLOBAL, False
+            self.sharing, self.shards_state = SharingPattern.GLOBAL, False
             super().prepare(task, device)
             return
         self.task, self._device = task, device
@@ -94,7 +94,7 @@ class Divided(DataParallel):
         self._root = StepModule(task)
         self._divide(self._root)
 
-    def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Refuse optimizers that would compute something else from a part of a parameter than from the whole."""
         if self._root is None:
             return optimizer
@@ -116,7 +116,7 @@ class Divided(DataParallel):
         return optimizer
 
     def _share_statistics(self, task: Any) -> None:
-        if not self.shares_batchnorm:
+        if not self.syncs_batchnorm:
             return
         for module in modules_of(task).values():
             for part in module.modules():
@@ -136,10 +136,10 @@ class Divided(DataParallel):
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def send(self, loss: Any, values: Tensor) -> Any:
+    def piggyback_stats(self, loss: Any, values: Tensor) -> Any:
         """An exchange of their own; it runs while gradients are computed."""
         self._is_last = True
-        return super().send(loss, values)
+        return super().piggyback_stats(loss, values)
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
         """Compute gradients. With the last micro-batch of a step they become means over ranks."""
@@ -155,15 +155,15 @@ class Divided(DataParallel):
         """
         if self._root is None:
             return super().total_norm(grads, uniform)
-        parts = gradients.local_parts([g for g in grads if is_in_parts(g)])
-        whole = gradients.local_parts([g for g in grads if not is_in_parts(g)])
+        parts = gradients.local_tensors([g for g in grads if is_sharded(g)])
+        whole = gradients.local_tensors([g for g in grads if not is_sharded(g)])
         squares = [_square(g) for g in (parts, whole) if g]
         if parts:
             dist.all_reduce(squares[0], group=self._mesh.get_group(SHARD))
         total = squares[0] if len(squares) == 1 else squares[0] + squares[1].to(squares[0].device)
         return total.sqrt().to(self._device, torch.promote_types(grads[0].dtype, torch.float32))
 
-    def agree_on_overflow(self, found: Tensor) -> None:
+    def sync_found_inf(self, found: Tensor) -> None:
         """Any rank's overflow is that of all."""
         if self._root is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -184,7 +184,7 @@ class Divided(DataParallel):
         self._give_back()
         # Asked for, if ever it was, the task has said how it gives its weights; else they are the model's own.
         current = (self._weights or self.task.model.state_dict)()
-        plain(fitted(state, current))
+        plain(resharded(state, current))
 
     def check_model_state(self, state: Any, plain: Callable[[], dict[str, Any]]) -> None:
         """Raise if names or shapes do not fit. Nothing is read for it."""
@@ -209,7 +209,7 @@ class Divided(DataParallel):
             self._parameters.check(state)
 
     @torch.no_grad()
-    def whole_model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         """A copy of the model on the host with all of its weights. Every rank must take part."""
         model = self.task.model
         if self._root is None:
@@ -218,7 +218,7 @@ class Divided(DataParallel):
         outline = self._outline_of_model()
         weights: dict[int, Any] = {}
         for (_, p), (_, blank) in zip(model.named_parameters(), outline.named_parameters(), strict=True):
-            full = p.full_tensor() if gradients.is_divided(p) else p  # type: ignore[operator]
+            full = p.full_tensor() if gradients.is_dtensor(p) else p  # type: ignore[operator]
             weights[id(blank)] = nn.Parameter(full.detach().to("cpu", copy=True), requires_grad=p.requires_grad)
         made = copy.deepcopy(outline, weights)
         _copy_buffers(made, model)
@@ -234,7 +234,7 @@ class Divided(DataParallel):
             return super().copy_model()
         model = self.task.model
         self._give_back()
-        made = widened(copy.deepcopy(self._outline_of_model()))
+        made = upcast_to_fp32(copy.deepcopy(self._outline_of_model()))
         _place_buffers(made, self._device)
         made = self._divide_copy(made)
         weights = dict(model.named_parameters())
@@ -252,14 +252,14 @@ class Divided(DataParallel):
         return self._outline
 
 
-def is_in_parts(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Whether this rank has less than all of a tensor. Also one that knows of ranks may be whole on each."""
-    return gradients.is_divided(tensor) and any(not how.is_replicate() for how in tensor.placements)
+    return gradients.is_dtensor(tensor) and any(not how.is_replicate() for how in tensor.placements)
 
 
-def add_up(grads: Iterable[Any], group: Any, divisor: int) -> None:
+def all_reduce_gradients(grads: Iterable[Any], group: Any, divisor: int) -> None:
     """Replace gradients by their sums over the ranks of a group, divided by a number."""
-    for bucket in _buckets(gradients.local_parts(list(grads))):
+    for bucket in _buckets(gradients.local_tensors(list(grads))):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         dist.all_reduce(flat, group=group)
         flat /= divisor

@@ -23,10 +23,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainformer.backends.torch.codec import read_tensors, save, untied
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed.process_group import TorchProcessGroup
+from trainformer.utils.tensor_files import read_tensors, save, untied
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -54,28 +54,28 @@ def write_sharded(folder: Path, stem: str, state: Any, process_group: TorchProce
             "format": _FORMAT,
             "world": process_group.world_size,
             "aliases": aliases,
-            "tree": outline_of(state, tensors),
+            "tree": meta_tree(state, tensors),
         }
         torch.save(content, folder / f"{stem}{_TREE}")
         written.append(f"{stem}{_TREE}")
     return written
 
 
-def fitted(saved: Any, like: Any) -> Any:
+def resharded(saved: Any, like: Any) -> Any:
     """A saved state with its tensors divided as those of the same paths in `like`; others are whole, on the host.
 
     `saved` is a `ShardedState`, of which only what this rank needs is read, or a tree of tensors, whole or divided.
     """
     targets = dict(named_tensors(like))
     if isinstance(saved, ShardedState):
-        return saved.fitted(targets)
-    tensors = {name: divided_like(tensor, targets.get(name)) for name, tensor in named_tensors(saved)}
-    return rebuilt(saved, tensors)
+        return saved.resharded(targets)
+    tensors = {name: distributed_like(tensor, targets.get(name)) for name, tensor in named_tensors(saved)}
+    return with_tensors(saved, tensors)
 
 
-def divided_like(tensor: Tensor, like: Tensor | None) -> Tensor:
+def distributed_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     """This rank's part of a whole tensor, as a `DTensor` that is divided like the other one. No rank is asked."""
-    if like is None or not is_divided(like) or is_divided(tensor):
+    if like is None or not is_dtensor(like) or is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import DTensor
 
@@ -133,26 +133,26 @@ class ShardedState(Mapping[str, Any]):
 
     # -- reading -------------------------------------------------------------------------------------------
 
-    def whole(self) -> Any:
+    def unsharded(self) -> Any:
         """The state in full, on the host. Needs no other process. Tied tensors are one tensor again."""
         tensors: dict[str, Tensor] = {}
         for name, outline in self._outlines.items():
             same = tensors.get(self._aliases.get(name, ""))
             tensors[name] = torch.empty(outline.shape, dtype=outline.dtype) if same is None else same
         self._fill(tensors)
-        return rebuilt(self.tree, tensors)
+        return with_tensors(self.tree, tensors)
 
-    def fitted(self, like: Mapping[str, Tensor]) -> Any:
-        """The state with its tensors divided as those of the same paths in `like`, and others whole (see `fitted`)."""
+    def resharded(self, like: Mapping[str, Tensor]) -> Any:
+        """The state with its tensors sharded like those of the same paths in `like`, others full."""
         targets: dict[str, Tensor] = {}
         for name, outline in self._outlines.items():
             target = like.get(name)
-            if target is not None and is_divided(target) and target.shape == outline.shape:
+            if target is not None and is_dtensor(target) and target.shape == outline.shape:
                 targets[name] = torch.empty_like(target, dtype=outline.dtype, requires_grad=False)
             else:
                 targets[name] = torch.empty(outline.shape, dtype=outline.dtype)
         self._fill(targets)
-        return rebuilt(self.tree, targets)
+        return with_tensors(self.tree, targets)
 
     @torch.no_grad()
     def _fill(self, targets: dict[str, Tensor]) -> None:
@@ -244,7 +244,7 @@ def _held(tensor: Tensor, process_group: TorchProcessGroup) -> tuple[Tensor, lis
     Of several ranks that hold the same piece, it is the first. Where there are groups of ranks of which each divides a
     tensor of its own (models side by side, under tensor parallelism), it is the group of rank 0.
     """
-    if not is_divided(tensor):
+    if not is_dtensor(tensor):
         return (tensor, [0] * tensor.ndim) if process_group.is_main else None
     divided: Any = tensor
     mesh = divided.device_mesh
@@ -280,14 +280,14 @@ def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(value, _joined(path, key))
 
 
-def rebuilt(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
+def with_tensors(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
     """The same tree with other tensors in it, by their paths."""
     if isinstance(tree, Tensor):
         return tensors[path]
     if isinstance(tree, Mapping):
-        return {key: rebuilt(value, tensors, _joined(path, key)) for key, value in tree.items()}
+        return {key: with_tensors(value, tensors, _joined(path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        values = [rebuilt(value, tensors, _joined(path, i)) for i, value in enumerate(tree)]
+        values = [with_tensors(value, tensors, _joined(path, i)) for i, value in enumerate(tree)]
         return values if isinstance(tree, list) else tuple(values)
     return tree
 
@@ -298,6 +298,6 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}/{step}" if path else step
 
 
-def outline_of(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+def meta_tree(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The same tree with tensors of no memory, which say shapes and types."""
-    return rebuilt(state, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()})
+    return with_tensors(state, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()})

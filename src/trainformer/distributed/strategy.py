@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from trainformer.backends.torch import gradients
 from trainformer.backends.torch.optimizers import modules_of
 from trainformer.backends.torch.placement import resolve_device
-from trainformer.backends.torch.state_trees import check_fits, cloned
+from trainformer.backends.torch.state import check_fits, cloned
 from trainformer.core.errors import DataError
 from trainformer.core.types import SharingPattern
-from trainformer.distributed.optimizer_state import whole_optimizer_state
+from trainformer.distributed.optimizer_state import unsharded_optimizer_state
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.distributed.sharded_state import ShardedState
 
@@ -30,14 +30,14 @@ from trainformer.distributed.sharded_state import ShardedState
 class Strategy:
     """One process, one device. The others say what they do otherwise.
 
-    Gradients after the last backward pass of a step are means over `averaged_over` ranks of what each of them computed.
+    After a backward pass, gradients are averaged over `gradient_divide_factor` ranks.
     """
 
     name = "single"
     #: Who writes the weights and the optimizer's state (see `StateComponent`).
     sharing = SharingPattern.GLOBAL
     #: Whether each rank has a part of them, and writes that: then their format is "sharded".
-    divides_state = False
+    shards_state = False
 
     def __init__(self) -> None:
         self.process_group = TorchProcessGroup()
@@ -47,7 +47,7 @@ class Strategy:
 
     # -- set-up --------------------------------------------------------------------------------------------
 
-    def join(self, device: Any, timeout: float) -> torch.device:
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
         """Meet the other ranks, the first time; the device of this one."""
         return resolve_device(device)
 
@@ -57,19 +57,19 @@ class Strategy:
         for module in modules_of(task).values():
             module.to(device)
 
-    def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Take notice of the optimizer; the one to use from now on."""
         return optimizer
 
     @property
-    def averaged_over(self) -> int:
+    def gradient_divide_factor(self) -> int:
         """By how many ranks gradients were divided when they were added up."""
         return 1
 
     @property
     def random_stream(self) -> int:
         """Ranks of one number draw the same random numbers: those that compute the same layers on the same data."""
-        return self.process_group.index
+        return self.process_group.dp_rank
 
     def count_parameters(self, parameters: Iterable[Tensor]) -> int:
         """Elements of the parameters of this rank, and of those that only others have."""
@@ -85,11 +85,11 @@ class Strategy:
         """The task's `train_step`, called in a way that lets ranks exchange gradients. None: as it is."""
         return None
 
-    def apart(self) -> AbstractContextManager[Any]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
         return nullcontext()
 
-    def send(self, loss: Any, values: Tensor) -> Any:
+    def piggyback_stats(self, loss: Any, values: Tensor) -> Any:
         """Tell the other ranks a few numbers of this step along with the gradients; the loss to differentiate.
 
         The loss is None where gradients were computed already.
@@ -100,7 +100,7 @@ class Strategy:
         """Compute gradients."""
         (loss if scaler is None else scaler.scale(loss)).backward()
 
-    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+    def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
         """The sums over ranks of what was sent with the step's last micro-batch. None: there is nobody else."""
         return None
 
@@ -108,11 +108,11 @@ class Strategy:
         """The norm of all gradients, those on other ranks included."""
         return gradients.total_norm(grads, uniform)
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """The gradient of a parameter, for somebody who looks at it. Every rank must take part."""
         return parameter.grad
 
-    def agree_on_overflow(self, found: Tensor) -> None:
+    def sync_found_inf(self, found: Tensor) -> None:
         """Make the flag of fp16's loss scaling that of all ranks, in place."""
 
     # -- evaluation ----------------------------------------------------------------------------------------
@@ -129,11 +129,11 @@ class Strategy:
 
     def load_model_state(self, state: Any, plain: Callable[[Any], Any]) -> None:
         """Take weights back: whole ones, or a `ShardedState`."""
-        plain(whole(state))
+        plain(unsharded(state))
 
     def check_model_state(self, state: Any, plain: Callable[[], dict[str, Any]]) -> None:
         """Raise if weights do not fit, before anything is changed."""
-        check_fits(plain(), whole(state), "model")
+        check_fits(plain(), unsharded(state), "model")
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state as this rank writes it."""
@@ -141,22 +141,22 @@ class Strategy:
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Take it back. A copy: torch keeps the tensors it is given and goes on to change them."""
-        optimizer.load_state_dict(cloned(whole_optimizer_state(whole(state))))
+        optimizer.load_state_dict(cloned(unsharded_optimizer_state(unsharded(state))))
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Raise if it does not fit."""
-        check_groups(optimizer, whole_optimizer_state(whole(state)))
+        check_groups(optimizer, unsharded_optimizer_state(unsharded(state)))
 
     def copy_model(self) -> nn.Module:
         """A second model with the same weights, at least in fp32; for averages of weights."""
-        return widened(copy.deepcopy(self.task.model))
+        return upcast_to_fp32(copy.deepcopy(self.task.model))
 
-    def whole_model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         """The model with all of its weights on this rank, to be exported. Every rank must take part."""
         return self.task.model
 
 
-def widened(model: nn.Module) -> nn.Module:
+def upcast_to_fp32(model: nn.Module) -> nn.Module:
     """The same model, with parameters of 16 bits made fp32."""
     for p in model.parameters():
         if p.dtype in (torch.float16, torch.bfloat16):
@@ -164,9 +164,9 @@ def widened(model: nn.Module) -> nn.Module:
     return model
 
 
-def whole(state: Any) -> Any:
+def unsharded(state: Any) -> Any:
     """A state that was written in parts, put together; any other as it is."""
-    return state.whole() if isinstance(state, ShardedState) else state
+    return state.unsharded() if isinstance(state, ShardedState) else state
 
 
 def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

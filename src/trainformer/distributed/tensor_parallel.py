@@ -24,7 +24,7 @@ from trainformer.backends.torch.optimizers import named_parameters
 from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed.mesh import REPLICA, SHARD, divisors
 from trainformer.distributed.process_group import Group
-from trainformer.distributed.sharded_base import Divided, add_up, is_in_parts, materialize
+from trainformer.distributed.sharded_base import ShardedStrategy, all_reduce_gradients, is_sharded, materialize
 from trainformer.distributed.step_module import StepModule
 from trainformer.distributed.tp_plans import (
     Plan,
@@ -33,10 +33,10 @@ from trainformer.distributed.tp_plans import (
     plan_layers,
     tied_parameters,
 )
-from trainformer.utils.distributed import use_group
+from trainformer.utils.distributed import set_data_parallel_group
 
 
-class TensorParallel(Divided):
+class TensorParallel(ShardedStrategy):
     """Layers divided over ranks of neighbouring numbers; further ranks hold further copies and other samples.
 
     Args:
@@ -45,13 +45,13 @@ class TensorParallel(Divided):
             For others it is a mapping of names, in which ``*`` stands for any one part, to styles: ``"colwise"``,
             ``"rowwise"``, the other names that transformers uses, or objects of `torch.distributed.tensor.parallel`.
             What is not in the plan is whole on every rank.
-        share_batchnorm: Take BatchNorm statistics over all ranks that have other samples.
+        sync_batchnorm: Take BatchNorm statistics over all ranks that have other samples.
     """
 
     name = "tp"
 
-    def __init__(self, *, size: int | None = None, plan: Plan = None, share_batchnorm: bool = True) -> None:
-        super().__init__(share_batchnorm=share_batchnorm)
+    def __init__(self, *, size: int | None = None, plan: Plan = None, sync_batchnorm: bool = True) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise BadArgument(expected("size to be a number of ranks", size))
         check_plan(plan)
@@ -64,20 +64,20 @@ class TensorParallel(Divided):
 
     # -- set-up --------------------------------------------------------------------------------------------
 
-    def join(self, device: Any, timeout: float) -> torch.device:
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
         """Meet the other ranks. Those of one model compute the same part of the data."""
-        found = super().join(device, timeout)
+        found = super().setup_environment(device, timeout)
         process_group = self.process_group
         size = self.size or process_group.world_size
         if process_group.world_size % size:
             do = f"With {process_group.world_size} processes, it can be {divisors(process_group.world_size)}."
             raise BadArgument(expected("size to divide the number of processes", size, do))
         self.size = size
-        process_group.index, place = divmod(process_group.rank, size)
-        process_group.count = process_group.world_size // size
+        process_group.dp_rank, place = divmod(process_group.rank, size)
+        process_group.dp_world_size = process_group.world_size // size
         process_group.groups = {
-            "model": Group(process_group.index, place == 0),
-            "data": Group(place, process_group.index == 0),
+            "model": Group(process_group.dp_rank, place == 0),
+            "data": Group(place, process_group.dp_rank == 0),
         }
         return found
 
@@ -87,7 +87,9 @@ class TensorParallel(Divided):
         if not self._layers:
             return text
         divided = sum(layer.style is not None for layer in self._layers)
-        models = f"{self.process_group.count} models, each" if self.process_group.count > 1 else "one model,"
+        models = (
+            f"{self.process_group.dp_world_size} models, each" if self.process_group.dp_world_size > 1 else "one model,"
+        )
         return f"{text}: {models} divided by {self.size} in {divided} layers"
 
     def _arrange(self, task: Any) -> DeviceMesh:
@@ -95,9 +97,9 @@ class TensorParallel(Divided):
             what = "a precision that layers divided over ranks can be trained in"
             raise BadArgument(expected(what, self.precision, "Pass precision='bf16' or 'no', or use strategy='fsdp'."))
         self._layers = plan_layers(task.model, self.plan, self.size)
-        grid = (self.process_group.count, self.size)
+        grid = (self.process_group.dp_world_size, self.size)
         mesh = init_device_mesh(self._device.type, grid, mesh_dim_names=(REPLICA, SHARD))
-        use_group(mesh.get_group(REPLICA))
+        set_data_parallel_group(mesh.get_group(REPLICA))
         return mesh
 
     def _divide(self, root: StepModule) -> None:
@@ -120,16 +122,16 @@ class TensorParallel(Divided):
         for layer in layers:
             if layer.style is None:
                 continue
-            whole = [p for p in layer.module.parameters() if not (p.is_meta or gradients.is_divided(p))]
+            whole = [p for p in layer.module.parameters() if not (p.is_meta or gradients.is_dtensor(p))]
             for p in whole:
                 p.data = p.data.to(self._device)
                 dist.broadcast(p.data, src=0)
             parallelize_module(layer.module, self._mesh[SHARD], layer.style, src_data_rank=0 if whole else None)
             for name, buffer in layer.module._buffers.items():
-                if gradients.is_divided(buffer):  # torch makes one of each, which nobody else can compute with
+                if gradients.is_dtensor(buffer):  # torch makes one of each, which nobody else can compute with
                     layer.module._buffers[name] = buffer.to_local()  # type: ignore[operator,union-attr]
             if type(layer.module) is nn.Linear:
-                layer.module.__class__ = DividedLinear
+                layer.module.__class__ = ShardedLinear
         for places in ties:
             for module, name in places[1:]:
                 first, its_name = places[0]
@@ -137,42 +139,46 @@ class TensorParallel(Divided):
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def send(self, loss: Any, values: Tensor) -> Any:
+    def piggyback_stats(self, loss: Any, values: Tensor) -> Any:
         """Weights and losses count once for each model; what ranks ask for is added up over all of them."""
         own = values.clone()
         if not self.process_group.group("model").is_first:
             own[:-1] = 0
-        return super().send(loss, own)
+        return super().piggyback_stats(loss, own)
 
     @torch.no_grad()
     def _average_rest(self) -> None:
         """Make gradients the means over models, and the same on all ranks that hold the same."""
         trained = [p for p in self._parameters_here if p.requires_grad]
         for p in trained:
-            if p.grad is None and self.process_group.count > 1:  # other models' samples may have needed it
+            if p.grad is None and self.process_group.dp_world_size > 1:  # other models' samples may have needed it
                 p.grad = torch.zeros_like(p)
-            if gradients.is_divided(p) and p.grad is not None and p.grad.placements != p.placements:  # type: ignore[attr-defined]
+            if gradients.is_dtensor(p) and p.grad is not None and p.grad.placements != p.placements:  # type: ignore[attr-defined]
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
         used = [p for p in trained if p.grad is not None]
-        in_parts = [p.grad for p in used if is_in_parts(p)]
-        whole = {id(p): p.grad for p in used if not is_in_parts(p)}
+        in_parts = [p.grad for p in used if is_sharded(p)]
+        whole = {id(p): p.grad for p in used if not is_sharded(p)}
         if not self._is_checked:
             self._is_checked = True
             self._check_alike({key: grad for key, grad in whole.items() if key not in self._summed})
         # Whole gradients are equal on the ranks of a model, but for what a device may round at random. Added up over
         # all ranks, they stay equal; it costs no more than over one rank of each model.
-        add_up([g for key, g in whole.items() if key not in self._summed], None, self.process_group.world_size)
-        add_up([g for key, g in whole.items() if key in self._summed], None, self.process_group.count)
-        if self.process_group.count > 1:
-            add_up(in_parts, self._mesh.get_group(REPLICA), self.process_group.count)
+        all_reduce_gradients(
+            [g for key, g in whole.items() if key not in self._summed], None, self.process_group.world_size
+        )
+        all_reduce_gradients(
+            [g for key, g in whole.items() if key in self._summed], None, self.process_group.dp_world_size
+        )
+        if self.process_group.dp_world_size > 1:
+            all_reduce_gradients(in_parts, self._mesh.get_group(REPLICA), self.process_group.dp_world_size)
 
     def _check_alike(self, whole: dict[int, Any]) -> None:
         """Raise, in the first step, if a layer that is whole got other gradients on other ranks of its model."""
         if not whole or self.size == 1:
             return
-        grads = gradients.local_parts(list(whole.values()))
+        grads = gradients.local_tensors(list(whole.values()))
         means = [grad.clone() for grad in grads]
-        add_up(means, self._mesh.get_group(SHARD), self.size)
+        all_reduce_gradients(means, self._mesh.get_group(SHARD), self.size)
         sizes = torch.stack([torch.linalg.vector_norm(mean.double()) for mean in means])
         apart = torch.stack([torch.linalg.vector_norm((g - m).double()) for g, m in zip(grads, means, strict=True)])
         both = torch.stack([apart, sizes])
@@ -191,7 +197,7 @@ class TensorParallel(Divided):
             raise BadArgument(expected(what, f"others for {', '.join(found[:4])}", do))
 
 
-class DividedLinear(nn.Linear):
+class ShardedLinear(nn.Linear):
     """A linear layer of which each rank has a part, made of one in place.
 
     Whoever computes with the weight of a plain `nn.Linear` instead of calling it, as losses over chunks of tokens do,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 Plan = Mapping[str, str | ParallelStyle] | str | None
@@ -57,7 +57,7 @@ class PlannedLayer:
 
 def plan_layers(model: nn.Module, plan: Plan, size: int) -> list[PlannedLayer]:
     """The layers of a model that `size` ranks divide among themselves. The model is not changed."""
-    if any(is_divided(p) for p in model.parameters()):
+    if any(is_dtensor(p) for p in model.parameters()):
         do = "Build or load it anew, without tp_plan or distributed_config: the strategy divides it."
         raise BadArgument(expected("a model that is whole, to divide it over ranks", "one that is divided already", do))
     found = {layer.name: layer for layer in _matching(model, plan)}

@@ -35,7 +35,7 @@ def this_process() -> Launch:
 def run_first(process_group: TorchProcessGroup, is_first: bool) -> Iterator[None]:
     """Run a block on the ranks with `is_first`, then on the others. If it fails on the former, all ranks raise."""
     if not is_first:
-        failures = [failure for failure in process_group.gather(None) if failure is not None]
+        failures = [failure for failure in process_group.all_gather_object(None) if failure is not None]
         if failures:
             raise TrainformerError(f"The block failed on the processes that run it first. {'; '.join(failures)}")
     failure: str | None = None
@@ -46,7 +46,7 @@ def run_first(process_group: TorchProcessGroup, is_first: bool) -> Iterator[None
         raise
     finally:
         if is_first:
-            process_group.gather(failure)
+            process_group.all_gather_object(failure)
 
 
 def strategy_spec(strategy: Any, args: Any) -> Any:
@@ -80,7 +80,7 @@ def _ddp_options(args: Any) -> dict[str, Any]:
         options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
     if args.ddp_broadcast_buffers is not None:
         # Buffers are either broadcast from rank 0, or computed over the global batch and equal anyway.
-        options["share_batchnorm"] = not args.ddp_broadcast_buffers
+        options["sync_batchnorm"] = not args.ddp_broadcast_buffers
     return options
 
 

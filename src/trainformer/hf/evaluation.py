@@ -51,7 +51,9 @@ class EvaluatingTrainer(BaseTrainer):
         """The samples that all ranks have evaluated. Ranks that shard one model compute the same samples."""
         assert self._run is not None
         process_group = self._run.process_group
-        return process_group.total([float(samples)])[0] * process_group.count / process_group.world_size
+        return (
+            process_group.all_reduce_sum([float(samples)])[0] * process_group.dp_world_size / process_group.world_size
+        )
 
     # -- dataloaders ---------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def front_options(args: BaseTrainingArguments) -> FrontOptions:
     plan = {
         "log_first": args.logging_first_step,
         # A partial last epoch counts as an epoch; step-based evaluation and saving include the last step.
-        "log_rest": args.logging_strategy == "epoch",
+        "log_remaining": args.logging_strategy == "epoch",
         "eval_at_end": args.eval_strategy != "no",
         "save_at_end": args.save_strategy in ("steps", "epoch"),
         "eval_when_stopped": args.eval_strategy == "epoch",

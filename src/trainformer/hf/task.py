@@ -166,11 +166,11 @@ class ModelTask(TaskBase):
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def model_state(self) -> dict[str, Tensor]:
+    def model_state_dict(self) -> dict[str, Tensor]:
         """The weights for checkpoints; of a peft model, those of the adapter."""
         return adapter_state_dict(self.model) if is_adapted(self.model) else self.model.state_dict()
 
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
+    def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
         if is_adapted(self.model):
             load_adapter_state_dict(self.model, state)
         else:

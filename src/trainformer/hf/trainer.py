@@ -191,7 +191,7 @@ class Trainer(EvaluatingTrainer):
         """Join the process group, and return the specification of the strategy."""
         spec = strategy_spec(self.strategy, self.args)
         strategy = make_strategy(spec)
-        strategy.join("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
         self._process_group = strategy.process_group
         self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # contains the time
         return spec
@@ -200,7 +200,7 @@ class Trainer(EvaluatingTrainer):
         if self._process_group is None:
             self._join_strategy()
         assert self._process_group is not None
-        return self._process_group.count
+        return self._process_group.dp_world_size
 
     def _check_not_sharded(self) -> None:
         if self._sharded_by is not None:
@@ -360,12 +360,12 @@ class Trainer(EvaluatingTrainer):
         else:
             self._bridge.call(self._handle, callback, event, extra)
 
-    def whole_model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         """The model with all weights on rank 0. A collective operation if the model is sharded."""
-        return self.make_model() if self._run is None else self._run.backend.strategy.whole_model()
+        return self.make_model() if self._run is None else self._run.backend.strategy.unsharded_model()
 
     def _weights(self) -> dict[str, Any]:
-        model = self.whole_model()
+        model = self.unsharded_model()
         return adapter_state_dict(model) if is_adapted(model) else model.state_dict()
 
     def get_state_components(self) -> list[StateComponent]:

@@ -23,7 +23,7 @@ from trainformer.losses.numerics import (
     reduced,
     unit_rows,
 )
-from trainformer.utils.distributed import Shares, gather_rows, row_shares
+from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
 
 def nt_xent_loss(
@@ -44,7 +44,7 @@ def nt_xent_loss(
     batch = len(z1)
     with full_precision(z1):
         rows = unit_rows(torch.cat([z1, z2]))
-        shares = row_shares(rows) if gather else Shares((len(rows),), 0)
+        shares = gather_row_counts(rows) if gather else RowCounts((len(rows),), 0)
         every = gather_rows(rows, shares) if gather else rows
         own = shares.first
         # Dividing the rows costs B x D, dividing the logits would cost B x N.
@@ -120,7 +120,7 @@ def moco_v3_loss(
     for name, rows in (("q2", q2), ("k1", k1), ("k2", k2)):
         check_rows(("q1", q1), (name, rows))
     with full_precision(q1):
-        shares = row_shares(q1)
+        shares = gather_row_counts(q1)
         keys = torch.cat([unit_rows(k1.detach()), unit_rows(k2.detach())], dim=1)
         first, second = gather_rows(keys, shares).chunk(2, dim=1)
         own = torch.arange(len(q1), device=q1.device) + shares.first

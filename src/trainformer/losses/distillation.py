@@ -26,7 +26,7 @@ from trainformer.losses.numerics import (
     reduced,
     unit_rows,
 )
-from trainformer.utils.distributed import Shares, gather_rows, is_padding, row_shares, sum_over_ranks
+from trainformer.utils.distributed import RowCounts, all_reduce_sum, gather_row_counts, gather_rows, is_padding
 
 
 class Center(nn.Module):
@@ -75,7 +75,7 @@ class Center(nn.Module):
     @torch.no_grad()
     def commit(self) -> None:
         """Move the centre towards the mean of what all ranks collected since the last time. Nothing: it stays."""
-        total = sum_over_ranks(self._pending_here())
+        total = all_reduce_sum(self._pending_here())
         count = total[-1]
         old = full(self.center)
         new = old * self.momentum + (total[:-1] / count.clamp(min=1)) * (1 - self.momentum)
@@ -184,7 +184,7 @@ def koleo_loss(features: Tensor, eps: float = 1e-8, *, reduction: Reduction = "m
         raise BadArgument(expected("features of shape (B, D)", tuple(features.shape)))
     with full_precision(features):
         rows = unit_rows(features, eps)
-        shares = row_shares(rows) if gather else Shares((len(rows),), 0)
+        shares = gather_row_counts(rows) if gather else RowCounts((len(rows),), 0)
         every = gather_rows(rows, shares) if gather else rows
         if len(every) < 2:
             return reduced(full(features).sum(1) * 0, reduction)

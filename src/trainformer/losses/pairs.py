@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.losses.numerics import Reduction, check_count, full, full_precision
-from trainformer.utils.distributed import gather_rows, row_shares
+from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 _MEMORY_PREFIX = "xbm:"
 _MEMORY_SIZE = 1024
@@ -125,7 +125,7 @@ class PairLoss(nn.Module):
 
 def _of_all_ranks(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and labels of all ranks, without those of padding: a memory must be the same everywhere."""
-    shares = row_shares(rows)
+    shares = gather_row_counts(rows)
     return gather_rows(rows, shares)[: shares.total], gather_rows(labels, shares)[: shares.total]
 
 

@@ -27,7 +27,7 @@ from trainformer.losses.numerics import (
     reduced,
     unit_rows,
 )
-from trainformer.utils.distributed import Shares, gather_rows, row_shares
+from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
 Share = Callable[[Tensor], Tensor]
 
@@ -70,8 +70,8 @@ def multiple_negatives_loss(
         shape = (len(anchors), "N", anchors.shape[1])
         raise BadArgument(expected(f"negatives of shape {shape}", tuple(negatives.shape)))
     keys = keys if keys is None or negatives is not None else keys._replace(negatives=None)
-    shares = row_shares(anchors) if gather else Shares((len(anchors),), 0)
-    share: Share = partial(gather_rows, shares=shares) if gather else _as_they_are
+    shares = gather_row_counts(anchors) if gather else RowCounts((len(anchors),), 0)
+    share: Share = partial(gather_rows, counts=shares) if gather else _as_they_are
     first = shares.first
     with full_precision(anchors):
         own, theirs = unit_rows(anchors), unit_rows(positives)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.state_trees import cloned
+from trainformer.backends.torch.state import cloned
 from trainformer.callbacks.base import CallbackList
 from trainformer.checkpointing import StateComponent
 from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, UsersStrategy, as_loader, state_options
@@ -70,7 +70,7 @@ class MiniRun(TorchRun):
             set_optimizer_state_dict(model, optimizer, cloned(state), options=options)
 
         shared = {
-            "model": StatefulAdapter(task.model_state, task.load_model_state),
+            "model": StatefulAdapter(task.model_state_dict, task.load_model_state_dict),
             "optimizer": StatefulAdapter(lambda: get_optimizer_state_dict(model, optimizer, options=options), put),
         }
         return [replace(c, stateful=shared.get(c.key, c.stateful)) for c in components]
@@ -180,7 +180,7 @@ class Bookkeeper:
     def on_train_begin(self, trainer: Any) -> None:
         """Forget what an earlier run was waiting for."""
         self._loader.take_times(0.0)
-        self._task.on_step_dropped()
+        self._task.on_step_skipped()
 
     def on_step_begin(self, trainer: Any, step: int) -> None:
         """From here on the step counts as the current one."""

@@ -203,7 +203,7 @@ def single_sample_batchnorm(*modules: nn.Module, size: int) -> AbstractContextMa
 def _running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     together = world_size() > 1
     parts = [p for module in modules for p in module.modules() if isinstance(p, _BatchNorm) and p.training]
-    shared: list[Any] = [p for p in parts if together and getattr(p, "shares_statistics", False)]
+    shared: list[Any] = [p for p in parts if together and getattr(p, "syncs_statistics", False)]
     own = [p for p in parts if not (together and (isinstance(p, nn.SyncBatchNorm) or p in shared))]
     for part in own:
         part.training = False

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import local_parts
+from trainformer.utils.distributed import local_tensors
 
 _HALF = (torch.float16, torch.bfloat16)
 # Where modules that are no nn.Dropout keep a rate: drop-path and DropBlock of timm, its patch dropout, torchvision's
@@ -79,7 +79,7 @@ class MomentumCopy(nn.Module):
             for mine, weight in zip(moved, new.values(), strict=True)
         ]
         if moved:
-            torch._foreach_lerp_(local_parts(moved), local_parts(towards), 1 - momentum)
+            torch._foreach_lerp_(local_tensors(moved), local_tensors(towards), 1 - momentum)
 
     def _precision(self) -> Any:
         first = next(self.module.parameters(), None)

@@ -109,7 +109,7 @@ class LiveControl:
         self._taken = self._drain()
         return [ticket.request for ticket in self._taken]
 
-    def carry_out(self, requests: list[Request]) -> None:
+    def apply_requests(self, requests: list[Request]) -> None:
         """Apply requests, on every rank; where they came in, whoever asked gets an answer when they are done."""
         possible = self._possible(requests)
         for request, is_possible in zip(requests, possible, strict=True):

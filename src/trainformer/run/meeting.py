@@ -51,8 +51,8 @@ def _see(folder: Path, process_group: ProcessGroup) -> None:
     )  # cleared away with drafts, if left behind
     if process_group.is_main:
         mark.touch()
-    process_group.gather(None)
-    blind = [rank for rank, seen in enumerate(process_group.gather(_is_there(mark))) if not seen]
+    process_group.all_gather_object(None)
+    blind = [rank for rank, seen in enumerate(process_group.all_gather_object(_is_there(mark))) if not seen]
     if process_group.is_main:
         mark.unlink(missing_ok=True)
     if blind:

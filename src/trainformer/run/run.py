@@ -222,7 +222,7 @@ class Run(ABC):
             stack.enter_context(folder.log_file())
             shown = self.habits.shows_messages or "console" in _as_list(settings.log)
             stack.enter_context(messages_on(self.console, wanted=shown and self.process_group.is_main))
-            stack.enter_context(self.process_group.watching(settings.rank_timeout))
+            stack.enter_context(self.process_group.monitoring(settings.rank_timeout))
             if self.folder is None:
                 self._prepare(folder)
                 self.folder = folder
@@ -240,7 +240,7 @@ class Run(ABC):
             announce_start(self)
             stack.enter_context(self._failing_loudly())
             self._loop = self._make_loop()
-            self.backend.asks = self._loop.agreement.has_requests
+            self.backend.has_request = self._loop.requests.has_requests
             self._loop.run()
             if self._checkpointer is not None:
                 self._checkpointer.conclude()
@@ -396,11 +396,11 @@ class Run(ABC):
         """What was asked for."""
         return self._live.take()
 
-    def carry_out(self, requests: list[Any]) -> None:
+    def apply_requests(self, requests: list[Any]) -> None:
         """Enter it into the control."""
-        self._live.carry_out(requests)
+        self._live.apply_requests(requests)
 
-    def worth_keeping(self, metrics: dict[str, float]) -> bool:
+    def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is among the best."""
         checkpointer = self._checkpointer
         if (
@@ -463,7 +463,7 @@ class Run(ABC):
 
     def stop(self, reason: str) -> None:
         """End training after this step; whoever is being called is named as the one who asked."""
-        self.control.stop(reason, by=self.bus.speaker or "the caller")
+        self.control.stop(reason, by=self.bus.current_listener or "the caller")
 
 
 def _as_list(value: Any) -> list[Any]:

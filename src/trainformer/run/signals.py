@@ -46,12 +46,12 @@ def obeying_signals(control: Control, rules: SignalRules) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and signal.SIGINT in (control.noted_signal, control.signal):
+        if number == signal.SIGINT and signal.SIGINT in (control.pending_signal, control.signal):
             raise KeyboardInterrupt  # asked twice: at once
-        control.noted_signal = number
+        control.pending_signal = number
 
     def save(number: int, frame: FrameType | None) -> None:
-        control.noted_save = True
+        control.pending_save = True
 
     wanted = dict.fromkeys(rules.stopping, stop) | dict.fromkeys(SAVING, save)
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}

@@ -17,7 +17,7 @@ from trainformer.tasks.base import TaskBase
 _WEIGHTS = "model.safetensors"  # what a checkpoint has of the model
 
 
-class Adapted(TaskBase):
+class AdapterMixin(TaskBase):
     """Base of tasks that may have an adapter on their model. A subclass puts it there when it makes the model."""
 
     adapter: Adapter | None
@@ -30,11 +30,11 @@ class Adapted(TaskBase):
             raise BadArgument(expected("adapter to be a LoRA, QLoRA, PrefixTuning or the like", self.adapter))
         self.adapter.check(kind=kind, packing=packing)
 
-    def model_state(self) -> dict[str, Tensor]:
+    def model_state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: with an adapter, the adapter alone."""
         return self.model.state_dict() if self.adapter is None else adapter_state_dict(self.model)
 
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
+    def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take it back."""
         if self.adapter is None:
             self.model.load_state_dict(state)

@@ -21,7 +21,7 @@ from torch import nn
 
 from trainformer.adapters.base import is_adapted, kind_of, unwrapped
 from trainformer.adapters.targets import head_names, linear_names
-from trainformer.backends.torch.random_state import capture_random, restore_random
+from trainformer.backends.torch.state import capture_random, restore_random
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 

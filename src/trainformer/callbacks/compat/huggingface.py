@@ -248,7 +248,7 @@ class Bridge:
         if flag in _FLAGS:
             setattr(engine, _FLAGS[flag], value)
         elif not value:
-            engine.call_off_stop()
+            engine.cancel_stop()
         elif flag == "should_abort_without_save":
             engine.abort(f"it set {flag} in {event}", by=callback)
         else:

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from trainformer.backends.torch.codec import read_tensors, read_weights
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.sharing import files_for
 from trainformer.checkpointing.snapshot import read_snapshot
 from trainformer.checkpointing.tools.arrays import read_arrays
 from trainformer.checkpointing.torch_components import read_component
 from trainformer.core.errors import DataError, expected
-from trainformer.distributed.strategy import whole
+from trainformer.distributed.strategy import unsharded
+from trainformer.utils.tensor_files import read_tensors, read_weights
 from trainformer.utils.tree_files import read_tree
 
 
@@ -59,7 +59,7 @@ class States(Mapping[str, Any]):
             return read_arrays(source.path / key)
         if format == "tree":
             return read_tree(source.path, names)
-        return whole(read_component(source.path, names, format))
+        return unsharded(read_component(source.path, names, format))
 
 
 def read_file(path: Path) -> dict[str, Any]:

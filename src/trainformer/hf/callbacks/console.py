@@ -204,6 +204,6 @@ def _describe_batch(args: Any, trainer: Any) -> str:
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     # Ranks that hold shards of one model compute the same samples.
     process_group = getattr(trainer, "_process_group", None)
-    replicas = getattr(args, "world_size", 1) if process_group is None else process_group.count
+    replicas = getattr(args, "world_size", 1) if process_group is None else process_group.dp_world_size
     total = size * accumulation * replicas
     return f"{total:,} samples per step: {size} per device x {accumulation} accumulated x {replicas} processes"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.backends.torch.gradients import is_divided
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.common import is_evaluation, trainer_api
 from trainformer.hf.callbacks.tensorboard import WriterHandle
+from trainformer.utils.distributed import is_dtensor
 from trainformer.utils.helpers import _peak_resident_bytes
 
 logger = logging.getLogger("trainformer")
@@ -277,7 +277,7 @@ def layer_norms(
 
 def _norm(grad: Tensor) -> Tensor:
     norm: Any = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return norm.full_tensor() if is_divided(norm) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def _to_host(scalars: list[Tensor]) -> list[float]:

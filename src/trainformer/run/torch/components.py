@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.state_trees import gathered
+from trainformer.backends.torch.state import gathered
 from trainformer.checkpointing import SharingPattern, StateComponent
-from trainformer.distributed.sharded_state import fitted
-from trainformer.distributed.strategy import whole
+from trainformer.distributed.sharded_state import resharded
+from trainformer.distributed.strategy import unsharded
 from trainformer.run.components import StatefulAdapter, callback_states, record_components
 from trainformer.tasks.base import provides
 
@@ -24,13 +24,13 @@ def state_components(run: TorchRun) -> list[StateComponent]:
     task, backend = run.task, run.backend
     model, optimizer, schedule = task.model, backend.optimizer, backend.schedule
     weights, load_weights = model.state_dict, model.load_state_dict
-    if provides(task, "model_state"):
-        weights, load_weights = task.model_state, task.load_model_state
+    if provides(task, "model_state_dict"):
+        weights, load_weights = task.model_state_dict, task.load_model_state_dict
     strategy = backend.strategy
     sharing, replicated = strategy.sharing, strategy.sharing is SharingPattern.REPLICATED
     # Of a run with an adapter only that is saved: small, and as the file that peft reads.
-    is_small = strategy.divides_state and getattr(task, "adapter", None) is not None
-    in_parts = strategy.divides_state and not is_small
+    is_small = strategy.shards_state and getattr(task, "adapter", None) is not None
+    in_parts = strategy.shards_state and not is_small
     progress, *others = record_components(run)
     components = [
         StateComponent(
@@ -54,7 +54,7 @@ def state_components(run: TorchRun) -> list[StateComponent]:
             ),
             sharing,
             validate_replication=replicated,
-            format="sharded" if strategy.divides_state else "tensors",
+            format="sharded" if strategy.shards_state else "tensors",
         ),
         StateComponent("schedule", StatefulAdapter(schedule.state_dict, schedule.load_state_dict), required=False),
         StateComponent("backend", StatefulAdapter(backend.state_dict, backend.load_state_dict), required=False),
@@ -78,11 +78,11 @@ def state_components(run: TorchRun) -> list[StateComponent]:
 
 def _perhaps_divided(key: str, held: StatefulAdapter, run: TorchRun) -> StateComponent:
     """A component that may hold a copy of the model: divided where the model is."""
-    if not run.backend.strategy.divides_state:
+    if not run.backend.strategy.shards_state:
         check = held.check
-        unsharded = StatefulAdapter(
-            held.get, lambda s: held.put(whole(s)), None if check is None else lambda s: check(whole(s))
+        full = StatefulAdapter(
+            held.get, lambda s: held.put(unsharded(s)), None if check is None else lambda s: check(unsharded(s))
         )
-        return StateComponent(key, unsharded, required=False)
-    divided = StatefulAdapter(held.get, lambda s: held.put(fitted(s, held.get())), held.check)
-    return StateComponent(key, divided, required=False, format="sharded")
+        return StateComponent(key, full, required=False)
+    sharded = StatefulAdapter(held.get, lambda s: held.put(resharded(s, held.get())), held.check)
+    return StateComponent(key, sharded, required=False, format="sharded")

@@ -34,7 +34,7 @@ class Probe:
         """Forward and backward of one batch; gradients are left in place until `drop` or the next `step`."""
         self._backend.begin_training()
         self._backend.accumulate(batch)
-        self._backend.hear_window()
+        self._backend.reduce_window_loss()
         return self._backend.window_loss()
 
     def drop(self) -> None:

@@ -12,7 +12,7 @@ def refuse_to_part(strategy: Strategy) -> None:
     world_size = Launch.find().world_size
     if type(strategy) is Strategy and world_size > 1:
         raise BadArgument(
-            f"Expected a strategy for the {world_size} processes that were started together, received 'single': each of "
-            "them would train the whole model alone and write to the same folder. Pass strategy='auto', or start one "
-            "process."
+            f"Expected a strategy for the {world_size} processes that were started together, received 'single': each "
+            "of them would train the whole model alone and write to the same folder. Pass "
+            "strategy='auto', or start one process."
         )

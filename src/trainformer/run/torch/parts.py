@@ -31,6 +31,6 @@ def load_options(
         sampler=settings.sampler,
         drop_last=settings.drop_last,
         accumulation=settings.accumulation_steps,
-        shard=Shard(process_group.index, process_group.count),
+        shard=Shard(process_group.dp_rank, process_group.dp_world_size),
         dispatch=process_group if settings.dispatch_batches and not process_group.is_single_process else None,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.state_trees import cloned
+from trainformer.backends.torch.state import cloned
 from trainformer.core.errors import CheckFailed, TrainformerError, did_you_mean
 from trainformer.core.types import DeviceBatch
 from trainformer.engine import Cadence
@@ -92,7 +92,7 @@ def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
     report = CheckReport()
     random = capture_random()
     try:
-        watching = run.process_group.watching(run.settings.rank_timeout)
+        watching = run.process_group.monitoring(run.settings.rank_timeout)
         with watching, run.backend.run_context(), run.sandbox() as probe:
             _arguments(run, report)
             batch = _data(run, probe, report)
@@ -169,10 +169,10 @@ def _training(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckRepo
         problems = ["nothing in the first batch is supervised: the weight of its loss is 0. Are all labels masked?"]
     report.add("forward and backward", problems, f"loss {loss:.4g}")
     backend = run.backend
-    resting = {id(p) for p in run.task.resting_parameters()} if provides(run.task, "resting_parameters") else {}
+    unused = {id(p) for p in run.task.unused_parameters()} if provides(run.task, "unused_parameters") else {}
     named = _gradients(run)
-    resting_names = {backend.names.get(key) for key in resting}
-    without = [name for name, grad in named if grad is None and name not in resting_names]
+    unused_names = {backend.names.get(key) for key in unused}
+    without = [name for name, grad in named if grad is None and name not in unused_names]
     broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
     zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
     if zero:
@@ -208,7 +208,7 @@ def _gradients(run: TorchRun) -> list[tuple[str, Tensor | None]]:
     """The gradient of each parameter that has a name, whoever holds it."""
     backend = run.backend
     known = [(backend.names[id(p)], p) for p in backend.parameters if id(p) in backend.names]
-    return [(name, backend.strategy.gradient_of(p)) for name, p in known]
+    return [(name, backend.strategy.full_gradient(p)) for name, p in known]
 
 
 def _exactness(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckReport) -> None:
@@ -306,7 +306,7 @@ def _first_metrics(run: TorchRun) -> tuple[dict[str, float] | None, str]:
 
 def _of_all_ranks(run: TorchRun, problems: list[str]) -> list[str]:
     """The problems that any rank has, with its number where not all have them: all then ask the same questions."""
-    told = run.process_group.gather(problems)
+    told = run.process_group.all_gather_object(problems)
     texts = dict.fromkeys(text for one in told for text in one)
     where = {text: [str(rank) for rank, one in enumerate(told) if text in one] for text in texts}
     return [t if len(n) == len(told) else f"{t} (on rank {', '.join(n)})" for t, n in where.items()]

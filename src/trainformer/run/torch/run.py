@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from trainformer.backends.torch import TorchBackend
-from trainformer.backends.torch.state_trees import cloned, gathered
+from trainformer.backends.torch.state import cloned, gathered
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.ema import EMA
 from trainformer.checkpointing import SharingPattern, StateComponent
@@ -73,7 +73,7 @@ class TorchRun(Run):
         settings.validate()
         make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
         strategy = make_strategy(settings.strategy)
-        strategy.join(settings.device, settings.rank_timeout)
+        strategy.setup_environment(settings.device, settings.rank_timeout)
         super().__init__(
             owner,
             settings,
@@ -97,8 +97,8 @@ class TorchRun(Run):
         # Settings that follow from task or data, where the user chose none.
         self.suited = without_vain_sampler(settings, suited, loaded.train)
         self.declared = declared_arguments(task)
-        if provides(task, "look_at") and can_be_indexed(loaded.train):
-            task.look_at(loaded.train)
+        if provides(task, "inspect_dataset") and can_be_indexed(loaded.train):
+            task.inspect_dataset(loaded.train)
         if provides(task, "configure"):
             task.configure(loaded.info)
         self.backend = TorchBackend(task, torch_settings(settings), strategy, provides(task, "on_eval_end"))
@@ -222,14 +222,14 @@ class TorchRun(Run):
         """Write everything to one file of the user's choice. Every rank takes part, rank 0 writes."""
         states = {c: gathered(c.stateful.state_dict()) for c in self.components()}
         own = {c.key: state for c, state in states.items() if c.sharing_pattern is SharingPattern.PER_RANK}
-        of_ranks = self.process_group.gather(own)
+        of_ranks = self.process_group.all_gather_object(own)
         content = {c.key: state for c, state in states.items()}
         self.process_group.run_on_main(lambda: write_snapshot(path, content, of_ranks))
         return path
 
-    def whole_model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         """The model to evaluate, predict and export with, all of it on this rank. Every rank takes part."""
-        judged, model = self.inference_model(), self.backend.strategy.whole_model()
+        judged, model = self.inference_model(), self.backend.strategy.unsharded_model()
         if model is self.task.model:  # nothing is divided
             return judged
         if judged is not self.task.model:

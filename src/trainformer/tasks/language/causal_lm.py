@@ -26,7 +26,7 @@ from trainformer.data.text.token_bytes import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import evaluating
-from trainformer.tasks.language.generation import WritesOn
+from trainformer.tasks.language.generation import GenerationMixin
 from trainformer.tasks.language.prediction import TokenPrediction
 
 # No attention mask: padding is on the right, where no token of a causal model looks, and has no labels. With one,
@@ -36,7 +36,7 @@ _CLOSE = 1e-3  # how far packed logits may be off those of single documents: oth
 
 
 @dataclass(eq=False)
-class CausalLM(WritesOn, TokenPrediction):
+class CausalLM(GenerationMixin, TokenPrediction):
     """Train a causal language model (GPT, Llama, Mistral, Qwen, ...) of transformers, from scratch or further.
 
     `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
@@ -66,7 +66,7 @@ class CausalLM(WritesOn, TokenPrediction):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
-    groups_lengths = True
+    groups_by_length = True
     shifted = True
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class ClassifyingTask(LanguageTask):
         said = self.class_names or self.num_classes or self._asked == "regression"
         return bool(said) or self._known_names() is not None
 
-    def look_at(self, dataset: Any) -> None:
+    def inspect_dataset(self, dataset: Any) -> None:
         """Learn the classes from training data, before the model is built. What is known already stays."""
         if self._labels is None and len(dataset):
             base, _ = unwrap_subsets(dataset)  # the part for validation may have classes of its own
@@ -98,7 +98,7 @@ class ClassifyingTask(LanguageTask):
         loaded, self._loaded = self._loaded, None
         # Data that were loaded by path are those of training, or only for validation: then these are fewer.
         if self._labels is None and loaded is not None and len(loaded) >= info.num_samples:
-            self.look_at(loaded)
+            self.inspect_dataset(loaded)
         if self._labels is None:
             self._take(self._labels_from(info))
         super().configure(info)

@@ -72,7 +72,7 @@ class TextEmbedding(LanguageTask):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "embedding"
-    groups_lengths = False  # batches of like lengths would have other negatives than random ones
+    groups_by_length = False  # batches of like lengths would have other negatives than random ones
 
     def __post_init__(self) -> None:
         self._begin()

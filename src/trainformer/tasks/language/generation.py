@@ -14,7 +14,7 @@ from trainformer.models.modes import evaluating
 from trainformer.tasks.language.base import LanguageTask
 
 
-class WritesOn(LanguageTask):
+class GenerationMixin(LanguageTask):
     """Base of tasks whose model continues texts."""
 
     @torch.no_grad()

@@ -63,7 +63,7 @@ class Seq2Seq(TokenPrediction):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "seq2seq"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         for name in ("max_source_length", "max_target_length"):

@@ -80,7 +80,7 @@ class TextClassification(ClassifyingTask):
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
 
     kind = "sequence_classification"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         self._begin()

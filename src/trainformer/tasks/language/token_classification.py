@@ -77,7 +77,7 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
 
     kind = "token_classification"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         self._begin()

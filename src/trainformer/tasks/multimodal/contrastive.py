@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainformer.losses.numerics import Reduction, check_rows, full, full_precision, reduced, unit_rows
-from trainformer.utils.distributed import Shares, gather_rows, row_shares
+from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
 
 def clip_loss(
@@ -42,7 +42,7 @@ def clip_loss(
     with full_precision(images):
         scale = full(log_scale).exp()
         images, texts = unit_rows(images), unit_rows(texts)
-        shares = row_shares(images) if gather else None
+        shares = gather_row_counts(images) if gather else None
         every_image, every_text = _gathered(images, texts, shares)
         to_text, to_image = (scale * images) @ every_text.T, (scale * texts) @ every_image.T
         own = _own(images, shares)
@@ -72,7 +72,7 @@ def siglip_loss(
     check_rows(("images", images), ("texts", texts))
     with full_precision(images):
         images, texts = unit_rows(images), unit_rows(texts)
-        shares = row_shares(images) if gather else None
+        shares = gather_row_counts(images) if gather else None
         every_image = images if shares is None else gather_rows(images, shares)
         logits = (full(log_scale).exp() * texts) @ every_image.T + full(bias)
         own = _own(texts, shares)
@@ -82,7 +82,7 @@ def siglip_loss(
         return reduced((losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(1), reduction)
 
 
-def _gathered(images: Tensor, texts: Tensor, shares: Shares | None) -> tuple[Tensor, Tensor]:
+def _gathered(images: Tensor, texts: Tensor, shares: RowCounts | None) -> tuple[Tensor, Tensor]:
     """Images and texts of all ranks, with one message. Without `shares` nothing is gathered, here and below."""
     if shares is None:
         return images, texts
@@ -90,12 +90,12 @@ def _gathered(images: Tensor, texts: Tensor, shares: Shares | None) -> tuple[Ten
     return every_image, every_text
 
 
-def _own(rows: Tensor, shares: Shares | None) -> Tensor:
+def _own(rows: Tensor, shares: RowCounts | None) -> Tensor:
     """The places of one's own rows among all."""
     return torch.arange(len(rows), device=rows.device) + (0 if shares is None else shares.first)
 
 
-def _left_out(captions: Tensor | None, own: Tensor, shares: Shares | None) -> Tensor | None:
+def _left_out(captions: Tensor | None, own: Tensor, shares: RowCounts | None) -> Tensor | None:
     """Which of all rows (columns) have the caption of one's own rows, and are not those themselves."""
     if captions is None:
         return None

@@ -36,8 +36,8 @@ from trainformer.tasks.multimodal.vlm_encode import Block, ImageTextEncoder
 from trainformer.tasks.multimodal.vlm_parts import (
     check_parts,
     freeze_parts,
+    parameters_without_gradient,
     seeing_parameters,
-    unused_parameters,
 )
 
 logger = logging.getLogger("trainformer")
@@ -120,7 +120,7 @@ class VLM(ProcessorTask, TokenPrediction):
 
     def _freeze_unused(self, model: nn.Module) -> None:
         """Parameters that want gradients and never get any would stop distributed training, which waits for them."""
-        unused = unused_parameters(model, self._blank_image().pixels)
+        unused = parameters_without_gradient(model, self._blank_image().pixels)
         for name in unused:
             model.get_parameter(name).requires_grad_(False)
         if unused:

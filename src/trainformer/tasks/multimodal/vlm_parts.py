@@ -77,7 +77,7 @@ def seeing_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if p.requires_grad and parts[n] != "language"}
 
 
-def unused_parameters(model: nn.Module, pixels: Mapping[str, Tensor]) -> list[str]:
+def parameters_without_gradient(model: nn.Module, pixels: Mapping[str, Tensor]) -> list[str]:
     """Names of trainable parameters that get no gradient from an image, found by one backward pass."""
     seeing = seeing_parameters(model)
     look: Any = getattr(unwrapped(model), "get_image_features", None)

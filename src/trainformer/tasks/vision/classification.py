@@ -24,7 +24,7 @@ from trainformer.data.metadata import DatasetInfo
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1, topk_correct
 from trainformer.models.backbones import Unbuilt, Weights, outputs_of
 from trainformer.models.heads import single_sample_batchnorm
-from trainformer.tasks.adapter_mixin import Adapted
+from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.vision.arguments import (
     balanced_weights,
@@ -52,7 +52,7 @@ from trainformer.tasks.vision.report import calibration_error, confusion_table
 
 
 @dataclass(eq=False)
-class ImageClassification(Adapted, VisionTask):
+class ImageClassification(AdapterMixin, VisionTask):
     """Classify images with a timm backbone, or with a module of your own that gives logits.
 
     The head is sized from the data unless `num_classes` says otherwise; so are the input channels (`in_chans`).
@@ -247,7 +247,7 @@ class ImageClassification(Adapted, VisionTask):
             )
         return parts
 
-    def set_mode(self, train: bool) -> None:
+    def set_train_mode(self, train: bool) -> None:
         """Training or evaluation mode. A frozen backbone is always in the latter: no statistics move, nothing drops.
 
         Under an adapter they do not move either: its checkpoint would not hold them.

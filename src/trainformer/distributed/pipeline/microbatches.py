@@ -19,7 +19,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Loss, Mean
 from trainformer.data.loader import batch_length
 from trainformer.data.sharding import slice_batch
-from trainformer.distributed.stages import Chain
+from trainformer.distributed.pipeline.stages import Chain
 
 
 class Meta(NamedTuple):

@@ -22,18 +22,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainformer.core.errors import DataError, expected
-from trainformer.utils.distributed import data_group, is_padding, world_size
+from trainformer.utils.distributed import data_parallel_group, is_padding, world_size
 
 logger = logging.getLogger("trainformer")
 
 
-def share_batchnorm(module: nn.Module) -> int:
+def convert_sync_batchnorm(module: nn.Module) -> int:
     """Let every BatchNorm in a module, in place, take its statistics over all ranks; how many there are of them.
 
     To be called when the module is on its device: on CUDA the work is done by `torch.nn.SyncBatchNorm`.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
-    >>> share_batchnorm(model), type(model[1]).__name__, isinstance(model[1], nn.BatchNorm1d)
+    >>> convert_sync_batchnorm(model), type(model[1]).__name__, isinstance(model[1], nn.BatchNorm1d)
     (1, 'SharedBatchNorm1d', True)
     """
     shared = 0
@@ -61,7 +61,7 @@ class _Rebuilt:
     _was: type
     _kind: type
     #: Read and set by `models.heads.single_sample_batchnorm`.
-    shares_statistics = True
+    syncs_statistics = True
     single_sample = False
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ def _statistics(rows: Tensor, samples: int) -> tuple[Tensor, Tensor, int, int]:
         message[:-2] = torch.cat([mean, variance * count])
     message[-2], message[-1] = count, samples
     received = [torch.empty_like(message) for _ in range(world_size())]
-    dist.all_gather(received, message, group=data_group())
+    dist.all_gather(received, message, group=data_parallel_group())
     means, squares, sizes = torch.stack(received).split([channels, channels, 2], dim=1)
     counts, total = sizes[:, :1], sizes.sum(0)
     mean = (means * counts).sum(0) / total[0].clamp(min=1)
@@ -130,7 +130,7 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, mean, inverse)
         ctx.count = 0 if is_padding() else count  # the statistics do not depend on padding
-        ctx.group = data_group()
+        ctx.group = data_parallel_group()
         scale = inverse if weight is None else inverse * weight
         made = (rows.to(mean.dtype) - _shaped(mean, rows)) * _shaped(scale, rows)
         return (made if bias is None else made + _shaped(bias, rows)).to(rows.dtype)
@@ -159,7 +159,7 @@ class _Normalise(torch.autograd.Function):
 class _Synced(_Rebuilt, nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` with padding that counts as nothing. (It waits for the device in every forward pass.)"""
 
-    process_group = property(lambda self: data_group())  # type: ignore[assignment]  # an attribute could not be copied
+    process_group = property(lambda self: data_parallel_group())  # type: ignore[assignment]  # an attribute could not be copied
 
     def forward(self, input: Tensor) -> Tensor:
         """The input, normalised by mean and variance of the samples of all ranks."""

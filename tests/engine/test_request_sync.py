@@ -5,7 +5,7 @@ import threading
 from fakes import FakeServices
 
 from trainformer.engine import Control
-from trainformer.engine.agreement import Agreement
+from trainformer.engine.request_sync import RequestSync
 
 
 class Table:
@@ -30,31 +30,31 @@ class Seat:
     def __init__(self, table, rank):
         self.table, self.rank = table, rank
         self.is_main, self.is_single_process = rank == 0, table.count == 1
-        self.asks = lambda: False
+        self.has_request = lambda: False
         self.exchanges = 0
 
-    def gather(self, value):
+    def all_gather_object(self, value):
         self.exchanges += 1
         return self.table.exchange(self.rank, value)
 
-    def any(self, flags):
+    def any_rank(self, flags):
         self.exchanges += 1
         return [any(column) for column in zip(*self.table.exchange(self.rank, flags), strict=True)]
 
-    def others_ask(self):
-        return any(self.table.exchange(self.rank, self.asks()))  # what travels with gradients
+    def any_rank_has_request(self):
+        return any(self.table.exchange(self.rank, self.has_request()))  # what travels with gradients
 
 
 def together(count, story):
-    """Run ``story(rank, control, agreement)`` on so many ranks at once; what each control was left with."""
+    """Run ``story(rank, control, sync)`` on so many ranks at once; what each control was left with."""
     table = Table(count)
     seats, controls, errors = [Seat(table, rank) for rank in range(count)], [Control() for _ in range(count)], []
 
     def play(rank):
-        agreement = Agreement(controls[rank], seats[rank], seats[rank], FakeServices())
-        seats[rank].asks = agreement.has_requests
+        sync = RequestSync(controls[rank], seats[rank], seats[rank], FakeServices())
+        seats[rank].has_request = sync.has_requests
         try:
-            story(rank, controls[rank], agreement)
+            story(rank, controls[rank], sync)
         except Exception as error:
             errors.append(error)
             table.barrier.abort()
@@ -69,13 +69,13 @@ def together(count, story):
 
 
 def test_what_a_callback_asks_on_one_rank_all_ranks_do():
-    def story(rank, control, agreement):
-        agreement.begin(lambda: rank == 2)
+    def story(rank, control, sync):
+        sync.begin(lambda: rank == 2)
         if rank == 2:
             control.should_save = True
             control.should_end_epoch = True
             control.stop("enough", by="Judge")
-        agreement.hear()
+        sync.poll_requests()
 
     controls, _ = together(3, story)
     for rank, control in enumerate(controls):
@@ -87,37 +87,37 @@ def test_what_a_callback_asks_on_one_rank_all_ranks_do():
 
 
 def test_nobody_exchanges_anything_where_nobody_can_ask():
-    def story(rank, control, agreement):
-        agreement.begin(lambda: False)
+    def story(rank, control, sync):
+        sync.begin(lambda: False)
         for _ in range(5):
-            agreement.hear()
+            sync.poll_requests()
 
     _, seats = together(2, story)
     assert [seat.exchanges for seat in seats] == [1, 1]  # before the first step
 
 
 def test_a_callback_that_comes_later_on_one_rank_is_heard():
-    def story(rank, control, agreement):
+    def story(rank, control, sync):
         came = [False]
-        agreement.begin(lambda: came[0])
-        agreement.hear()
+        sync.begin(lambda: came[0])
+        sync.poll_requests()
         came[0] = rank == 1
         if rank == 1:
             control.stop("late", by="Latecomer")
-        agreement.hear()
+        sync.poll_requests()
 
     controls, _ = together(2, story)
     assert [control.stop_reason for control in controls] == ["late", "late"]
 
 
 def test_a_signal_and_the_clock_of_rank_0_reach_all_ranks_once():
-    def story(rank, control, agreement):
-        agreement.begin(lambda: False)
-        agreement.note_overdue("should_log")  # clocks of other ranks do not count
-        control.noted_signal = 15 if rank == 1 else None
-        control.noted_save = rank == 2
-        agreement.hear()
-        assert not agreement.has_requests()
+    def story(rank, control, sync):
+        sync.begin(lambda: False)
+        sync.note_overdue("should_log")  # clocks of other ranks do not count
+        control.pending_signal = 15 if rank == 1 else None
+        control.pending_save = rank == 2
+        sync.poll_requests()
+        assert not sync.has_requests()
 
     controls, _ = together(3, story)
     for control in controls:
@@ -125,11 +125,11 @@ def test_a_signal_and_the_clock_of_rank_0_reach_all_ranks_once():
 
 
 def test_the_clock_of_another_rank_asks_for_nothing():
-    def story(rank, control, agreement):
-        agreement.begin(lambda: False)
+    def story(rank, control, sync):
+        sync.begin(lambda: False)
         if rank == 1:
-            agreement.note_overdue("should_evaluate")
-        agreement.hear()
+            sync.note_overdue("should_evaluate")
+        sync.poll_requests()
 
     controls, seats = together(2, story)
     assert not any(control.should_evaluate for control in controls)
@@ -137,11 +137,11 @@ def test_the_clock_of_another_rank_asks_for_nothing():
 
 
 def test_what_came_after_the_last_step_is_heard_at_the_end():
-    def story(rank, control, agreement):
-        agreement.begin(lambda: False)
-        agreement.hear()
-        control.noted_save = rank == 1
-        agreement.conclude()
+    def story(rank, control, sync):
+        sync.begin(lambda: False)
+        sync.poll_requests()
+        control.pending_save = rank == 1
+        sync.drain()
 
     controls, _ = together(2, story)
     assert [control.should_save for control in controls] == [True, True]
@@ -149,9 +149,9 @@ def test_what_came_after_the_last_step_is_heard_at_the_end():
 
 def test_one_process_obeys_without_asking_anybody():
     control = Control()
-    agreement = Agreement(control, Seat(Table(1), 0), Seat(Table(1), 0), FakeServices())
-    agreement.begin(lambda: True)
-    control.noted_signal = 10
-    agreement.hear()
+    sync = RequestSync(control, Seat(Table(1), 0), Seat(Table(1), 0), FakeServices())
+    sync.begin(lambda: True)
+    control.pending_signal = 10
+    sync.poll_requests()
     assert control.signal == 10
-    assert control.noted_signal is None
+    assert control.pending_signal is None

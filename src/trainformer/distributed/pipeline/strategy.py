@@ -23,18 +23,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from trainformer.backends.torch import gradients
 from trainformer.backends.torch.optimizers import named_parameters
-from trainformer.backends.torch.state_trees import check_fits
+from trainformer.backends.torch.state import check_fits
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import BackwardDone
-from trainformer.distributed import pipeline_links as links
 from trainformer.distributed.ddp import device_of
-from trainformer.distributed.pipeline_parts import Meta, Part, Piece, Result, cut, weighed
-from trainformer.distributed.pipeline_state import WholeOptimizer, gathered
+from trainformer.distributed.pipeline import links
+from trainformer.distributed.pipeline.microbatches import Meta, Part, Piece, Result, cut, weighed
+from trainformer.distributed.pipeline.stages import Chain
+from trainformer.distributed.pipeline.state import GatheredOptimizer, gathered
 from trainformer.distributed.process_group import TorchProcessGroup
-from trainformer.distributed.stages import Chain
-from trainformer.distributed.strategy import Strategy, whole
+from trainformer.distributed.strategy import Strategy, unsharded
 from trainformer.models.modes import evaluating
-from trainformer.utils.distributed import use_group
+from trainformer.utils.distributed import set_data_parallel_group
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 #: Schedules that are kept, each for one shape of batches: they hold memory to receive into.
@@ -83,15 +83,15 @@ class Pipeline(Strategy):
         self._plans: OrderedDict[Any, _Plan] = OrderedDict()
         self._apart = False
         self._sums: Tensor | None = None
-        self._optimizer: WholeOptimizer | None = None
+        self._optimizer: GatheredOptimizer | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------
 
-    def join(self, device: Any, timeout: float) -> torch.device:
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
         """Meet the other ranks. All of them compute the same batches."""
         if self.process_group.is_single_process:
             self.process_group = TorchProcessGroup.join(device, timeout)
-            self.process_group.index, self.process_group.count = 0, 1
+            self.process_group.dp_rank, self.process_group.dp_world_size = 0, 1
         return device_of(self.process_group, device)
 
     def prepare(self, task: Any, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class Pipeline(Strategy):
             self._tied = tied if self.process_group.rank in (0, self.process_group.world_size - 1) else None
         chain.keep(set(range(self.process_group.rank, stages, self.process_group.world_size)))
         # All ranks have the same samples, and the last one alone computes losses: nobody shares rows with another.
-        use_group(None if self.process_group.is_single_process else dist.new_subgroups(1)[0])
+        set_data_parallel_group(None if self.process_group.is_single_process else dist.new_subgroups(1)[0])
         super().prepare(task, device)
 
     def _check_microbatches(self, stages: int) -> None:
@@ -136,7 +136,7 @@ class Pipeline(Strategy):
     def count_parameters(self, parameters: Iterable[Tensor]) -> int:
         """Those of all stages; what two of them share counts once."""
         own = [p for p in parameters if p is not self._tied or self.process_group.is_main]
-        return sum(self.process_group.gather(super().count_parameters(own)))
+        return sum(self.process_group.all_gather_object(super().count_parameters(own)))
 
     def describe(self) -> str:
         """Name, number of processes, and where stages begin."""
@@ -144,8 +144,8 @@ class Pipeline(Strategy):
             return f"{self.name} over {self.process_group.world_size} processes"
         sizes = [high - low for low, high in pairwise(self.chain.edges)]
         return (
-            f"{self.name} ({self.schedule}) over {self.process_group.world_size} processes: {self.chain.count} stages of "
-            f"{', '.join(map(str, sizes))} layers, {self.microbatches} micro-batches"
+            f"{self.name} ({self.schedule}) over {self.process_group.world_size} processes: {self.chain.count} stages "
+            f"of {', '.join(map(str, sizes))} layers, {self.microbatches} micro-batches"
         )
 
     # -- a step --------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Pipeline(Strategy):
         return None if self.process_group.is_single_process else self._train
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Gradients are this rank's own until the last batch of a step."""
         self._apart = True
         try:
@@ -207,7 +207,7 @@ class Pipeline(Strategy):
                 total = total + value.detach().double()
         return total
 
-    def send(self, loss: Any, values: Tensor) -> Any:
+    def piggyback_stats(self, loss: Any, values: Tensor) -> Any:
         """Weight and loss are the same on all ranks and count once; what ranks ask for is added up."""
         if not self.process_group.is_single_process:
             mine = values.clone()
@@ -217,7 +217,7 @@ class Pipeline(Strategy):
             self._sums = mine
         return loss
 
-    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+    def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
         """The sums."""
         sums, self._sums = self._sums, None
         return sums
@@ -275,7 +275,7 @@ class Pipeline(Strategy):
 
             output = self._through(self.task.train_step, piece.data, look)
             metrics = list(weighed(output, piece.rows)[1].metrics) if self._has_last else []
-        if self.process_group.any(drew)[0]:
+        if self.process_group.any_rank(drew)[0]:
             raise BadArgument(
                 f"Expected {type(self.task).__name__}.train_step to draw no random numbers before it calls the model "
                 "(mixing images and labels, say), received one that does: every rank would draw others. Turn that "
@@ -314,11 +314,11 @@ class Pipeline(Strategy):
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """See which parameters the optimizers of all ranks have."""
         if not self.process_group.is_single_process:
             named = {self._names[id(p)]: p for p in self.task.model.parameters() if p.requires_grad}
-            self._optimizer = WholeOptimizer(self.process_group, optimizer, named, list(self._names.values()))
+            self._optimizer = GatheredOptimizer(self.process_group, optimizer, named, list(self._names.values()))
         return optimizer
 
     def model_state(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -331,13 +331,13 @@ class Pipeline(Strategy):
 
     def load_model_state(self, state: Any, plain: Callable[[Any], Any]) -> None:
         """Take back what is this rank's of the weights of a whole model."""
-        state, own = whole(state), self.task.model.state_dict()
+        state, own = unsharded(state), self.task.model.state_dict()
         plain({key: value for key, value in state.items() if key in own})
 
     def check_model_state(self, state: Any, plain: Callable[[], dict[str, Any]]) -> None:
         """Raise if weights do not fit. Of those of other ranks only the names are known here."""
         own, elsewhere = plain(), set(self._keys)
-        state = {key: value for key, value in whole(state).items() if key in own or key not in elsewhere}
+        state = {key: value for key, value in unsharded(state).items() if key in own or key not in elsewhere}
         check_fits(own, state, "model")
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -349,14 +349,14 @@ class Pipeline(Strategy):
         if self._optimizer is None:
             super().load_optimizer_state(optimizer, state)
         else:
-            self._optimizer.load(whole(state))
+            self._optimizer.load(unsharded(state))
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Raise if it does not fit."""
         if self._optimizer is None:
             super().check_optimizer_state(optimizer, state)
         else:
-            self._optimizer.check(whole(state))
+            self._optimizer.check(unsharded(state))
 
     def copy_model(self) -> nn.Module:
         """Refused: a copy of this rank's layers is of no use to anybody."""
@@ -367,7 +367,7 @@ class Pipeline(Strategy):
             "whole. Leave it out, or use strategy='ddp', 'fsdp' or 'tp'."
         )
 
-    def whole_model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         """A copy of the model on the host; on rank 0 with all of its weights. Every rank must take part."""
         model = self.task.model
         if self.process_group.is_single_process or self.chain is None:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients
 from trainformer.core.errors import BadArgument, expected
-from trainformer.distributed.optimizer_state import whole_optimizer_state
-from trainformer.distributed.strategy import check_groups, whole
+from trainformer.distributed.optimizer_state import unsharded_optimizer_state
+from trainformer.distributed.strategy import check_groups, unsharded
 
 _STAGES = {0: "strategy='ddp'", 3: "strategy='fsdp', which divides the weights as well"}
 # They look at whole tensors; DeepSpeed makes Adagrad anew, without its groups.
@@ -121,7 +121,7 @@ class Zero:
         return call
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """The context of a micro-batch that is not the last of its step."""
         self.engine.set_gradient_accumulation_boundary(False)
         try:
@@ -162,7 +162,7 @@ class Zero:
         dist.all_reduce(square)
         return square.sqrt().to(grads[0].dtype)
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """The whole gradient of a parameter, for somebody who looks at it. Every rank must take part."""
         for parameters, part in zip(self._groups, self._parts, strict=True):
             if any(p is parameter for p in parameters):
@@ -194,7 +194,7 @@ class Zero:
     @torch.no_grad()
     def load_state_dict(self, state: Any) -> None:
         """Take it back: this rank keeps its part. It may come from any number of ranks and any strategy."""
-        saved = whole_optimizer_state(whole(state))
+        saved = unsharded_optimizer_state(unsharded(state))
         parts: dict[int, dict[str, Any]] = {}
         groups, first = [], 0
         for i, (group, parameters) in enumerate(zip(saved["param_groups"], self._groups, strict=True)):
@@ -208,7 +208,7 @@ class Zero:
     def check_state(self, state: Any) -> None:
         """Raise if it does not fit."""
         made_with: Any = SimpleNamespace(param_groups=[{"params": parameters} for parameters in self._groups])
-        check_groups(made_with, whole_optimizer_state(whole(state)))
+        check_groups(made_with, unsharded_optimizer_state(unsharded(state)))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

@@ -1,27 +1,43 @@
-"""The micro-batches of one optimizer step, on their way to one gradient: losses, weights and counts.
+"""Gradient accumulation: the micro-batches of one optimizer step, and cutting them smaller when memory runs out.
 
-Owns the arithmetic of sums and weights that `backend` states. Computing and applying gradients is left to the backend.
+`AccumulationWindow` owns the (sum, weight) arithmetic that `backend` describes; the backend computes and applies the
+gradients. `MemorySplitter` owns the number of pieces a micro-batch is cut into after an out-of-memory error.
 """
 
 from __future__ import annotations
 
+import logging
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import BackwardDone, DeviceBatch, Entry, Loss, Mean
+from trainformer.data.sharding import slice_batch
+
+logger = logging.getLogger("trainformer")
 
 
-class Window:
-    """The micro-batches of one optimizer step: their losses, weights and counts.
+class AccumulationWindow:
+    """Losses, weights and counts of the micro-batches accumulated for one optimizer step.
 
-    Where ranks share a step, `reference` is a number that is the same on all of them; else it is the weight of the
-    first micro-batch.
+    `reference` is what loss sums are divided by before the backward pass. With several ranks it is a constant they
+    all know; with one process it is the weight of the first micro-batch.
     """
 
-    __slots__ = ("_reference", "_weights", "bad", "consumed", "entries", "is_idle", "samples", "tokens", "whole")
+    __slots__ = (
+        "_reference",
+        "_weights",
+        "bad",
+        "consumed",
+        "entries",
+        "global_samples",
+        "is_idle",
+        "samples",
+        "tokens",
+    )
 
     def __init__(self, reference: float | None = None) -> None:
         self.entries: list[Entry] = []
@@ -29,23 +45,23 @@ class Window:
         self.tokens = 0
         self.bad = 0
         self.consumed = 0
-        self.whole: int | None = 0  # samples of all ranks; None: only they themselves know theirs
-        self.is_idle = False  # there were micro-batches, and all of them went without a loss
+        self.global_samples: int | None = 0  # samples over all ranks; None if a rank only knows its own
+        self.is_idle = False  # there were micro-batches, but none returned a loss
         self._reference: Any = reference
         self._weights: list[Any] = []
 
     def add(self, output: Any, batch: DeviceBatch) -> Tensor | None:
-        """Take in what a task's `train_step` returned; what comes back is to be differentiated, if anything."""
+        """Record what `train_step` returned; returns the loss to call backward on, if there is one."""
         self.samples += batch.size
         self.tokens += batch.tokens
         self.bad += batch.bad
         self.consumed += batch.size + batch.bad if batch.consumed is None else batch.consumed
-        if not isinstance(output, Tensor) or batch.whole is None or self.whole is None:
-            self.whole = None
+        if not isinstance(output, Tensor) or batch.whole is None or self.global_samples is None:
+            self.global_samples = None
         else:
-            self.whole += batch.whole
+            self.global_samples += batch.whole
         if batch.size == 0:
-            output = _without_weight(output)
+            output = _zero_weight(output)
         if isinstance(output, Tensor):
             return self._add_mean(output, batch.size)
         if isinstance(output, (Loss, Mean, BackwardDone)):
@@ -80,7 +96,7 @@ class Window:
         if self._reference is None:
             self._reference = weight
             return mean
-        if not isinstance(weight, Tensor) and weight == self._reference:  # to compare tensors would wait for the device
+        if not isinstance(weight, Tensor) and weight == self._reference:  # comparing tensors would sync with the device
             return mean
         return mean * (weight / self._reference)
 
@@ -91,25 +107,26 @@ class Window:
         self.entries.append(Entry("loss", total.detach(), weight, False))
         self._weights.append(weight)
         if self._reference is None:
-            # A micro-batch without any weight (all labels masked) has sum 0: it must not become 0 / 0.
+            # A micro-batch of weight 0 (all labels masked) has sum 0: avoid 0 / 0.
             if isinstance(weight, Tensor):
                 self._reference = torch.where(weight > 0, weight, 1)
             else:
                 self._reference = weight if weight > 0 else 1
         return total / self._reference
 
-    def factor(self) -> Tensor | float | None:
-        """What turns the sum of the scaled gradients into the gradient of the mean; None where that is 1."""
+    def gradient_scale(self) -> Tensor | float | None:
+        """Factor that turns the accumulated gradients into the gradient of the mean loss; None means 1."""
         if len(self._weights) == 1:
             return None
         return _ratio(self._reference, self._weight())
 
-    def shared_factor(self, averaged_over: int, weight: Tensor) -> Tensor | float | None:
-        """The same for gradients that are means over ranks; `weight` is that of all of them."""
-        return _ratio(self._reference * averaged_over, weight if self.whole is None else self.whole)
+    def reduced_gradient_scale(self, gradient_divide_factor: int, weight: Tensor) -> Tensor | float | None:
+        """The same for gradients that were averaged over ranks; `weight` is the weight summed over ranks."""
+        total = weight if self.global_samples is None else self.global_samples
+        return _ratio(self._reference * gradient_divide_factor, total)
 
-    def sums(self, device: torch.device) -> Tensor:
-        """Weight and sum of the losses so far, on the device: what ranks tell each other of a step."""
+    def weight_and_sum(self, device: torch.device) -> Tensor:
+        """Total weight and loss sum so far, as a tensor on the device: what ranks all-reduce once per step."""
         losses = [e for e in self.entries if e.name == "loss"]
         total = sum(e.value * e.weight if e.is_mean else e.value for e in losses)
         return torch.stack([_on(device, self._weight()), _on(device, total)])
@@ -117,19 +134,19 @@ class Window:
     def _weight(self) -> Any:
         return sum(self._weights[1:], start=self._weights[0]) if self._weights else 0
 
-    def share(self, weight: Any, total: Any, only_main: bool) -> list[Entry]:
-        """The loss of all ranks instead of our own. `only_main`: another rank enters it into the running metrics."""
+    def replace_loss(self, weight: Any, total: Any, record: bool) -> list[Entry]:
+        """Replace this rank's loss by the all-reduced one. Only one rank may `record` it in the running metrics."""
         loss = [Entry("loss", total, weight, False)]
-        self.entries = [*([] if only_main else loss), *(e for e in self.entries if e.name != "loss")]
+        self.entries = [*(loss if record else []), *(e for e in self.entries if e.name != "loss")]
         return loss
 
     def losses(self) -> list[Tensor]:
-        """The losses of the window, to be looked at for NaN."""
+        """Losses of all micro-batches, for the NaN check."""
         return [entry.value for entry in self.entries if entry.name == "loss"]
 
 
 def _on(device: torch.device, value: Any) -> Tensor:
-    # A number is filled in on the device: to copy it there would wait.
+    # `full` fills the number in on the device; copying it there would sync.
     wide = torch.float64
     return value.to(device, wide) if isinstance(value, Tensor) else torch.full((), value, dtype=wide, device=device)
 
@@ -142,8 +159,8 @@ def _ratio(reference: Any, total: Any) -> Tensor | float | None:
     return reference / total if total > 0 else 0.0
 
 
-def _without_weight(output: Any) -> Any:
-    """What a batch that is only there so that its rank can take part counts: nothing, yet with gradients (of zero)."""
+def _zero_weight(output: Any) -> Any:
+    """The output of a padding batch: it counts for nothing, but still gives (zero) gradients to all-reduce."""
     if isinstance(output, Tensor):
         return output * 0
     if isinstance(output, (Loss, BackwardDone)):
@@ -154,7 +171,7 @@ def _without_weight(output: Any) -> Any:
 
 
 def _as_divisor(weight: Tensor, loss: Tensor) -> Tensor:
-    """A count in the type of the loss: torch divides integers in float32 even where the loss is float64."""
+    """A count in the dtype of the loss: torch divides integers in float32 even if the loss is float64."""
     return weight.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 
@@ -176,3 +193,56 @@ def _check_differentiable(loss: Any) -> None:
             "Expected the loss to depend on a trainable parameter, received one that does not require gradients. "
             "Is the model frozen, or was the loss computed under no_grad or from detached tensors?"
         )
+
+
+class MemorySplitter:
+    """Cuts micro-batches into as many pieces as memory requires. The number of pieces only grows."""
+
+    def __init__(self, policy: str) -> None:
+        if policy not in ("split", "raise"):
+            raise BadArgument(expected("oom to be 'split' or 'raise'", policy))
+        self.policy = policy
+        self.pieces = 1
+
+    def split(self, batch: DeviceBatch) -> list[DeviceBatch]:
+        """The batch in pieces of nearly equal size, in order."""
+        pieces = min(self.pieces, batch.size)
+        if pieces <= 1:
+            return [batch]
+        edges = [batch.size * i // pieces for i in range(pieces + 1)]
+        tokens = batch.tokens / batch.size
+        split = [
+            DeviceBatch(
+                slice_batch(batch.data, low, high, batch.size),
+                high - low,
+                round(tokens * (high - low)),
+                more=batch.more or high < batch.size,
+            )
+            for low, high in pairwise(edges)
+        ]
+        return [split[0]._replace(bad=batch.bad), *split[1:]]
+
+    def shrink(self, batch: DeviceBatch, model: nn.Module) -> bool:
+        """Use twice as many pieces from now on. Returns False if a single sample is already too large."""
+        if self.policy == "raise" or self.pieces >= batch.size:
+            return False
+        self.pieces *= 2
+        size = -(-batch.size // self.pieces)
+        logger.warning(
+            "out of memory with %d samples at once: repeating the step in pieces of %d, and splitting all later steps "
+            "the same way. Losses and gradients are weighted as before%s",
+            batch.size, size, _differences(model),
+        )  # fmt: skip
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return True
+
+
+def _differences(model: nn.Module) -> str:
+    """What a split run cannot reproduce, for the warning."""
+    kinds = []
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        kinds.append("BatchNorm statistics (computed over fewer samples at a time)")
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        kinds.append("dropout masks (drawn in a different order)")
+    return f", but not equal to an unsplit run: {' and '.join(kinds)}." if kinds else "."

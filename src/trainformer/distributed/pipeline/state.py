@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainformer.backends.torch.state_trees import cloned
+from trainformer.backends.torch.state import cloned
 from trainformer.core.errors import DataError
-from trainformer.distributed.optimizer_state import NamedParameters, renamed, whole_optimizer_state
+from trainformer.distributed.optimizer_state import NamedParameters, renamed, unsharded_optimizer_state
 from trainformer.distributed.process_group import TorchProcessGroup
-from trainformer.distributed.sharded_state import named_tensors, outline_of, rebuilt
+from trainformer.distributed.sharded_state import meta_tree, named_tensors, with_tensors
 
 
 def gathered(process_group: TorchProcessGroup, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def gathered(process_group: TorchProcessGroup, own: Mapping[str, Tensor]) -> dic
 
     They travel one by one: nobody but rank 0 needs memory for more than its own.
     """
-    listed = process_group.gather([(name, tuple(t.shape), t.dtype) for name, t in own.items()])
+    listed = process_group.all_gather_object([(name, tuple(t.shape), t.dtype) for name, t in own.items()])
     if not process_group.is_main:
         for tensor in own.values():
             dist.send(tensor.detach().cpu().contiguous(), dst=0)
@@ -38,7 +38,7 @@ def gathered(process_group: TorchProcessGroup, own: Mapping[str, Tensor]) -> dic
     return whole
 
 
-class WholeOptimizer:
+class GatheredOptimizer:
     """The optimizers of all ranks as one, of the parameters of the whole model.
 
     Args:
@@ -60,7 +60,7 @@ class WholeOptimizer:
         self._own = NamedParameters(optimizer, named)
         self._here = set(named)
         names = {id(p): name for name, p in named.items()}
-        everywhere = process_group.gather(
+        everywhere = process_group.all_gather_object(
             [(_kind(group), [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
         )
         # The rank with the most groups says in which order they come.
@@ -79,18 +79,18 @@ class WholeOptimizer:
         """The state of all ranks, as torch writes it, on rank 0; on the others their own, by name."""
         own = self._own.state_of(self._optimizer)
         tensors = dict(named_tensors(own))
-        outlines = self._ranks.gather(outline_of(own, tensors))
+        outlines = self._ranks.all_gather_object(meta_tree(own, tensors))
         whole = gathered(self._ranks, tensors)
         if not self._ranks.is_main:
             return own
-        parts = [rebuilt(outline, whole) for outline in outlines]
+        parts = [with_tensors(outline, whole) for outline in outlines]
         joined: dict[str, Any] = {}
         for part in parts:
             for key, entries in part.items():
                 joined[key] = {**joined.get(key, {}), **entries} if isinstance(entries, Mapping) else entries
         options = {name: group for part in parts for group in part["param_groups"] for name in group["params"]}
         joined["param_groups"] = [{**options[names[0]], "params": names} for _, names in self._groups]
-        return whole_optimizer_state(joined)
+        return unsharded_optimizer_state(joined)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what is this rank's of the state of all parameters."""

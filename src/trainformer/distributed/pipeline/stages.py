@@ -1,6 +1,6 @@
 """A model as a chain of layers that is cut into stages, and how one stage of it is computed.
 
-Owns finding the chain in a model, dividing it, and running a part of it. Nothing is rebuilt: a stage runs the model's
+Owns finding the chain in a model, dividing it, and running a part of it. A stage runs the model's
 own forward pass, called by the task in its own way. Layers of other stages are passed by; what the stage before sent
 takes the place of what they would have computed; and where the next stage begins the forward pass is left. So masks,
 positions, packed documents and the loss are as the model and the task make them. Sending is left to `pipeline`.
