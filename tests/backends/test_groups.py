@@ -59,7 +59,7 @@ def test_a_backbone_inside_a_model_has_its_layers_and_the_rest_is_at_the_top():
 
 
 def test_layer_decay_is_refused_for_models_without_layers_to_tell():
-    with pytest.raises(BadArgument, match="a model that tells its layers"):
+    with pytest.raises(BadArgument, match="a model that has a group_matcher"):
         Trainer(MeanTask(), classes(), layer_decay=0.7, log="none")
     task = MeanTask()
     with pytest.raises(BadArgument, match="optimizer by name for layer_decay"):

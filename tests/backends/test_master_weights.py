@@ -124,7 +124,7 @@ def step(optimizer, gradient=1.0):
 def sgd_on(*values, dtype=BF16, **options):
     parameters = [nn.Parameter(torch.full((2, 2), value, dtype=dtype)) for value in values]
     make = lambda groups: torch.optim.SGD(groups, lr=0.001, **options)  # noqa: E731
-    return parameters, MasterWeights([{"params": parameters}], make, in_pieces=True)
+    return parameters, MasterWeights([{"params": parameters}], make, elementwise=True)
 
 
 def test_copies_follow_weights_that_were_loaded_and_keep_what_is_below_the_rest():
@@ -146,7 +146,7 @@ def test_a_parameter_without_gradient_stays_and_gradients_are_left_as_they_were(
     (p, q), optimizer = sgd_on(1.0, 1.0)
     r = nn.Parameter(torch.ones(2))
     make_sgd = lambda groups: torch.optim.SGD(groups, lr=0.5)  # noqa: E731
-    optimizer = MasterWeights([{"params": [p, q, r]}], make_sgd, in_pieces=True)
+    optimizer = MasterWeights([{"params": [p, q, r]}], make_sgd, elementwise=True)
     p.grad, r.grad = torch.ones_like(p), torch.ones_like(r)
     before = p.grad, r.grad
     optimizer.step()

@@ -85,7 +85,7 @@ def test_a_run_trained_for_quantisation_becomes_the_quantised_model(tmp_path, ti
     model = opened(tmp_path / "out")
     assert torch.equal(logits(model), logits(trainer.task.model))  # rounded while training = rounded for good
     assert result.trained_difference == 0
-    assert (result.recipe, result.layers, result.left) == (QAT, 14, {"the output": 1})
+    assert (result.recipe, result.layers, result.left) == (QAT, 14, {"an output layer": 1})
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     restore_linear(trainer.task.model)
     in_full = (logits(model) - logits(trainer.task.model)).abs().max().item()
