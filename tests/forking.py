@@ -29,6 +29,6 @@ SERVER.set_forkserver_preload(
         "optax",
         "trainformer.jax.base_trainer",
         "trainformer.jax.sft",
-        "trainformer.checkpointing.orbax_files",
+        "trainformer.checkpointing.jax_files",
     ]
 )

@@ -16,6 +16,7 @@ from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.distributed import is_main_process
 from trainformer.run import RunSettings, TorchRun
+from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.tasks.base import provides
@@ -83,7 +84,7 @@ class Trainer(RunSettings, TorchTrainerApi):
 
     def fit(self) -> Trainer:
         """Train. Called again, it goes on: after more `epochs`, or from where it was stopped."""
-        self._run.fit()
+        fit(self._run)
         return self
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ranks import all_reduced, share_of
 from trainformer.losses import Center, infonce_with_queue, koleo_loss, moco_v3_loss, nt_xent_loss
-from trainformer.losses.pairs import make_miner, make_pair_loss
+from trainformer.losses.metric_learning import make_miner, make_pair_loss
 from trainformer.utils.distributed import padding
 
 BATCH, WIDTH, OUT, CLASSES = 12, 10, 6, 3

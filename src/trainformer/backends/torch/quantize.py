@@ -1,8 +1,8 @@
 """fp8 training and quantization-aware training (QAT) of linear layers, with torchao.
 
 Owns the names of the recipes, which layers each applies to, and converting a model in place. Parameters stay the same
-objects under the same names, so optimizers, tied weights and checkpoints are unaffected. `trainformer.checkpoint.finalize`
-converts a trained model for deployment.
+objects under the same names, so optimizers, tied weights and checkpoints are unaffected. Deployment is handled by
+`trainformer.checkpoint.finalize`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainformer.adapters.base import is_adapted, kind_of, unwrapped
+from trainformer.adapters.base import is_adapted, kind_of, unwrap_model
 from trainformer.adapters.targets import head_names, linear_names
 from trainformer.backends.torch.state import capture_random, restore_random
 from trainformer.core.errors import BadArgument, did_you_mean, expected
@@ -234,7 +234,7 @@ def is_emulated() -> bool:
 
 
 def use_fp8(model: nn.Module, recipe: str, alignment: int = _FP8_MULTIPLE) -> Layers:
-    """Convert linear layers to multiply in fp8, in place. Weights keep their dtype; both operands are cast each time."""
+    """Convert linear layers to fp8 matmuls, in place. Weights keep their dtype; both operands are cast every time."""
     float8 = require("torchao.float8", "quantization", "for fp8")
     if alignment % _FP8_MULTIPLE and not is_emulated():
         raise BadArgument(expected(f"fp8_dim_alignment to be a multiple of {_FP8_MULTIPLE}", alignment))
@@ -324,7 +324,7 @@ def _wrap_float8_quantizers(layer: nn.Module) -> None:
 @contextmanager
 def _converting(model: nn.Module) -> Iterator[nn.Module]:
     """Context of a conversion: undoes an earlier one, and preserves random state and training modes."""
-    inner, random = unwrapped(model), capture_random()  # new layers draw weights that are discarded
+    inner, random = unwrap_model(model), capture_random()  # new layers draw weights that are discarded
     restore_linear(inner)
     yield inner
     restore_random(random)
