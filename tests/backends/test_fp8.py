@@ -64,7 +64,7 @@ def test_training_is_that_of_a_loop_with_torchao(recipe, tmp_path):
     assert not same(weights(in_full.task), weights(trainer.task))
 
 
-def test_layers_that_cannot_are_left_and_named():
+def test_unsupported_layers_are_left_and_named():
     model = nn.ModuleDict(
         {
             "good": nn.Linear(32, 48),
@@ -84,7 +84,7 @@ def test_layers_that_cannot_are_left_and_named():
     assert use_fp8(model, "rowwise", alignment=8).chosen == ("good", "narrow")
 
 
-def test_the_checkpoint_knows_nothing_of_it_and_resuming_is_exact(tmp_path):
+def test_the_checkpoint_is_that_of_the_plain_model_and_resuming_is_exact(tmp_path):
     options = {"fp8_recipe": "rowwise", "ema": 0.9, "save_every": 1}
     model = network(dropout=0.2)
     parameters = dict(model.named_parameters())
@@ -123,7 +123,7 @@ def test_precision_fp8_alone_means_tensorwise(tmp_path):
     assert trainer.context.config.get("precision_used") == "fp8"
 
 
-def test_devices_without_fp8_are_turned_away_before_anything_is_changed(monkeypatch, tmp_path):
+def test_devices_without_fp8_are_refused_before_anything_is_changed(monkeypatch, tmp_path):
     monkeypatch.delenv(EMULATE)
     model = network()
     for options in ({"precision": "fp8"}, {"fp8_recipe": "rowwise"}):
@@ -154,7 +154,7 @@ def test_refused(options, words, tmp_path):
         trainer_on(network(), tmp_path, **options)
 
 
-def test_what_an_adapter_owns_is_left_alone():
+def test_layers_of_an_adapter_are_left_alone():
     adapter = LoRA(r=16, target_modules=["2"], modules_to_save=["5"])
     model = adapter.apply(network())
     names = list(adapter_state_dict(model))
