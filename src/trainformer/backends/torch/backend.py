@@ -224,8 +224,8 @@ class TorchBackend:
                 "its gradients. Return a loss of weight 0 instead."
             )
         sums = self._window.weight_and_sum(self.device)
-        asks = torch.full((1,), float(self.has_request()), dtype=sums.dtype, device=self.device)
-        return self.strategy.piggyback_stats(loss, torch.cat([sums, asks]))
+        requests = torch.full((1,), float(self.has_request()), dtype=sums.dtype, device=self.device)
+        return self.strategy.piggyback_stats(loss, torch.cat([sums, requests]))
 
     def _sync_context(self, piece: DeviceBatch) -> AbstractContextManager[Any]:
         """`no_sync` for every micro-batch but the last of a step: skip the gradient all-reduce."""

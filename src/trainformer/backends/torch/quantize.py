@@ -337,11 +337,11 @@ def _converting(model: nn.Module) -> Iterator[nn.Module]:
             part.activation_relu_or_gelu = 0
 
 
-def _modules(model: nn.Module, layers: Layers, asked: str) -> set[int]:
+def _modules(model: nn.Module, layers: Layers, setting: str) -> set[int]:
     """Ids of the chosen modules: one that appears under two names is replaced under both."""
     if not layers.chosen:
         raise BadArgument(
-            f"Expected a model with linear layers for {asked}, received {type(model).__name__}, none of whose layers "
+            f"Expected a model with linear layers for {setting}, received {type(model).__name__}, none of whose layers "
             f"qualifies ({layers}). Leave it out."
         )
     return {id(model.get_submodule(name)) for name in layers.chosen}
