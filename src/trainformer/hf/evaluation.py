@@ -147,7 +147,7 @@ class EvaluatingTrainer(BaseTrainer):
         if isinstance(data, str):
             data = self.eval_dataset[data]
         if isinstance(data, dict):
-            metrics = {}
+            metrics: dict[str, float] = {}
             for name, part in data.items():
                 metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics

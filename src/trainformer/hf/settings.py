@@ -14,7 +14,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
 from trainformer.run import RunSettings
-from trainformer.run.habits import FrontOptions
+from trainformer.run.settings import FrontOptions
 
 CHECKPOINT_NAME = "checkpoint-{}"
 KEEP_ALL = 10**9  # checkpoints

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainformer.adapters.base import is_adapted, unwrapped
+from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
 from trainformer.hf.outputs import logits_from_outputs
-from trainformer.models.language import told_documents
+from trainformer.models.language import declare_packing
 from trainformer.tasks.base import TaskBase
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class ModelTask(TaskBase):
 def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:
     """Write configs, tokenizer, and the peft config of an adapter, next to the weights."""
     weights = folder / "model.safetensors"
-    inner: Any = unwrapped(model)
+    inner: Any = unwrap_model(model)
     if is_adapted(model):
         save_adapter_beside(model, weights)
     elif hasattr(getattr(inner, "config", None), "save_pretrained"):
@@ -302,7 +302,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 def _single_document(batch: Any) -> AbstractContextManager[None]:
     """A sequence without position ids is one document. To find out, transformers would sync in every step."""
     texts = isinstance(batch, Mapping) and "input_ids" in batch and "position_ids" not in batch
-    return told_documents(packed=False) if texts else nullcontext()
+    return declare_packing(packed=False) if texts else nullcontext()
 
 
 def _shallow_copy(batch: Any) -> Any:

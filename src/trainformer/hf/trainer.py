@@ -32,7 +32,7 @@ from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.settings import SequentialSampler, front_options, optimizer_spec, scheduler_factory, settings_of
 from trainformer.hf.task import ModelTask, are_class_labels, default_loss
 from trainformer.run import RunSettings
-from trainformer.run.plans import retention
+from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
 from trainformer.run.torch.preflight import CheckReport, check_run
 
@@ -177,14 +177,14 @@ class Trainer(EvaluatingTrainer):
             val_data=evaluation,
             callbacks=self._callbacks,
             passed=frozenset(settings.values()),
-            habits=front_options(self.args),
+            options=front_options(self.args),
         )
         if not run.process_group.is_single_process and run.backend.strategy.name not in _UNSHARDED:
             self._sharded_by = run.backend.strategy.name
         self._handle._run = run
         run.connect()
         self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
-        self.train_dataloader, self.eval_dataloader = run.train_batches(), run.val_batches()
+        self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
 
     def _join_strategy(self) -> Any:
@@ -220,7 +220,7 @@ class Trainer(EvaluatingTrainer):
         if self.args.eval_on_start:
             self.evaluate()
         began, first_step = time.perf_counter(), run.state.step
-        run.fit()
+        fit(run)
         metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
         metrics["epoch"] = self.state.epoch
         self.state.log_history.append({**metrics, "step": run.state.step})
@@ -234,7 +234,7 @@ class Trainer(EvaluatingTrainer):
     def _load_best(self) -> None:
         run = self._run
         assert run is not None
-        best = retention(run.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
+        best = run.settings.retention().ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
         path = run.process_group.broadcast(str(best[0].path) if best else None)
         if path is None:
             logger.warning("load_best_model_at_end: no checkpoint has the metric %s", run.settings.monitor_metric)

@@ -207,7 +207,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     import torch
     from torch.optim.swa_utils import AveragedModel
 
-    from trainformer.adapters.base import unwrapped
+    from trainformer.adapters.base import unwrap_model
 
     wrappers: tuple[type, ...] = (torch.nn.DataParallel, AveragedModel)
     if torch.distributed.is_available():
@@ -215,7 +215,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
         wrappers += (FullyShardedDataParallel,)
     while True:
-        inner = unwrapped(model)
+        inner = unwrap_model(model)
         if isinstance(inner, wrappers):
             inner = inner.module  # type: ignore[assignment]
         if inner is model:

@@ -16,7 +16,7 @@ from trainformer.core.optional import require
 from trainformer.data.text.batches import pad
 from trainformer.hf.callbacks.common import trainer_api
 from trainformer.hf.callbacks.tensorboard import WriterHandle
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 
 _DEFAULT_NEW_TOKENS = 64
 # Setting one of these implies do_sample=True.
@@ -165,7 +165,7 @@ def _eval_mode(model: Any, trainer: Any) -> Iterator[Any]:
         return
     random = capture_random()
     try:
-        with evaluating(model):
+        with eval_mode(model):
             yield model
     finally:
         restore_random(random)
