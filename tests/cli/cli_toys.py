@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trainformer.adapters import LoRA
-from trainformer.cli import train
+from trainformer.cli.app import find_command
 
 
 @dataclass(eq=False)
@@ -73,6 +73,7 @@ def last_weights(run):
 
 def parsed(*words):
     """What `trainformer train` makes of its words: the call of the trainer."""
+    train = find_command("train")
     parser = argparse.ArgumentParser(prog="trainformer train")
     train.add_arguments(parser)
     return train.parse(parser, words).config["trainer"]

@@ -17,7 +17,8 @@ from pyarrow import parquet
 from trainformer import Trainer
 from trainformer.backends.torch.export import _FORMATS
 from trainformer.checkpoint import compare, list_checkpoints
-from trainformer.cli import export, main, predict, row_files
+from trainformer.cli import main, predict
+from trainformer.cli.trained import EXPORT_FORMATS, format_of
 from trainformer.config import load_config
 from trainformer.run import run_of
 from trainformer.tasks import ImageClassification
@@ -185,11 +186,11 @@ def test_predict_is_asked_for_something_impossible(words, said, capsys):
 
 
 def test_parquet_waits_until_it_knows_what_is_in_a_list(monkeypatch):
-    monkeypatch.setattr(row_files, "_GROUP", 2)
+    monkeypatch.setattr(predict, "_ROW_GROUP", 2)
     rows = [{"index": place, "classes": names} for place, names in enumerate([[], [], [], [], ["ä"], [], ["b", "c"]])]
-    row_files.write_file(iter(rows), Path("late.parquet"), "parquet")
+    predict.write_file(iter(rows), Path("late.parquet"), "parquet")
     assert parquet.read_table("late.parquet").to_pylist() == rows
-    row_files.write_file(iter(rows[:4]), Path("never.parquet"), "parquet")
+    predict.write_file(iter(rows[:4]), Path("never.parquet"), "parquet")
     assert parquet.read_table("never.parquet").to_pylist() == rows[:4]
 
 
@@ -214,8 +215,8 @@ def test_rows_of_other_tasks():
 
 
 def test_the_formats_are_those_there_are():
-    assert {name: form[1] for name, form in _FORMATS.items()} == export.FORMATS
-    assert export._BY_ENDING == {".pt": "pytorch", ".onnx": "onnx", ".pt2": "torch.export"}
+    assert {name: form[1] for name, form in _FORMATS.items()} == EXPORT_FORMATS
+    assert [format_of(Path(f"m{suffix}")) for suffix in (".pt", ".onnx", ".pt2")] == ["pytorch", "onnx", "torch.export"]
 
 
 def test_export_writes_what_the_trainer_would(pets, capsys):

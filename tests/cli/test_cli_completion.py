@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from trainformer.cli import catalogue, completion, frame
+from trainformer.cli import app, catalogue, completion
 
 ASK = r"""
 source script.sh
@@ -48,7 +48,7 @@ def answers(tmp_path_factory):
 
 def test_commands_and_actions(answers):
     assert answers["tr"] == {"train"}
-    assert answers[""] >= set(frame.COMMANDS)
+    assert answers[""] >= set(app.COMMANDS)
     assert answers["ckpt "] >= {"list", "inspect", "verify", "compare", "export", "protect", "unprotect"}
     assert answers["ckpt ver"] == {"verify"}
 
@@ -72,7 +72,7 @@ def test_files_and_folders(answers):
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_every_shell_has_a_script(shell, capsys):
-    assert frame.main(["completion", shell]) == 0
+    assert app.main(["completion", shell]) == 0
     out, err = capsys.readouterr()
     assert all(word in out for word in ("batch-size", "verify", "CausalLM"))
     assert err == ""

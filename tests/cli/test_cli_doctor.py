@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trainformer import __version__
-from trainformer.cli import diagnosis, main
-from trainformer.cli.requirements import Requirement, requirements_of
+from trainformer.cli import doctor, main
+from trainformer.cli.doctor import requirements_of
 
 
 def answer(capsys, *words, code=0):
@@ -90,7 +90,7 @@ def test_extras_of_a_package(package, capsys, monkeypatch):
     assert {extra["install"] for extra in found["extras"]} == {f"pip install 'trainformer[{name}]'" for name in extras}
     (told,) = {(problem["do"], problem["broken"]) for problem in found["problems"] if "2.3" in problem["what"]}
     assert told == ("Upgrade it: pip install --upgrade 'present>=9.1'", False)
-    assert requirements_of("trainformer")[None] == [Requirement("present", ">=2.0")]
+    assert [str(requirement) for requirement in requirements_of("trainformer")] == ["present>=2.0"]
 
 
 def test_what_is_always_needed_and_not_there_is_broken(package, capsys):
@@ -120,8 +120,8 @@ def test_a_broken_torch_is_a_finding(capsys, monkeypatch):
 
 
 def test_little_room_is_a_warning(capsys, monkeypatch):
-    for name in ("_LITTLE_DISK", "_LITTLE_SHARED", "_FEW_FILES"):
-        monkeypatch.setattr(diagnosis, name, 1 << 60)
+    for name in ("LOW_DISK", "LOW_SHARED_MEMORY", "FEW_OPEN_FILES"):
+        monkeypatch.setattr(doctor, name, 1 << 60)
     found = answer(capsys)
     told = " ".join(problem["what"] + problem["do"] for problem in found["problems"])
     assert all(word in told for word in ("free for runs", "--shm-size", "ulimit -n"))

@@ -10,7 +10,7 @@ from cli_toys import Clash, Plain, parsed
 
 from trainformer import Trainer, adapters, tasks
 from trainformer.callbacks import EMA, EarlyStopping
-from trainformer.cli import catalogue, frame
+from trainformer.cli import app, catalogue
 from trainformer.cli.components import REQUIRED, default_text, find_component, find_components
 from trainformer.cli.options import OptionTable, Word, as_flag
 from trainformer.config import materialize
@@ -40,7 +40,7 @@ def fields_of(thing):
 
 def refused(*words, capsys):
     with pytest.raises(SystemExit) as caught:
-        frame.main(["train", *words])
+        app.main(["train", *words])
     assert caught.value.code == 2
     text = capsys.readouterr().err
     assert "Traceback" not in text
@@ -313,7 +313,7 @@ def test_what_makes_no_sense_is_refused_with_what_would(words, says, capsys):
 def test_the_help_of_a_task_lists_everything_that_can_be_given(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit) as caught:
-        frame.main(["train", "--task=CausalLM", "--adapter=LoRA", "--help"])
+        app.main(["train", "--task=CausalLM", "--adapter=LoRA", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width

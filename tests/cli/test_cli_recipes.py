@@ -10,7 +10,7 @@ from cli_toys import Fit, last_weights
 from toys import same
 from trainformer import Trainer
 from trainformer.callbacks import EarlyStopping
-from trainformer.cli import frame, recipes
+from trainformer.cli import app, recipes
 from trainformer.config import load_config, to_yaml
 from trainformer.core.errors import BadArgument
 
@@ -23,7 +23,7 @@ BY_HAND = {"data": "16", "val_data": "8", "max_steps": 2, "batch_size": 4, "lr":
 
 @pytest.fixture
 def run():
-    assert frame.main(LINE.split()) == 0
+    assert app.main(LINE.split()) == 0
     return Path("runs/fit")
 
 
@@ -71,16 +71,16 @@ def test_what_is_made_again_goes_on_in_the_same_folder(run):
 
 def test_a_recipe_is_a_config_that_can_be_run(run):
     torch.manual_seed(7)  # whatever was drawn before, the same model is made
-    assert frame.main(["run", str(run / recipes.FILE), "--set", "trainer.name=again", "--trust", "cli_toys"]) == 0
+    assert app.main(["run", str(run / recipes.FILE), "--set", "trainer.name=again", "--trust", "cli_toys"]) == 0
     assert recipe(Path("runs/again")) == recipe(run).replace("name: fit", "name: again")
     assert same(last_weights("again"), last_weights("fit"))
 
 
 def test_it_is_there_as_soon_as_there_is_a_run():
     line = ["train", "--task=cli_toys:Fit", "--data=16", "--name=failed", "--log=none"]
-    assert frame.main([*line, "--callbacks={type: cli_toys.Missing}"]) == 1
+    assert app.main([*line, "--callbacks={type: cli_toys.Missing}"]) == 1
     assert not Path("runs").exists()  # nothing was begun
-    assert frame.main([*line, "--lr=1e30"]) == 1
+    assert app.main([*line, "--lr=1e30"]) == 1
     assert "lr: 1.0e+30" in recipe(Path("runs/failed"))
 
 
@@ -102,7 +102,7 @@ def test_a_recipe_from_elsewhere_runs_nothing(run):
     with pytest.raises(BadArgument, match="to have a key trainer"):
         recipes.trainer_of("fit")
     # A class that was typed is imported because it was typed; in a file it must be trusted.
-    assert frame.main(LINE.replace("=fit", "=other").split()) == 0
+    assert app.main(LINE.replace("=fit", "=other").split()) == 0
     with pytest.raises(BadArgument, match="--trust cli_toys"):
         recipes.trainer_of("other")
 
@@ -112,7 +112,7 @@ def test_run_keeps_one_under_the_key_that_is_looked_for(run):
     config["main"] = config.pop("trainer")
     config["main"].kwargs["name"] = "main"
     Path("main.yaml").write_text(to_yaml(config))
-    assert frame.main(["run", "main.yaml", "--trust", "cli_toys"]) == 0
+    assert app.main(["run", "main.yaml", "--trust", "cli_toys"]) == 0
     assert recipe(Path("runs/main")) == recipe(run).replace("name: fit", "name: main")
 
 
@@ -122,13 +122,13 @@ def test_a_config_with_objects_of_python_leaves_none(caplog):
         "config = {'trainer': {'type': Trainer, 'task': Fit(), 'data': '8', 'max_steps': 1, 'name': 'objects'}}\n"
     )
     with caplog.at_level("INFO", logger="trainformer"):
-        assert frame.main(["run", "run.py"]) == 0
+        assert app.main(["run", "run.py"]) == 0
     assert not Path("runs/objects", recipes.FILE).exists()
     assert "no recipe.yaml is kept" in caplog.text
 
 
 def test_braces_and_odd_words_come_back_as_they_were():
     odd = "{{ 7 * 7 }} # not: a comment"
-    assert frame.main([*LINE.replace("fit", "odd").split(), f"--options.odd={odd!r}"]) == 0
+    assert app.main([*LINE.replace("fit", "odd").split(), f"--options.odd={odd!r}"]) == 0
     trainer = recipes.trainer_of("odd", trust=("cli_toys",))
     assert trainer.task.options == {"type": "plain", "odd": odd}

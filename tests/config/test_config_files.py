@@ -286,7 +286,7 @@ def test_variables_are_for_yaml_alone(write):
 
 def test_yaml_is_an_extra(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    monkeypatch.delitem(sys.modules, "trainformer.config.yamlfile", raising=False)
+    monkeypatch.delitem(sys.modules, "trainformer.config.yaml_format", raising=False)
     with pytest.raises(MissingDependency, match=r"pip install 'trainformer\[config\]'"):
         load_config(write("a: 1"))
     assert load_config(write('{"a": 1}', "c.json")) == {"a": 1}

@@ -341,7 +341,7 @@ def load_value(text: str) -> Any:
     """A value as it would be read in a config; `None` also by its name in Python."""
     from trainformer.config import materialize
     from trainformer.config.nodes import Place, Source, holds_calls
-    from trainformer.config.yamlfile import parse_yaml
+    from trainformer.config.yaml_format import parse_yaml
 
     value = None if text == "None" else parse_yaml(text, Source(), {}, Place("command line"))
     return value if holds_calls(value) else materialize(value)  # plain data as plain data

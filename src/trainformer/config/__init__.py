@@ -14,8 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.config.registry": ["REGISTRY", "Registry"],
         "trainformer.config.loading": ["load_config"],
         "trainformer.config.building": ["build_from_cfg", "materialize"],
-        "trainformer.config.showing": ["to_json", "to_yaml"],
-        "trainformer.config.graphing": ["to_dot", "to_tree"],
-        "trainformer.config.coding": ["to_python"],
+        "trainformer.config.yaml_format": ["to_yaml"],
+        "trainformer.config.rendering": ["to_dot", "to_json", "to_python", "to_tree"],
     },
 )
