@@ -14,8 +14,9 @@ from torch import Tensor
 from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
-from trainformer.distributed import is_first_process
+from trainformer.distributed import is_main_process
 from trainformer.run import RunSettings, TorchRun
+from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.tasks.base import provides
@@ -60,8 +61,8 @@ class Trainer(RunSettings, TorchTrainerApi):
 
     def __post_init__(self) -> None:
         callbacks = CallbackList(self.callbacks)
-        console = Console(quiet=not is_first_process())
-        if is_first_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
+        console = Console(quiet=not is_main_process())
+        if is_main_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
         self._run = TorchRun(
             self,
@@ -83,7 +84,7 @@ class Trainer(RunSettings, TorchTrainerApi):
 
     def fit(self) -> Trainer:
         """Train. Called again, it goes on: after more `epochs`, or from where it was stopped."""
-        self._run.fit()
+        fit(self._run)
         return self
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:

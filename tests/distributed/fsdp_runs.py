@@ -16,12 +16,13 @@ from transformers import LlamaForCausalLM
 from text_toys import llama
 from toys import MeanTask, classes, mlp, tokens
 from trainformer import Loss, Trainer
-from trainformer.backends.torch.backend import TorchBackend, TorchSettings
+from trainformer.backends.torch.backend import TorchBackend
 from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import DeviceBatch
 from trainformer.distributed.fsdp import FSDP
 from trainformer.distributed.sharded_state import ShardedState, resharded, write_sharded
+from trainformer.run import RunSettings
 
 LR, DECAY, CLIP, STEPS, HALF = 0.05, 0.1, 0.3, 6, 3
 # Each rank divides its sums by 8 / ranks. Parts of Llama compute in fp32 always: by another number than that, times a
@@ -206,7 +207,7 @@ def backend_of(task, precision="no", optimizer="adamw", **options):
 
 
 def backend_with(strategy, task, precision="no", optimizer="adamw"):
-    settings = TorchSettings(
+    settings = RunSettings(
         lr=LR,
         weight_decay=DECAY,
         gradient_clip=CLIP,
@@ -412,9 +413,9 @@ def refusals():
     quantized.model.head.weight = nn.Parameter(torch.zeros(3, 7, dtype=torch.uint8), requires_grad=False)
     made = fresh("teaching")
     cases = [
-        (mixed, {}, "trained parameters of one type"),
+        (mixed, {}, "trainable parameters of one dtype"),
         (quantized, {}, "model.head.weight of torch.uint8"),
-        (made, {"optimizer": torch.optim.SGD(made.parameters())}, "made after the model is divided"),
+        (made, {"optimizer": torch.optim.SGD(made.parameters())}, "created after sharding"),
         (fresh("teaching"), {"optimizer": "adafactor"}, "received 'Adafactor'"),
         (fresh("teaching"), {"param_dtype": "bf16"}, "Pass precision='bf16'"),
         (fresh("teaching"), {"blocks": "Blok"}, "Did you mean 'Block'"),

@@ -161,7 +161,7 @@ def train(case, callbacks=()):
 
 def slow_down_saves(seconds):
     """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
-    from trainformer.backends.jax import orbax_files
+    from trainformer.checkpointing import jax_files as orbax_files
     from trainformer.checkpointing import store
 
     if seconds:

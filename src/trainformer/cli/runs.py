@@ -112,12 +112,12 @@ def _runs(args: argparse.Namespace) -> int:
 
 def row_of(info: RunInfo) -> Row:
     """A run with its task, best metric and size, from its folder."""
-    from trainformer.checkpointing.store import folder_of_checkpoints
+    from trainformer.checkpointing.store import checkpoints_folder
 
     settings = settings_of(info.path)
     metric, mode = monitored(settings)
     step, best = best_of(info.path / "metrics.jsonl", metric, mode)
-    checkpoints = folder_of_checkpoints(info.path)
+    checkpoints = checkpoints_folder(info.path)
     # For a run without checkpoints this is its own folder.
     size = size_of(checkpoints) if checkpoints != info.path else 0
     return Row(info, settings.get("task_type"), metric, mode, best, step, size)

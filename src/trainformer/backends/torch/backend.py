@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,41 +43,13 @@ _OUT_OF_MEMORY = (
 
 if TYPE_CHECKING:
     from trainformer.distributed import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchSettings:
-    """What a run asks of this backend. The fields mean what `Trainer`'s fields of the same names mean."""
-
-    lr: float = 1e-4
-    weight_decay: float = 0.01
-    warmup_ratio: float = 0.1
-    gradient_clip: float | None = 1.0
-    weight_decay_end: float | None = None
-    layer_decay: float | None = None
-    optimizer: Any = "adamw"
-    scheduler: Any = "onecycle"
-    precision: str = "auto"
-    fp8_recipe: str | None = None
-    fp8_dim_alignment: int = 16
-    qat_recipe: str | None = None
-    device: Any = None
-    nonfinite: str = "raise"
-    compile: bool | str | Mapping[str, Any] = False
-    channels_last: bool = False
-    gradient_checkpointing: bool = False
-    activation_offload: bool = False
-    sdpa_backend: memory.SdpaChoice = None
-    matmul_precision: str | None = None
-    oom: str = "split"
-    batch_size: int = 1
-    rank_timeout: float = 1800.0
+    from trainformer.run.torch.settings import RunSettings
 
 
 class TorchBackend:
     """The torch side of a run. `reduces_rows` says whether the task reduces per-sample rows itself."""
 
-    def __init__(self, task: Any, settings: TorchSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
+    def __init__(self, task: Any, settings: RunSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
         self.task = task
         self.settings = settings
         self.strategy = strategy

@@ -1,4 +1,4 @@
-"""What callbacks may use of a run on torch, whatever way it was begun."""
+"""What users and callbacks see of a trainer on torch, whatever the entry point."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainformer.run.api import TrainerApi
-from trainformer.run.torch.dry_run import Probe
-from trainformer.run.torch.inference import Inputs
+from trainformer.run.torch.dry_run import DryRun
+from trainformer.run.torch.evaluation import Inputs
 
 if TYPE_CHECKING:
     from trainformer.run.torch.run import TorchRun
 
 
 class TorchTrainerApi(TrainerApi):
-    """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), over the session of the run."""
+    """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), on torch."""
 
     _run: TorchRun
 
@@ -40,25 +40,25 @@ class TorchTrainerApi(TrainerApi):
         return self._run.sample_predictions(max_samples, inputs)
 
     def save(self, path: str | Path) -> str:
-        """Write everything needed to go on exactly from here to one file; all or nothing."""
+        """Write everything needed to resume exactly to a single file, atomically."""
         return str(self._run.save_file(Path(path)))
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Evaluation mode in this block, with the model to be judged (an average, if one is kept) in its place.
+        """Eval mode inside this block, with the model to evaluate (the EMA, if there is one) as `task.model`.
 
-        What is drawn inside does not change how training goes on.
+        Random numbers drawn inside do not affect training.
         """
         return self._run.eval_mode()
 
     def copy_model(self) -> nn.Module:
-        """A second model with the weights as they are, divided over ranks like the first."""
+        """A second model with the current weights, sharded over ranks like the first."""
         return self._run.backend.strategy.copy_model()
 
-    def sandbox(self) -> AbstractContextManager[Probe]:
-        """A place for trial steps that leave no trace."""
+    def sandbox(self) -> AbstractContextManager[DryRun]:
+        """For trial steps that leave no trace."""
         return self._run.sandbox()
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- data -------------------------------------------------------------------------------------------
 
     @property
     def same_classes(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.core.optional import require
@@ -137,7 +137,7 @@ class ClassifyingTask(LanguageTask):
             for name, value in wanted.items():
                 setattr(task.model_name, name, value)
         model: Any = LanguageTask._load(task)
-        inner: Any = unwrapped(model)
+        inner: Any = unwrap_model(model)
         if isinstance(self.model_name, nn.Module):
             self._adopt(inner, wanted)
         # Models that read the last token find it by the padding behind it.
@@ -155,7 +155,7 @@ class ClassifyingTask(LanguageTask):
 
     @staticmethod
     def _outputs(model: nn.Module) -> int | None:
-        return getattr(getattr(unwrapped(model), "config", None), "num_labels", None)
+        return getattr(getattr(unwrap_model(model), "config", None), "num_labels", None)
 
     # -- records -------------------------------------------------------------------------------------------
 
