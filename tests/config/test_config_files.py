@@ -122,15 +122,15 @@ def test_an_alias_to_plain_data_is_a_copy(write):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("a: 1\nb: 2\na: 3", r"each key once \(run.yaml:3\), received 'a'. It stands in line 1"),
+        ("a: 1\nb: 2\na: 3", r"each key once \(run.yaml:3\), received 'a'. It is also in line 1"),
         ("a: {x: 1, 'x': 2}", r"each key once \(run.yaml:1\)"),
         ("1: a\n0x1: b", "each key once"),
-        ("a: &x\n  b: *x", r"no part of \(run.yaml:2\), received '\*x'"),
-        ("a: &x\n  <<: *x\n  b: 1", r"no part of \(run.yaml:2\)"),
-        ("a: &x !singleton:lab:Thing\n  - [*x]", r"no part of \(run.yaml:2\)"),
+        ("a: &x\n  b: *x", r"does not contain it \(run.yaml:2\), received '\*x'"),
+        ("a: &x\n  <<: *x\n  b: 1", r"does not contain it \(run.yaml:2\)"),
+        ("a: &x !singleton:lab:Thing\n  - [*x]", r"does not contain it \(run.yaml:2\)"),
         ("a: 1\nb: *nowhere", "run.yaml:2: found undefined alias 'nowhere'"),
         ("a: !!python/object/apply:os.system [echo]", "run.yaml:1.*python/object"),
-        ("a: !!python/name:os.system", "a tag that is known"),
+        ("a: !!python/name:os.system", "a known tag"),
         ("a: !singelton:lab:Thing", "received '!singelton:lab:Thing'. There is: !singleton:module:Class"),
         ("a: !singleton", "There is: !singleton:module:Class"),
         ("a: !singleton:@name", "!singleton:module:Class@name"),
@@ -248,7 +248,7 @@ def test_changes(write):
         ("model.hidden", "an override such as"),
         ("=3", "an override such as"),
         ("model.hidden=[1", "override model.hidden"),
-        ("model.hidden=!!python/name:os.system", "a tag that is known"),
+        ("model.hidden=!!python/name:os.system", "a known tag"),
     ],
 )
 def test_changes_that_are_refused(write, change, match):

@@ -427,7 +427,7 @@ def test_an_import_that_fails_says_so(tmp_path, monkeypatch):
         build_from_cfg({"type": "worse.Thing"})
     with pytest.raises(BadArgument, match=r"received 'torhc\.nn\.Linear'\. Did you mean 'torch'"):
         build_from_cfg({"type": "torhc.nn.Linear"})
-    with pytest.raises(BadArgument, match=r"received 'trainformer.tasks.nowhere', which is not there"):
+    with pytest.raises(BadArgument, match=r"received 'trainformer.tasks.nowhere', which does not exist"):
         build_from_cfg({"type": "trainformer.tasks.nowhere:Thing"})
     with pytest.raises(BadArgument, match=r"received 'torch.optm.AdamW'. There are classes of torch.nn, torch.optim,"):
         build_from_cfg({"type": "torch.optm.AdamW"})

@@ -44,10 +44,10 @@ def load_config(
     """Read a config.
 
     Args:
-        path: A `.py`, `.yaml`, `.yml`, `.json` or `.toml` file. Of a Python file its variable `config` is taken, or all
-            its public plain values if there is none.
-        overrides: `"a.b=3"` changes a value that is there, `"+a.b=3"` adds one; or a mapping of such paths.
-        search: Folders of templates, after the file's own.
+        path: A `.py`, `.yaml`, `.yml`, `.json` or `.toml` file. A Python file defines the variable `config`; without
+            it, all its public variables with plain values are taken.
+        overrides: `"a.b=3"` changes a value, `"+a.b=3"` adds one; or a mapping of such paths.
+        search: Folders of templates, searched after the file's own.
         trust: Packages that may be imported when parts of this config are built.
         variables: Values for templates and `!var`; keyword arguments are the same.
     """
@@ -59,7 +59,7 @@ def load_config(
         values = _read_yaml(file, source, given, search)
     elif suffix in _READERS:
         if given:
-            do = "Only YAML files have variables; change values by overrides."
+            do = "Only YAML files have variables; change values with overrides."
             raise BadArgument(expected(f"no variables for {path}", sorted(given), do))
         values = _READERS[suffix](file)
     else:
@@ -75,7 +75,7 @@ def load_config(
 def preprocessed_text(
     path: str | os.PathLike[str], variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]] = ()
 ) -> str:
-    """The text of a YAML file after templates, whether or not it is YAML then."""
+    """The text of a YAML file after templates, even if it is not valid YAML then."""
     from trainformer.config.templates import preprocess
 
     file = _existing(Path(path))
@@ -85,7 +85,7 @@ def preprocessed_text(
 
 
 def checked_trust(trust: Sequence[str]) -> tuple[str, ...]:
-    """Names of packages; one alone is no sequence of letters."""
+    """Names of packages as a tuple; a single name is accepted too."""
     names = (trust,) if isinstance(trust, str) else tuple(trust)
     for name in names:
         if not isinstance(name, str) or not all(word.isidentifier() for word in name.split(".")):
@@ -137,7 +137,7 @@ def _read_json(file: Path) -> Any:
         return json.loads(_text(file), object_pairs_hook=once)
     except RecursionError:
         raise BadArgument(
-            f"Expected a config of some depth, received one that is nested too deeply ({file})."
+            f"Expected a config of reasonable depth, received one that is nested too deeply ({file})."
         ) from None
     except json.JSONDecodeError as error:
         raise BadArgument(f"Expected JSON that can be read, received at {file}:{error.lineno}: {error.msg}.") from error
@@ -174,7 +174,7 @@ _READERS: dict[str, Callable[[Path], Any]] = {".json": _read_json, ".toml": _rea
 def _apply_overrides(
     config: Config, overrides: str | Sequence[str] | Mapping[str, Any], variables: Mapping[str, Any]
 ) -> None:
-    """Change the config in place. Values of text are YAML; those of a mapping are taken as they are."""
+    """Change the config in place. Values in text are YAML; those of a mapping are used as they are."""
     if isinstance(overrides, str):
         overrides = [overrides]
     if isinstance(overrides, Mapping):
@@ -212,7 +212,7 @@ def _set(config: Config, path: str, value: Any, place: Place) -> None:
         if step is None:
             if not add:
                 raise BadArgument(_unknown(holder, word, path))
-            # The value is set below: a list cannot be guessed from a number, so what is missing is a mapping.
+            # A missing parent is created as a mapping: a number in the path does not imply a list.
             _put(holder, word, Config(source=config.source, place=place), place)
             step = find_step(holder, word)
         holder = dict(parts(holder))[step]
@@ -243,4 +243,4 @@ def _put(holder: Any, step: Any, value: Any, place: Place) -> None:
 
 
 def _unknown(holder: Any, word: str, path: str) -> str:
-    return f"{unknown_part(holder, word, path)} To add what is not there: --set +{path}=..."
+    return f"{unknown_part(holder, word, path)} To add a new one: --set +{path}=..."

@@ -37,7 +37,7 @@ _WIDTH = 100
 
 
 def to_json(config: Any) -> str:
-    """JSON for programs. A call is an object with the tag as its key; one that was shown before is a reference."""
+    """JSON for programs. A call is an object with the tag as its key; a repeated one is a reference."""
     return json.dumps(_jsonable(config, names_of_shared(config), set()), indent=2, ensure_ascii=False)
 
 
@@ -71,14 +71,14 @@ def _scalar(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the tree: what stands at a step, below which row."""
+    """One line of the tree."""
 
     depth: int
     step: str
     text: str
     number: int  # of the object
     above: int | None
-    again: bool  # shown further up
+    again: bool  # shown before
 
 
 def to_tree(config: Config) -> str:
@@ -92,7 +92,7 @@ def to_tree(config: Config) -> str:
 
 
 def to_dot(config: Config) -> str:
-    """The graph in the language of Graphviz."""
+    """The graph in Graphviz's DOT language."""
     lines = ["digraph config {", "  rankdir=LR;", "  node [shape=box];"]
     for row in _rows(config):
         if not row.again:
@@ -141,7 +141,11 @@ def _described(value: Any, name: str | None) -> str:
 
 
 def to_python(config: Config) -> str:
-    """A program that has a variable for every key at the top and for every object that is shared."""
+    """A program with a variable for every top-level key and every shared object.
+
+    Where the module of a dotted path ends is inferred from its first capital letter. Parameters `x_cfg` are not filled
+    in: only the class knows that it has them.
+    """
     return _Program(config).text()
 
 
@@ -170,7 +174,7 @@ class _Program:
         return "\n".join([*head, *([""] if head and self.lines else []), *self.lines, ""])
 
     def name(self, wanted: str) -> str:
-        """A name that nothing else has."""
+        """A unique variable name."""
         base = re.sub(r"\W", "_", wanted, flags=re.ASCII) or "value"
         base = f"_{base}" if base[0].isdigit() else base
         name = free_name(base, self.taken)
@@ -178,7 +182,7 @@ class _Program:
         return name
 
     def value(self, value: Any, depth: int) -> str:
-        """The expression for a value. What is shared is written before it, once."""
+        """The expression for a value; a shared value gets a variable first."""
         if not is_shared(value) or id(value) not in self.shared_names:
             return self.expression(value, depth)
         if id(value) not in self.done:
@@ -227,7 +231,7 @@ class _Program:
         return self.imported(module, name) if colon else self.imported(*_split(module))
 
     def imported(self, module: str, name: str) -> str:
-        """The expression for something of a module, which is imported at the top."""
+        """The expression for a name of a module, which is imported at the top."""
         first, *rest = name.split(".")
         if (module, first) not in self.imports:
             self.imports[module, first] = self.name(first)
@@ -254,7 +258,7 @@ class _Program:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Module and name of a dotted path: the name begins at the first capital letter, or is the last word."""
+    """Module and name of a dotted path: the name starts at the first capital letter, or is the last word."""
     words = path.split(".")
     first = next((index for index, word in enumerate(words) if index and word[0].isupper()), len(words) - 1)
     return ".".join(words[:first]), ".".join(words[first:])
