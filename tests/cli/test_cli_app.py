@@ -1,4 +1,4 @@
-"""Exit codes, paragraphs and tracebacks of all commands, and what is imported when one only asks for help."""
+"""Exit codes, error paragraphs and tracebacks of all commands, and the imports of --help."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ import pytest
 from trainformer.cli import app
 from trainformer.cli.output import duration
 
-#: What every command cannot do, with words that make sense.
+#: Arguments with which each command fails although its usage is right.
 FAILING = {
     "train": ["--task=ImageClassification", "--data=nowhere", "--model=no_such_model"],
     "check": ["--task=ImageClassification", "--data=nowhere", "--model=no_such_model"],
@@ -37,7 +37,7 @@ NEVER = {"doctor", "completion"}  # fail only where something is broken
 
 
 @pytest.mark.parametrize("name", app.COMMANDS)
-def test_a_line_that_makes_no_sense_ends_with_2(name, capsys):
+def test_wrong_usage_exits_with_2(name, capsys):
     with pytest.raises(SystemExit) as caught:
         app.main([name, "--no-such-option"])
     assert caught.value.code == 2
@@ -48,7 +48,7 @@ def test_a_line_that_makes_no_sense_ends_with_2(name, capsys):
 
 
 @pytest.mark.parametrize("name", sorted(app.COMMANDS.keys() - NEVER))
-def test_a_failure_is_one_paragraph_and_1(name, capsys):
+def test_a_failure_is_one_paragraph_and_exit_code_1(name, capsys):
     assert app.main([name, *FAILING[name]]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -60,12 +60,12 @@ def test_a_failure_is_one_paragraph_and_1(name, capsys):
 
 
 @pytest.mark.parametrize("name", sorted(app.COMMANDS.keys() - NEVER - {"launch"}))  # the words of a program are its
-def test_debug_shows_where_it_came_from(name):
+def test_debug_shows_the_traceback(name):
     with pytest.raises(Exception, match=r".+"):
         app.main([name, *FAILING[name], "--debug"])
 
 
-def test_debug_stands_anywhere_after_the_command(capsys):
+def test_debug_may_be_anywhere_after_the_command(capsys):
     for words in (["--debug", "status", "nix"], ["status", "--debug", "nix"], ["status", "nix", "--debug"]):
         with pytest.raises(ValueError, match="nix"):
             app.main(["ctl", *words])
@@ -74,7 +74,7 @@ def test_debug_stands_anywhere_after_the_command(capsys):
 
 
 def test_options_are_not_abbreviated(capsys):
-    """What is added later would change what they mean; so also after an action."""
+    """Options that are added later would change their meaning; the same for actions."""
     for words in (["runs", "--rev"], ["ckpt", "list", "runs", "--js"], ["ctl", "list", "--js"]):
         with pytest.raises(SystemExit) as caught:
             app.main(words)
@@ -130,7 +130,7 @@ print(json.dumps(found))
 
 
 def test_help_imports_nothing_heavy():
-    """All in one process: what the first imports, the others are blamed for."""
+    """All in one process, so an import by one page shows up in all later ones."""
     pages = [["--help"], *([name, "--help"] for name in app.COMMANDS), ["ckpt", "export", "--help"]]
     words = [sys.executable, "-c", HELP, json.dumps(pages), json.dumps(HEAVY)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -139,7 +139,7 @@ def test_help_imports_nothing_heavy():
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGINT, "interrupted")])
 def test_a_signal_ends_a_command_with_128_and_its_number(number, word):
-    """A config in Python that takes its time, so that the command is surely in the middle."""
+    """A Python config that sleeps, so that the signal arrives while the command runs."""
     Path("slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(120)\nconfig = {}\n")
     words = [sys.executable, "-m", "trainformer.cli", "config", "show", "slow.py"]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -150,7 +150,7 @@ def test_a_signal_ends_a_command_with_128_and_its_number(number, word):
     assert (running.returncode, out, err) == (128 + number, "", f"{word}\n")
 
 
-def test_signals_are_as_before_afterwards(capsys):
+def test_signal_handlers_are_restored(capsys):
     before = signal.getsignal(signal.SIGTERM)
     assert app.main(["ctl", "list"]) == 0
     assert signal.getsignal(signal.SIGTERM) is before
@@ -158,8 +158,8 @@ def test_signals_are_as_before_afterwards(capsys):
 
 
 @pytest.mark.parametrize("words", ["completion bash", "ctl list"])
-def test_a_reader_that_has_gone_is_no_error(words):
-    """`trainformer ... | true`, with more than a pipe holds, and with so little that it is written at the very end."""
+def test_a_closed_pipe_is_no_error(words):
+    """`trainformer ... | true`, with more output than a pipe buffers, and with little that is flushed at the end."""
     text = f"{sys.executable} -m trainformer.cli {words} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("1\n", "")

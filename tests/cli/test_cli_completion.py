@@ -1,4 +1,4 @@
-"""The script for shells, asked by a real bash what it completes."""
+"""The completion script, run in a real bash."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ ask() {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What bash offers after several beginnings of a line."""
+    """The completions of bash for several incomplete lines."""
     folder = tmp_path_factory.mktemp("bash")
     (folder / "script.sh").write_text(completion.script("bash"))
     (folder / "runs" / "first").mkdir(parents=True)
@@ -33,7 +33,7 @@ def answers(tmp_path_factory):
         ["train", "--batch"],
         ["train", "--task", "Caus"],
         ["train", "--task", "SSL.d"],
-        ["train", "--task", "=", "Caus"],  # how bash cuts --task=Caus
+        ["train", "--task", "=", "Caus"],  # how bash splits --task=Caus
         ["train", "--lr=1", "--adapter", "="],
         ["runs", "--sort", "b"],
         ["evaluate", "ru"],

@@ -1,4 +1,4 @@
-"""`trainformer tasks` against the classes and tables that it tells of, and what is imported for it."""
+"""`trainformer tasks` compared with the classes and tables that it lists, and its imports."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ def listed(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_list_holds_every_public_class(capsys):
+def test_the_list_has_every_public_class(capsys):
     found = listed(capsys)
     assert list(found) == list(catalogue.KINDS)
     for kind, package in PACKAGES.items():
@@ -40,7 +40,7 @@ def test_the_list_holds_every_public_class(capsys):
     assert stopping["summary"] == " ".join(first.split())
 
 
-def test_the_list_holds_every_optimizer(capsys):
+def test_the_list_has_every_optimizer(capsys):
     found = {entry["name"]: entry["summary"] for entry in listed(capsys)["optimizers"]}
     assert list(found) == [*_TORCH, *_BNB]
     for name, (made, _) in _TORCH.items():
@@ -67,7 +67,7 @@ def test_one_of_them_with_its_fields(capsys):
     assert "trainformer train --task=CausalLM --help" in text
 
 
-def test_a_name_that_is_not_there(capsys):
+def test_an_unknown_name(capsys):
     assert app.main(["tasks", "CausalLLM"]) == 1
     assert "Did you mean 'CausalLM'?" in " ".join(capsys.readouterr().err.split())
 

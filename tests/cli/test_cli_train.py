@@ -1,4 +1,4 @@
-"""`trainformer train` and `check` as they are called: the plan's commands on small models, signals, and going on."""
+"""`trainformer train` and `check` end to end: the plan's commands on small models, signals, and resuming."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_a_task_in_the_current_folder(monkeypatch):
     assert app.main(["run", "runs/mine/recipe.yaml"]) == 0
 
 
-def test_what_fails_is_told_in_one_paragraph(capsys):
+def test_a_failure_is_one_paragraph(capsys):
     assert (
         app.main(["train", "--task=ImageClassification", "--data=nowhere", "--model=resnet10t", "--no-pretrained"]) == 1
     )
@@ -121,7 +121,7 @@ def test_what_fails_is_told_in_one_paragraph(capsys):
 # -- check -------------------------------------------------------------------------------------------------
 
 
-def test_check_tells_by_its_exit_code_whether_it_will_work(capsys):
+def test_check_returns_1_if_the_run_will_not_work(capsys):
     assert app.main(["check", "--task=cli_toys:Fit", "--data=16"]) == 0
     assert "gradients" in capsys.readouterr().out
     assert app.main(["check", "--task=cli_toys:Idle", "--data=16"]) == 1
@@ -138,14 +138,14 @@ def test_check_tells_by_its_exit_code_whether_it_will_work(capsys):
 
 
 def start(words):
-    """The command in a process of its own, forked from one that has imported torch."""
+    """The command in its own process, forked from one that has imported torch."""
     process = SERVER.Process(target=app.main, args=(words,))
     process.start()
     return process
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_after_sigterm_and_ends_in_the_same_weights():
+def test_the_same_command_resumes_after_sigterm_with_the_same_weights():
     line = ["train", "--task=cli_toys:Fit", "--data=64", "--batch-size=4", "--epochs=3", "--log=none", "--log-every=1"]
     assert app.main([*line, "--name=undisturbed"]) == 0
 
