@@ -234,7 +234,7 @@ def test_a_module_is_built_by_the_rules_of_configs():
     assert Path("here").is_dir()
 
 
-# -- ambiguous and unknown options -------------------------------------------------------------------------------------------
+# -- ambiguous and unknown options ------------------------------------------------------------------------------------
 
 
 def test_an_ambiguous_name_must_be_spelled_in_full(capsys):
