@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from trainformer.cli import app, catalogue
 from trainformer.cli.components import REQUIRED, default_text, find_component, find_components
 from trainformer.cli.options import OptionTable, Word, as_flag
 from trainformer.config import materialize
+from trainformer.core import plugins
 from trainformer.core.errors import BadArgument
 from trainformer.tasks.vision.ssl.options import DEFAULTS
 
@@ -223,6 +225,40 @@ def test_callbacks_can_be_written(text):
 def test_one_callback_by_its_name():
     (stopping,) = settings_of("--data=8", "--callbacks=EarlyStopping")["callbacks"]
     assert (type(stopping), stopping.patience) == (EarlyStopping, EarlyStopping().patience)
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """An installed package that registers a task and a callback."""
+    code = """
+        from cli_toys import Fit
+        class Plane(Fit): pass
+        class Beep:
+            def __init__(self, volume=1): self.volume = volume
+            def on_train_end(self, trainer): print("beep" * self.volume)
+    """
+    (tmp_path / "planes.py").write_text(textwrap.dedent(code))
+    info = tmp_path / "planes-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planes\nVersion: 1.0\n")
+    points = "[trainformer.tasks]\nPlane = planes:Plane\n[trainformer.callbacks]\nbeep = planes:Beep\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins._registered.cache_clear()
+    yield
+    plugins._registered.cache_clear()
+    sys.modules.pop("planes", None)
+
+
+def test_tasks_and_callbacks_of_plugins(plugin, capsys):
+    line = "train --task=Plane --width=3 --data=8 --max-steps=1 --name=plane --log=none --callbacks=beep(volume=2)"
+    assert app.main(line.split()) == 0
+    assert capsys.readouterr().out == "beepbeep\n"
+    assert "!factory:planes:Plane" in Path("runs/plane/recipe.yaml").read_text()
+    assert app.main(["tasks"]) == 0
+    listed = capsys.readouterr().out
+    assert "Plane " in listed
+    assert "beep " in listed
 
 
 def test_a_module_is_built_by_the_rules_of_configs():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainformer import adapters, callbacks, loggers, tasks
-from trainformer.backends.torch.optimizer_names import _BNB, _TORCH
+from trainformer.backends.torch.optimizer_names import BITSANDBYTES_OPTIMIZERS, TORCH_OPTIMIZERS
 from trainformer.backends.torch.schedules import SCHEDULES
 from trainformer.cli import app, catalogue
 
@@ -42,10 +42,10 @@ def test_the_list_has_every_public_class(capsys):
 
 def test_the_list_has_every_optimizer(capsys):
     found = {entry["name"]: entry["summary"] for entry in listed(capsys)["optimizers"]}
-    assert list(found) == [*_TORCH, *_BNB]
-    for name, (made, _) in _TORCH.items():
+    assert list(found) == [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS]
+    for name, (made, _) in TORCH_OPTIMIZERS.items():
         assert getattr(torch.optim, found[name].removeprefix("torch.optim.")) is made
-    assert found["paged_adamw"] == f"bitsandbytes.optim.{_BNB['paged_adamw'][0]}"
+    assert found["paged_adamw"] == f"bitsandbytes.optim.{BITSANDBYTES_OPTIMIZERS['paged_adamw'][0]}"
 
 
 def test_one_of_them_with_its_fields(capsys):

@@ -20,7 +20,7 @@ from trainformer.core.optional import require
 logger = logging.getLogger("trainformer")
 
 # Names people type. Options are those the optimizer is usually run with where torch's default is not.
-_TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
+TORCH_OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
@@ -35,7 +35,7 @@ _TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
 # Classes of bitsandbytes, and the options that have an effect: it takes others (nesterov, amsgrad, a momentum of
 # RMSprop) and forgets them. Its LAMB and LARS are not here: in 8 bits they leave the trust ratio out.
 _ADAM, _LION = ("betas", "eps", "min_8bit_size"), ("betas", "min_8bit_size")
-_BNB: dict[str, tuple[str, tuple[str, ...]]] = {
+BITSANDBYTES_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adam_8bit": ("Adam8bit", _ADAM),
     "adamw_8bit": ("AdamW8bit", _ADAM),
     "ademamix_8bit": ("AdEMAMix8bit", (*_ADAM, "alpha", "t_alpha", "t_beta3")),
@@ -73,7 +73,7 @@ def treats_parameters_alone(name: str) -> bool:
     (True, False)
     """
     key = _canonical(name)
-    return key in _TORCH or key in _BNB
+    return key in TORCH_OPTIMIZERS or key in BITSANDBYTES_OPTIMIZERS
 
 
 def optimizer_by_name(
@@ -84,11 +84,11 @@ def optimizer_by_name(
         do = f"Pass {setting} to the Trainer." if setting != "params" else "The task says what is trained."
         raise BadArgument(expected(f"options of {name} other than those of the run", setting, do))
     key = _canonical(name)
-    if key in _TORCH:
+    if key in TORCH_OPTIMIZERS:
         return _torch(key, groups, lr, given)
-    if key in _BNB:
+    if key in BITSANDBYTES_OPTIMIZERS:
         return _bitsandbytes(key, groups, lr, given)
-    known, hint = [*_TORCH, *_BNB], ""
+    known, hint = [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS], ""
     try:
         import timm.optim
     except ModuleNotFoundError:
@@ -120,7 +120,7 @@ def _refuse_unknown(name: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def _torch(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
-    cls, options = _TORCH[key]
+    cls, options = TORCH_OPTIMIZERS[key]
     _refuse_unknown(key, given, set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"})
     made = cls(groups, lr=lr, **{**_fastest(cls, groups), **options, **given})
     _fill_momentum(made)
@@ -154,7 +154,7 @@ def _fastest(cls: Any, groups: Groups) -> dict[str, bool]:
 
 
 def _bitsandbytes(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
-    class_name, known = _BNB[key]
+    class_name, known = BITSANDBYTES_OPTIMIZERS[key]
     _refuse_unknown(key, given, known)
     package = require("bitsandbytes.optim", "adapters", f"for the optimizer {key!r}")
     cls = getattr(package, class_name)
