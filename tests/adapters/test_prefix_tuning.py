@@ -77,14 +77,14 @@ def test_classifiers_and_encoders_take_a_prefix(head, kind, tmp_path):
         ({"kind": "speech"}, "kind to be a kind of model"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(arguments, message):
+def test_what_cannot_work_is_rejected_with_the_reason(arguments, message):
     with pytest.raises(BadArgument, match=message):
         PrefixTuning().check(**arguments)
     if arguments["kind"] != "speech":
         LoRA().check(**arguments)
 
 
-def is_refused(**arguments):
+def is_rejected(**arguments):
     try:
         PrefixTuning().check(**arguments)
     except BadArgument:
@@ -92,14 +92,14 @@ def is_refused(**arguments):
     return False
 
 
-def test_what_works_is_not_refused():
+def test_what_works_is_not_rejected():
     for kind in ("causal_lm", "seq2seq", "masked_lm", "sequence_classification", "embedding", None):
-        assert not is_refused(kind=kind), kind
-    assert not is_refused(kind="vlm", model="llava-hf/llava-1.5-7b-hf")
-    assert not is_refused(kind="causal_lm", model="Qwen/Qwen2.5-7B")
+        assert not is_rejected(kind=kind), kind
+    assert not is_rejected(kind="vlm", model="llava-hf/llava-1.5-7b-hf")
+    assert not is_rejected(kind="causal_lm", model="Qwen/Qwen2.5-7B")
     for name in ("llama", "t5", "bert", "llava"):
         tiny = MODELS[name]
-        assert not is_refused(kind=tiny.kind, model=tiny.make().config), name
+        assert not is_rejected(kind=tiny.kind, model=tiny.make().config), name
         # And it does work: the prefix is trained, and nothing else.
         model = PrefixTuning(3).apply(tiny.make(), kind=tiny.kind)
         output(model, tiny.batch()).square().mean().backward()

@@ -96,7 +96,7 @@ def test_temperature_is_the_minimum_scipy_finds(scale: float) -> None:
     assert loss(1 / got) <= loss(want) + 1e-12
 
 
-def test_temperature_mends_calibration_and_changes_no_prediction() -> None:
+def test_temperature_improves_calibration_and_keeps_predictions() -> None:
     logits, labels = case(n=2000, scale=4.0)
     fitted, fresh = slice(0, 1000), slice(1000, None)
     temperature = fit_temperature(logits[fitted], labels[fitted])
@@ -123,7 +123,7 @@ def test_half_precision_probabilities_are_probabilities() -> None:
     assert expected_calibration_error(half, labels) == pytest.approx(full, abs=0.01)
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_rejected() -> None:
     logits, labels = case(n=10)
     probabilities = logits.softmax(1)
     for function in (expected_calibration_error, brier_score, negative_log_likelihood, reliability):

@@ -74,7 +74,7 @@ def test_narrow_integers_do_not_overflow(dtype: torch.dtype) -> None:
     assert torch.equal(got, torch.eye(200, dtype=torch.int64))
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_rejected() -> None:
     labels = torch.tensor([0, 1])
     with pytest.raises(BadArgument, match="0 to 1, received 2"):
         confusion_matrix(torch.tensor([0, 2]), labels, 2)

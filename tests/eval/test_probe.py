@@ -105,7 +105,7 @@ def test_the_subset_is_balanced_seeded_and_nested() -> None:
     assert torch.isin(few, more).all()
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_rejected() -> None:
     train, labels, test, wanted = digits()
     with pytest.raises(DataError, match="at least 2 classes"):
         linear_probe(train, labels * 0, test, wanted)

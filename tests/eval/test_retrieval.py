@@ -400,7 +400,7 @@ def test_low_rank_is_seen() -> None:
     assert feature_statistics(rows)["effective_rank"] == pytest.approx(3.0, abs=0.05)
 
 
-def test_bad_embeddings_and_labels_are_refused() -> None:
+def test_bad_embeddings_and_labels_are_rejected() -> None:
     rows, labels = torch.randn(10, 4), torch.arange(10) % 2
     broken = rows.clone()
     broken[2:5, 1] = math.nan
@@ -421,7 +421,7 @@ def test_bad_embeddings_and_labels_are_refused() -> None:
         feature_statistics(rows[:1])
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_bad_arguments_are_rejected() -> None:
     rows, labels = torch.randn(10, 4), torch.arange(10) % 2
     with pytest.raises(BadArgument, match="Did you mean 'exact'"):
         nearest(rows, rows, 1, index="exat")  # type: ignore[arg-type]

@@ -177,6 +177,6 @@ def test_it_compiles_without_a_break() -> None:
         (lambda z: moco_v3_loss(z, z, z, z[:3]), "k2"),
     ],
 )
-def test_bad_arguments_are_refused(make: object, message: str) -> None:
+def test_bad_arguments_are_rejected(make: object, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make(torch.randn(4, 8))

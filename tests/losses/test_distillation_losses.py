@@ -163,7 +163,7 @@ class TestCenter:
         center.commit()
         assert not center.center.requires_grad
 
-    def test_bad_arguments_are_refused(self) -> None:
+    def test_bad_arguments_are_rejected(self) -> None:
         with pytest.raises(BadArgument, match="momentum"):
             Center(3, momentum=1.5)
         with pytest.raises(BadArgument, match="dim"):
@@ -283,6 +283,6 @@ def test_it_compiles_without_a_break() -> None:
         (lambda v: teacher_entropy(v[0], 0.0), "temperature"),
     ],
 )
-def test_bad_arguments_are_refused(make: object, message: str) -> None:
+def test_bad_arguments_are_rejected(make: object, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make(views(2))

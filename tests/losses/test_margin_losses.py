@@ -208,7 +208,7 @@ def test_it_compiles_without_a_break(made: type) -> None:
         (lambda: ArcFaceLoss(4, 3)(torch.ones(2, 4), torch.zeros(2).long(), reduction="men"), "mean"),
     ],
 )
-def test_bad_arguments_are_refused(make: object, message: str) -> None:
+def test_bad_arguments_are_rejected(make: object, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make()
 

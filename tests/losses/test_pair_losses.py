@@ -249,7 +249,7 @@ def test_a_module_of_one_s_own() -> None:
         (lambda: make_metric_loss("arcface", margin=0.1, options={"margin": 0.2}, **SIZES), "once"),
         (lambda: make_metric_loss("supcon", margin=0.1, **SIZES), "temperature"),
         (lambda: make_metric_loss("triplet", scale=3.0, **SIZES), "no scale"),
-        (lambda: make_metric_loss(Own(), margin=0.1, **SIZES), "settings beside a module"),
+        (lambda: make_metric_loss(Own(), margin=0.1, **SIZES), "no settings for a module"),
         (lambda: make_metric_loss(ArcFaceLoss(8, 4), miner="hard", **SIZES), "no miner"),
         (lambda: make_pair_loss("arcface"), "a pair loss"),
         (lambda: make_pair_loss("suponc"), "Did you mean 'supcon'"),
@@ -262,6 +262,6 @@ def test_a_module_of_one_s_own() -> None:
         (lambda: PairLoss(nn.PairwiseDistance())(torch.ones(3, 3), torch.ones(3)), "scalar"),
     ],
 )
-def test_bad_arguments_are_refused(make: object, message: str) -> None:
+def test_bad_arguments_are_rejected(make: object, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make()

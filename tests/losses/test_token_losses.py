@@ -162,7 +162,7 @@ def test_two_backward_passes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True)), "the first gradients were overwritten"
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_rejected() -> None:
     hidden, weight, _, labels = case()
     hidden.requires_grad_()
     for total in (
@@ -262,7 +262,7 @@ def test_other_modes() -> None:
     want = linear_cross_entropy(hidden, weight, labels)
     with torch.inference_mode():
         torch.testing.assert_close(linear_cross_entropy(hidden, weight.requires_grad_(), labels), want)
-    # A weight in half precision without autocast is lifted, not refused; its gradient is in its own precision.
+    # A weight in half precision without autocast is lifted, not rejected; its gradient is in its own precision.
     half = weight.detach().bfloat16()
     found = value_and_gradients(lambda h, w: linear_cross_entropy(h, w, labels).sum, hidden, half)
     lifted = value_and_gradients(lambda h, w: plain(h, w, labels)[0], hidden, half.float())

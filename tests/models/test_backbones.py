@@ -98,7 +98,7 @@ def test_positions_of_another_image_size_are_resampled():
     torch.testing.assert_close(model.pos_embed, expected)
 
 
-def test_weights_that_do_not_fit_are_refused_and_nothing_is_loaded(tmp_path):
+def test_weights_that_do_not_fit_are_rejected_and_nothing_is_loaded(tmp_path):
     model = timm.create_model("test_resnet", num_classes=0)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(DataError, match="missing"):

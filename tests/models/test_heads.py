@@ -81,7 +81,7 @@ def test_bias_can_be_said_for_all_layers() -> None:
 
 
 @pytest.mark.parametrize("dims", [[], [4], [4, 0]])
-def test_bad_widths_are_refused(dims: list[int]) -> None:
+def test_bad_widths_are_rejected(dims: list[int]) -> None:
     with pytest.raises(BadArgument, match="at least two positive widths"):
         MLPHead(dims)
 

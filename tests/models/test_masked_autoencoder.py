@@ -187,7 +187,7 @@ def test_each_image_has_its_own_loss_over_its_hidden_patches() -> None:
         torch.testing.assert_close(output.loss[i], torch.stack(errors).mean())
 
 
-def test_masks_are_drawn_anew_and_per_image() -> None:
+def test_masks_differ_between_calls_and_images() -> None:
     model = MaskedAutoencoder(vit(), **DECODER)
     one, two = model(images(8)).mask, model(images(8)).mask
     assert not torch.equal(one, two)
@@ -368,7 +368,7 @@ def test_a_perfect_prediction_is_the_original_picture(norm_pix: bool) -> None:
         (lambda: vit(img_size=26), "multiples of the patch"),
     ],
 )
-def test_backbones_that_do_not_fit_are_refused(build: Any, message: str) -> None:
+def test_backbones_that_do_not_fit_are_rejected(build: Any, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         MaskedAutoencoder(build(), **DECODER)
 

@@ -68,7 +68,7 @@ def test_parameters_follow_as_timm_and_a_loop_say(name: str, build: Any) -> None
         torch.testing.assert_close(mine[key].double(), by_hand[key], rtol=1e-6, atol=6e-7)
 
 
-def test_it_is_frozen_apart_and_without_gradients() -> None:
+def test_the_copy_is_frozen_and_shares_no_memory() -> None:
     source = WithBuffer()
     follower = MomentumCopy(source)
     assert not any(weight.requires_grad for weight in follower.parameters())
@@ -205,7 +205,7 @@ def test_cosine_momentum_is_that_of_byol() -> None:
         cosine_momentum(0.9, 1.0, 0, 0)
 
 
-def test_sources_that_do_not_fit_are_refused() -> None:
+def test_sources_that_do_not_fit_are_rejected() -> None:
     follower = MomentumCopy(nn.Linear(3, 3))
     with pytest.raises(BadArgument, match=r"momentum to be from 0 to 1, received 1\.5"):
         follower.update(nn.Linear(3, 3), 1.5)
