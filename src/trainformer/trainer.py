@@ -14,7 +14,7 @@ from torch import Tensor
 from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
-from trainformer.distributed import is_first_process
+from trainformer.distributed import is_main_process
 from trainformer.run import RunSettings, TorchRun
 from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
@@ -61,8 +61,8 @@ class Trainer(RunSettings, TorchTrainerApi):
 
     def __post_init__(self) -> None:
         callbacks = CallbackList(self.callbacks)
-        console = Console(quiet=not is_first_process())
-        if is_first_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
+        console = Console(quiet=not is_main_process())
+        if is_main_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
         self._run = TorchRun(
             self,

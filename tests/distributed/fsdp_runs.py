@@ -413,9 +413,9 @@ def refusals():
     quantized.model.head.weight = nn.Parameter(torch.zeros(3, 7, dtype=torch.uint8), requires_grad=False)
     made = fresh("teaching")
     cases = [
-        (mixed, {}, "trained parameters of one type"),
+        (mixed, {}, "trainable parameters of one dtype"),
         (quantized, {}, "model.head.weight of torch.uint8"),
-        (made, {"optimizer": torch.optim.SGD(made.parameters())}, "made after the model is divided"),
+        (made, {"optimizer": torch.optim.SGD(made.parameters())}, "created after sharding"),
         (fresh("teaching"), {"optimizer": "adafactor"}, "received 'Adafactor'"),
         (fresh("teaching"), {"param_dtype": "bf16"}, "Pass precision='bf16'"),
         (fresh("teaching"), {"blocks": "Blok"}, "Did you mean 'Block'"),

@@ -319,7 +319,7 @@ def refusals() -> dict[str, Tensor]:
     run = Run(lambda: Drawing(tower()))
     with pytest.raises(BadArgument, match="draw no random numbers"):
         run.train(windows_of_samples())
-    with pytest.raises(BadArgument, match="no average of the weights"):
+    with pytest.raises(BadArgument, match="no weight averaging"):
         run.strategy.copy_model()
     return {"refused": torch.tensor(2)}
 

@@ -224,7 +224,7 @@ def refuses_a_wrong_plan():
     try:
         train(backend, 0, 1)
     except BadArgument as error:
-        return "others for between.weight" in str(error)
+        return "different ones for between.weight" in str(error)
     return False
 
 

@@ -14,7 +14,7 @@ from training_runs import found, run_mlp
 from ranks import on_ranks
 from trainformer.core.errors import BadArgument
 from trainformer.distributed import make_strategy
-from trainformer.distributed.accelerate import launched_strategy
+from trainformer.distributed.accelerate import strategy_from_environment
 from trainformer.distributed.deepspeed import check_config
 
 
@@ -73,7 +73,7 @@ def test_one_process_needs_no_wrapper(tmp_path, monkeypatch):
         ({"gradient_accumulation_steps": 4}, {}, "accumulation_steps=4"),
         ({"mixed_precision": "bf16"}, {}, "precision='bf16' to the trainer"),
         ({"mixed_precision": "bf16"}, {"precision": "fp16"}, "precision of the run"),
-        ({"mixed_precision": "fp16"}, {"precision": "fp16"}, "scales the losses itself"),
+        ({"mixed_precision": "fp16"}, {"precision": "fp16"}, "does the loss scaling"),
     ],
 )
 def test_what_an_accelerator_may_not_say_is_refused(arguments, settings, said, tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_options_and_devices_are_looked_at():
     with pytest.raises(BadArgument, match="no options"):
         make_strategy({"name": "accelerate", "accelerator": Accelerator(cpu=True), "cpu": True})
     with pytest.raises(BadArgument, match="device to be that of the Accelerator"):
-        make_strategy(Accelerator(cpu=True)).join("cuda", 10.0)
+        make_strategy(Accelerator(cpu=True)).setup_environment("cuda", 10.0)
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("FSDP", "strategy='fsdp'"), ("MEGATRON_LM", "strategy='tp'")])
@@ -108,7 +108,7 @@ PROGRAM = """
 import os, torch
 from accelerate_runs import run_tokens
 from training_runs import found
-from trainformer.distributed.accelerate import launched_strategy
+from trainformer.run import run_of
 
 trainer = run_tokens("auto", "out").fit()
 kind = {"ddp": 0, "fsdp": 1}[run_of(trainer).backend.strategy.name]
@@ -169,9 +169,9 @@ def test_what_the_launcher_was_told_is_done_or_refused(environment, asked, monke
         monkeypatch.setenv(name, value)
     if isinstance(asked, str):
         with pytest.raises(BadArgument, match=asked):
-            launched_strategy()
+            strategy_from_environment()
     else:
-        assert launched_strategy() == asked
+        assert strategy_from_environment() == asked
         assert make_strategy(asked or "ddp").name == asked.get("name", "ddp")
     if "ACCELERATE_USE_FSDP" in environment:
         with pytest.raises(BadArgument):

@@ -25,7 +25,6 @@ from ranks import named, on_ranks
 from toys import MeanTask, largest_difference, weights
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.distributed.fsdp import FSDP
-from trainformer.distributed.mesh import sharding_mesh
 from trainformer.distributed.optimizer_state import NamedParameters, unsharded_optimizer_state
 from trainformer.distributed.process_group import TorchProcessGroup
 
@@ -216,9 +215,11 @@ def test_bad_options_are_named(options, words):
         FSDP(**options)
 
 
-def test_replicas_must_divide_the_ranks():
+def test_replicas_must_divide_the_world_size():
+    strategy = FSDP(replicas=3)
+    strategy.process_group = TorchProcessGroup(0, 4)
     with pytest.raises(BadArgument, match="4 processes can hold 1, 2, 4 replicas"):
-        sharding_mesh(TorchProcessGroup(0, 4), torch.device("cpu"), replicas=3)
+        strategy.prepare(MeanTask(), torch.device("cpu"))
 
 
 # -- the optimizer's state by names ------------------------------------------------------------------------
@@ -264,5 +265,5 @@ def test_a_state_of_other_parameters_or_shapes_is_refused_and_changes_nothing():
 
 def test_an_optimizer_of_other_parameters_is_refused():
     model = nn.Linear(2, 3)
-    with pytest.raises(BadArgument, match="made after the model is divided"):
+    with pytest.raises(BadArgument, match="created after sharding"):
         NamedParameters(torch.optim.SGD(nn.Linear(2, 3).parameters()), dict(model.named_parameters()))

@@ -66,7 +66,7 @@ def test_shards_that_are_missing_or_of_another_checkpoint_are_named(written, tmp
     with pytest.raises(DataError, match="4 processes wrote, but the shards of 3"):
         opened(folder)
     shutil.copy(written[0] / "2" / "model.shard-00001-of-00002.safetensors", shard)
-    with pytest.raises(DataError, match=r"(twice|of another checkpoint)"):
+    with pytest.raises(DataError, match=r"(twice|to another checkpoint)"):
         opened(folder)
     for damaged in (kept[:40], b"", kept[:-8]):
         shard.write_bytes(damaged)
@@ -178,7 +178,7 @@ def test_any_key_keeps_its_tensor(tmp_path):
     found = opened(saved(tmp_path, state)).unsharded()
     values = [found["a/b"], found["a"]["b"], found["a~1b"], found["a"][3]]
     assert torch.cat(values).tolist() == [1, 0, 2, 3]
-    with pytest.raises(BadArgument, match="keys of a state to differ as text, received 'a/3'"):
+    with pytest.raises(BadArgument, match="keys of a state to differ as strings, received 'a/3'"):
         write_sharded(tmp_path, "model", {"a": {"3": torch.zeros(1), 3: torch.zeros(1)}}, TorchProcessGroup())
 
 

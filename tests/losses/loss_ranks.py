@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranks import added_up, share_of
+from ranks import all_reduced, share_of
 from trainformer.losses import Center, infonce_with_queue, koleo_loss, moco_v3_loss, nt_xent_loss
 from trainformer.losses.metric_learning import make_miner, make_pair_loss
 from trainformer.utils.distributed import padding
@@ -54,7 +54,7 @@ def results(rank: int, world: int) -> dict[str, Tensor]:
             gradients = torch.autograd.grad(loss, learned, retain_graph=True)
             found[f"{name}.loss{step}"] = loss.detach() / BATCH
             found |= {f"{name}.gradient{step}.{i}": part / BATCH for i, part in enumerate(gradients)}
-    found = added_up(found)
+    found = all_reduced(found)
     found |= {f"kept.{name}": value.clone() for name, value in modules["memory"].state_dict().items()}
     return found | {"center": center(rank, world)} | padded(rank, world)
 
@@ -113,4 +113,4 @@ def padded(rank: int, world: int) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(loss, learned, retain_graph=True)
         found |= {f"padded.{name}.{i}": part / BATCH for i, part in enumerate(gradients)}
     kept = {f"kept.padded.{name}": value for name, value in modules["memory"].state_dict().items()}
-    return added_up(found) | kept
+    return all_reduced(found) | kept

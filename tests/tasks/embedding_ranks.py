@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ranks import added_up, share_of
+from ranks import all_reduced, share_of
 from trainformer.losses.contrastive import TextKeys, multiple_negatives_loss
 
 
@@ -23,4 +23,4 @@ def share(rank: int, world: int) -> dict[str, Tensor]:
         first, second, third[:, None], keys=keys, temperature=0.3, symmetric=True, reduction="sum"
     )
     (gradient,) = torch.autograd.grad(loss / 8, weight)
-    return added_up({"loss": loss.detach() / 8, "gradient": gradient})
+    return all_reduced({"loss": loss.detach() / 8, "gradient": gradient})

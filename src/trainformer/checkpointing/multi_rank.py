@@ -151,7 +151,7 @@ class MultiRankWriter:
         deadline = time.monotonic() + self._timeout
         while not is_done():
             monitor = self._process_group.monitor
-            lost = None if monitor is None else monitor.lost()
+            lost = None if monitor is None else monitor.lost_ranks()
             if lost is not None:
                 raise lost
             if time.monotonic() > deadline:

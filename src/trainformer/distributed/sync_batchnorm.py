@@ -1,8 +1,8 @@
-"""BatchNorm over the samples of all ranks, so that several processes compute what one computes with the whole batch.
+"""Synchronised BatchNorm: statistics over the samples of all ranks, so that the world size does not change the result.
 
-Owns the change of a model's BatchNorm layers, and the layer for what `torch.nn.SyncBatchNorm` does not run on, the CPU
-above all. A layer keeps its identity: only its class becomes a subclass of what it was, with the same parameters,
-buffers, hooks and `isinstance`. In evaluation, and with one rank, it is the layer it was.
+Owns converting a model's BatchNorm layers in place, and an implementation for devices that `torch.nn.SyncBatchNorm`
+does not support, above all the CPU. A converted layer keeps its identity: its class becomes a subclass of what it was,
+with the same parameters, buffers, hooks and `isinstance`. In evaluation, and with one rank, it behaves as before.
 
 Ranks may have different numbers of samples, and padding (see `utils.distributed.padding`) counts as none.
 """
@@ -28,55 +28,54 @@ logger = logging.getLogger("trainformer")
 
 
 def convert_sync_batchnorm(module: nn.Module) -> int:
-    """Let every BatchNorm in a module, in place, take its statistics over all ranks; how many there are of them.
+    """Make every BatchNorm layer in a module compute its statistics over all ranks, in place. Returns their number.
 
-    To be called when the module is on its device: on CUDA the work is done by `torch.nn.SyncBatchNorm`.
+    Call it when the module is on its device: on CUDA `torch.nn.SyncBatchNorm` does the work.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
     >>> convert_sync_batchnorm(model), type(model[1]).__name__, isinstance(model[1], nn.BatchNorm1d)
-    (1, 'SharedBatchNorm1d', True)
+    (1, 'SyncBatchNorm1d', True)
     """
-    shared = 0
-    for part in list(module.modules()):
-        if not isinstance(part, _BatchNorm):
+    converted = 0
+    for layer in list(module.modules()):
+        if not isinstance(layer, _BatchNorm):
             continue
-        if not isinstance(part, nn.SyncBatchNorm | _Shared):
-            home = next(chain(part.parameters(), part.buffers(), module.parameters()), torch.empty(0)).device.type
-            was: Any = type(part)
-            made = _shared_class(was, _Synced if home in ("cuda", "xpu") else _Shared)
+        if not isinstance(layer, nn.SyncBatchNorm | _HostSync):
+            home = next(chain(layer.parameters(), layer.buffers(), module.parameters()), torch.empty(0)).device.type
+            original: Any = type(layer)
+            made = _sync_class(original, _TorchSync if home in ("cuda", "xpu") else _HostSync)
             if made is None:
                 logger.warning(
-                    "%s does not call the BatchNorm it derives from: its statistics stay those of each rank.",
-                    was.__name__,
+                    "%s does not call the BatchNorm it derives from: its statistics stay per rank.", original.__name__
                 )
                 continue
-            part.__class__ = made
-        shared += 1
-    return shared
+            layer.__class__ = made
+        converted += 1
+    return converted
 
 
-class _Rebuilt:
-    """How a layer whose class was made here is copied and pickled: by the names of what the class was made from."""
+class _Picklable:
+    """Copies and pickles a converted layer by the two classes its generated class was made from."""
 
-    _was: type
-    _kind: type
+    _original: type
+    _implementation: type
     #: Read and set by `models.heads.single_sample_batchnorm`.
     syncs_statistics = True
     single_sample = False
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return _blank, (self._was, self._kind), self.__dict__.copy()
+        return _new_layer, (self._original, self._implementation), self.__dict__.copy()
 
 
-class _Shared(_Rebuilt, _BatchNorm):
-    """BatchNorm over all ranks, in plain tensor operations and with one message each way."""
+class _HostSync(_Picklable, _BatchNorm):
+    """In plain tensor operations, with one collective in the forward and one in the backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input, normalised by mean and variance of the samples of all ranks."""
+        """Normalise with the mean and variance over all ranks."""
         if not self.training or world_size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        # Two stand for many: the question is whether there is but one sample, on any rank.
+        # 2 means "many": all that matters is whether all ranks together have a single sample.
         samples = 0 if is_padding() else 1 if self.single_sample else 2
         mean, square, count, samples = _statistics(input.detach(), samples)
         if samples == 1 and self.running_mean is not None:
@@ -100,21 +99,21 @@ class _Shared(_Rebuilt, _BatchNorm):
 
 
 def _statistics(rows: Tensor, samples: int) -> tuple[Tensor, Tensor, int, int]:
-    """Mean and sum of squared deviations per channel of all ranks' rows, and how many values and samples there are.
+    """Mean and sum of squared deviations per channel over all ranks, and the number of values and samples.
 
-    Ranks send means and deviations from them, not sums of squares, whose difference has few digits left.
+    Ranks exchange means and deviations: a difference of sums of squares would lose precision to cancellation.
     """
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     channels = rows.shape[1]
     count = rows.numel() // channels if samples else 0
-    message = rows.new_zeros(2 * channels + 2)
+    packed = rows.new_zeros(2 * channels + 2)
     if count:
         variance, mean = torch.var_mean(rows, _all_but_channels(rows), correction=0)
-        message[:-2] = torch.cat([mean, variance * count])
-    message[-2], message[-1] = count, samples
-    received = [torch.empty_like(message) for _ in range(world_size())]
-    dist.all_gather(received, message, group=data_parallel_group())
-    means, squares, sizes = torch.stack(received).split([channels, channels, 2], dim=1)
+        packed[:-2] = torch.cat([mean, variance * count])
+    packed[-2], packed[-1] = count, samples
+    gathered = [torch.empty_like(packed) for _ in range(world_size())]
+    dist.all_gather(gathered, packed, group=data_parallel_group())
+    means, squares, sizes = torch.stack(gathered).split([channels, channels, 2], dim=1)
     counts, total = sizes[:, :1], sizes.sum(0)
     mean = (means * counts).sum(0) / total[0].clamp(min=1)
     square = (squares + counts * (means - mean).square()).sum(0)
@@ -122,7 +121,7 @@ def _statistics(rows: Tensor, samples: int) -> tuple[Tensor, Tensor, int, int]:
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / deviation * weight + bias, with gradients through mean and deviation, of all ranks."""
+    """(x - mean) / deviation * weight + bias, with gradients through the mean and deviation of all ranks."""
 
     @staticmethod
     def forward(
@@ -151,26 +150,26 @@ class _Normalise(torch.autograd.Function):
                 through_mean, through_deviation = (_shaped(part, rows) for part in (total / ctx.count).chunk(2))
                 gradient = gradient - through_mean - unit * through_deviation
             by_rows = (gradient * _shaped(inverse if weight is None else inverse * weight, rows)).to(rows.dtype)
-        # Those of weight and bias are of this rank's samples: whoever trains the model adds them up over ranks.
+        # Gradients of weight and bias cover this rank's samples; DDP averages them with all the others.
         own = zip((by_weight, by_bias), ctx.needs_input_grad[1:3], strict=True)
         return by_rows, *(part.to(weight.dtype) if wanted else None for part, wanted in own), None, None, None
 
 
-class _Synced(_Rebuilt, nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` with padding that counts as nothing. (It waits for the device in every forward pass.)"""
+class _TorchSync(_Picklable, nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` that ignores padding. (It syncs with the device in every forward pass.)"""
 
-    process_group = property(lambda self: data_parallel_group())  # type: ignore[assignment]  # an attribute could not be copied
+    process_group = property(lambda self: data_parallel_group())  # type: ignore[assignment]  # a group cannot be pickled
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input, normalised by mean and variance of the samples of all ranks."""
+        """Normalise with the mean and variance over all ranks."""
         if not self.training or world_size() == 1 or not (is_padding() or self.single_sample):
             return super().forward(input)
-        # All ranks together may have a single value, whose unbiased variance does not exist.
+        # All ranks together may have a single value, whose unbiased variance is undefined.
         kept = [None if buffer is None else buffer.clone() for buffer in (self.running_mean, self.running_var)]
         if is_padding():
-            # No rows, in the type in which the others send their statistics, which torch takes from the input.
-            nothing = super().forward(input[:0].to(torch.promote_types(input.dtype, torch.float32)))
-            output = self._without_statistics(input, *kept) + nothing.sum().to(input.dtype)
+            # No rows, in the dtype in which the other ranks send their statistics (torch takes it from the input).
+            empty = super().forward(input[:0].to(torch.promote_types(input.dtype, torch.float32)))
+            output = self._without_statistics(input, *kept) + empty.sum().to(input.dtype)
         else:
             output = super().forward(input)
         if self.running_mean is not None and self.running_var is not None:
@@ -180,39 +179,40 @@ class _Synced(_Rebuilt, nn.SyncBatchNorm):
         return output
 
     def _without_statistics(self, input: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
-        """Something of a reasonable size: it does not count, but zero times infinity would."""
+        """Output of ordinary magnitude: it has weight 0, but 0 * inf would be NaN."""
         if mean is None:
             return F.group_norm(input, 1, self.weight, self.bias, self.eps)
         return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
 
 
-class _ThenActivated:
-    """timm's BatchNorm with an activation, which repeats torch's code instead of calling it."""
+class _TimmActivation:
+    """For timm's BatchNorm with activation, which copies torch's code instead of calling it."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Normalise, drop, activate."""
-        return self.act(self.drop(self._kind.forward(self, input)))
+        return self.act(self.drop(self._implementation.forward(self, input)))
 
 
 @cache
-def _shared_class(was: Any, kind: Any) -> Any:
-    """A subclass of a BatchNorm class whose statistics are those of all ranks; None if it has its own way of working.
+def _sync_class(original: Any, implementation: Any) -> Any:
+    """A subclass of a BatchNorm class with synchronised statistics; None if its `forward` does not call torch's.
 
-    `kind` comes behind `was` in the order of resolution, and before torch's `forward`: what a class of a user's adds
-    to BatchNorm stays.
+    `implementation` comes after `original` in the MRO and before torch's `forward`, so what a user's class adds to
+    BatchNorm still applies.
     """
-    bases: tuple[type, ...] = (was, kind)
-    forward = was.forward
+    bases: tuple[type, ...] = (original, implementation)
+    forward = original.forward
     if forward is not _BatchNorm.forward:
         if forward.__qualname__ == "BatchNormAct2d.forward":
-            bases = (_ThenActivated, was, kind)
+            bases = (_TimmActivation, original, implementation)
         elif "super" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
             return None
-    return type(f"Shared{was.__name__}", bases, {"_was": was, "_kind": kind, "__module__": __name__})
+    members = {"_original": original, "_implementation": implementation, "__module__": __name__}
+    return type(f"Sync{original.__name__}", bases, members)
 
 
-def _blank(was: type, kind: type) -> Any:
-    made = _shared_class(was, kind)
+def _new_layer(original: type, implementation: type) -> Any:
+    made = _sync_class(original, implementation)
     return made.__new__(made)
 
 
@@ -221,5 +221,5 @@ def _all_but_channels(rows: Tensor) -> list[int]:
 
 
 def _shaped(values: Tensor, rows: Tensor) -> Tensor:
-    """Values per channel, to be combined with the rows."""
+    """Per-channel values in a shape that broadcasts against the rows."""
     return values.view(1, -1, *[1] * (rows.ndim - 2))

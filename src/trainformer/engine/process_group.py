@@ -34,7 +34,7 @@ class ProcessGroup(Protocol):
 
     @property
     def monitor(self) -> Any:
-        """The failure detector, whose `lost()` names a dead rank; None if there is none."""
+        """The failure detector, whose `lost_ranks()` names ranks that are gone; None without one."""
         ...
 
     def broadcast(self, value: Any) -> Any:

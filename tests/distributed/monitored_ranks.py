@@ -1,4 +1,4 @@
-"""Ranks that are watched over, each a process of its own, to which something happens."""
+"""Monitored ranks, each a process, that a test kills, stops or makes fail."""
 
 import os
 import threading
@@ -15,14 +15,14 @@ from forking import SERVER
 from trainformer.distributed import heartbeats
 from trainformer.distributed.failure_detection import RankMonitor
 
-MOST_SECONDS = 90  # for whatever should happen; only a failing test waits that long
+MAX_SECONDS = 300  # for whatever should happen; only a failing test waits that long
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks do: they go on until something happens to them, or until there is a file ``enough``."""
+    """What the ranks do: all-reduce until something happens to them, or until a file ``enough`` appears."""
 
-    patience: float = 600.0  # far longer than the test may take: what is found is not found by waiting
+    patience: float = 600.0  # far longer than the test may take: nothing is found by waiting
     grace: float = 600.0
     failing: int | None = None  # the rank that raises an error
     leaving: int | None = None  # the rank that finishes too early
@@ -33,70 +33,70 @@ class Case:
 
 
 class Fleet:
-    """Three ranks at work."""
+    """Three running ranks."""
 
     def __init__(self, case: Case, folder: Path, world: int = 3) -> None:
         self.folder = folder
         os.environ["OMP_NUM_THREADS"] = "1"
         targets = [(case, rank, world, str(folder)) for rank in range(world)]
-        self.process_group = [SERVER.Process(target=be_rank, args=target) for target in targets]
-        for rank in self.process_group:
+        self.processes = [SERVER.Process(target=be_rank, args=target) for target in targets]
+        for rank in self.processes:
             rank.start()
 
     def __enter__(self) -> "Fleet":
         return self
 
     def __exit__(self, *error) -> None:
-        for rank in self.process_group:
+        for rank in self.processes:
             if rank.exitcode is None:
                 rank.kill()
 
     def hit(self, rank: int, signal: int) -> str:
-        """Send a signal to a rank when all of them are at work; how the others have to call it."""
+        """Send a signal to a rank once all are running. Returns the name that errors must use for it."""
         self.wait_until_busy()
-        os.kill(self.process_group[rank].pid, signal)
+        os.kill(self.processes[rank].pid, signal)
         return self.name(rank)
 
     def wait_until_busy(self) -> None:
-        """Wait until all ranks are at work and have heard each other."""
-        until = time.monotonic() + MOST_SECONDS
-        while not all((self.folder / f"{i}.busy").exists() for i in range(len(self.process_group))):
-            assert time.monotonic() < until, f"the ranks did not come up:\n{self.said(0)}"
+        """Wait until all ranks are running and have seen each other's heartbeats."""
+        until = time.monotonic() + MAX_SECONDS
+        while not all((self.folder / f"{i}.busy").exists() for i in range(len(self.processes))):
+            assert time.monotonic() < until, f"the ranks did not start:\n{self.output(0)}"
             time.sleep(0.02)
 
     def name(self, rank: int) -> str:
-        """How the others have to call a rank."""
-        return f"ank {rank} on {os.uname().nodename} (process {self.process_group[rank].pid})"
+        """The name that errors must use for a rank."""
+        return f"ank {rank} on {os.uname().nodename} (process {self.processes[rank].pid})"
 
     def end(self, *ranks: int) -> list[int]:
         """Wait for ranks to end; their exit codes."""
         for rank in ranks:
-            self.process_group[rank].join(MOST_SECONDS)
-            assert self.process_group[rank].exitcode is not None, f"rank {rank} hangs:\n{self.said(rank)}"
-        return [self.process_group[rank].exitcode for rank in ranks]
+            self.processes[rank].join(MAX_SECONDS)
+            assert self.processes[rank].exitcode is not None, f"rank {rank} hangs:\n{self.output(rank)}"
+        return [self.processes[rank].exitcode for rank in ranks]
 
-    def said(self, rank: int) -> str:
-        """Everything a rank has printed."""
+    def output(self, rank: int) -> str:
+        """Everything that a rank printed."""
         return (self.folder / f"{rank}.txt").read_text()
 
 
 def be_rank(case: Case, rank: int, world: int, folder: str) -> None:
-    """The whole life of a rank."""
+    """The main function of a rank."""
     os.chdir(folder)
     output = os.open(f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
     if case.places:
-        heartbeats._place = lambda: case.places[rank]
+        heartbeats._pid_namespace = lambda: case.places[rank]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=_meet(rank, world), rank=rank, world_size=world)
-    watch = RankMonitor(_get_default_store(), rank, world, every=0.2, patience=case.patience, grace=case.grace)
+    dist.init_process_group("gloo", store=_rendezvous(rank, world), rank=rank, world_size=world)
+    monitor = RankMonitor(_get_default_store(), rank, world, every=0.2, patience=case.patience, grace=case.grace)
     threads = threading.active_count()
     for _ in range(case.runs):
         if rank == case.late:
             time.sleep(2)
-        with watch.guarding():
+        with monitor.guarding():
             _work(case, rank)
     assert threading.active_count() == threads, threading.enumerate()
     dist.destroy_process_group()
@@ -109,7 +109,7 @@ def _work(case: Case, rank: int) -> None:
         dist.all_reduce(wishes)
         done += 1
         if done == 20:
-            # Everybody has given a sign of life by now, the last one to come included.
+            # Every rank, including the late one, has sent a heartbeat by now.
             time.sleep(1)
             Path(f"{rank}.busy").touch()
             if rank == case.failing:
@@ -120,9 +120,9 @@ def _work(case: Case, rank: int) -> None:
                 threading.Event().wait()
 
 
-def _meet(rank: int, world: int) -> dist.TCPStore:
-    """The store, which rank 0 keeps at whatever port is free."""
-    place, limit = Path("port"), timedelta(seconds=MOST_SECONDS)
+def _rendezvous(rank: int, world: int) -> dist.TCPStore:
+    """The store, which rank 0 hosts at a free port."""
+    place, limit = Path("port"), timedelta(seconds=MAX_SECONDS)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
         Path("port.new").write_text(str(store.port))

@@ -10,10 +10,9 @@ from cli_toys import Clash, Plain, parsed
 
 from trainformer import Trainer, adapters, tasks
 from trainformer.callbacks import EMA, EarlyStopping
-from trainformer.cli import frame
-from trainformer.cli.flags import catalogue
-from trainformer.cli.flags.hints import value_of
-from trainformer.cli.flags.owners import MISSING, default_in_words, find_owner, trainer_owner
+from trainformer.cli import catalogue, frame
+from trainformer.cli.components import REQUIRED, default_text, find_component, find_components
+from trainformer.cli.options import OptionTable, Word, as_flag
 from trainformer.config import materialize
 from trainformer.core.errors import BadArgument
 from trainformer.tasks.vision.ssl.options import DEFAULTS
@@ -75,52 +74,50 @@ def test_the_plans_commands_make_what_the_same_python_makes():
 # -- every field is an option ------------------------------------------------------------------------------
 
 
-def owners():
+def components():
     yield from (("task", name, getattr(tasks, name)) for name in CLASSES)
     yield from (("adapter", name, getattr(adapters, name)) for name in ADAPTERS)
+    yield "trainer", "Trainer", Trainer
 
 
-@pytest.mark.parametrize(("role", "name", "kind"), owners())
+def options_of(role, name):
+    return (find_components("CausalLM", None)[-1] if role == "trainer" else find_component(role, name)).options
+
+
+@pytest.mark.parametrize(("role", "name", "kind"), components())
 def test_every_field_has_an_option_with_its_default(role, name, kind):
-    flags = find_owner(role, name).flags
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
-    assert flags.keys() == fields.keys()
+    options = options_of(role, name)
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init and f.name not in ("task", "adapter")}
+    assert options.keys() == fields.keys()
     for field in fields.values():
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        assert flags[field.name].default == (MISSING if default is dataclasses.MISSING else default)
+        assert options[field.name].default == (REQUIRED if default is dataclasses.MISSING else default)
 
 
-def test_every_setting_of_the_trainer_has_an_option():
-    flags = trainer_owner().flags
-    fields = {f.name: f for f in dataclasses.fields(Trainer) if f.init and f.name != "task"}
-    assert flags.keys() == fields.keys()
-    for name, field in fields.items():
-        assert flags[name].default == (MISSING if field.default is dataclasses.MISSING else field.default)
-
-
-def test_a_default_that_is_typed_is_the_default():
-    seen = 0
-    for owner in [trainer_owner(), *(find_owner(role, name) for role, name, _ in owners())]:
-        for flag in owner.flags.values():
-            if flag.default in (MISSING, ""):
-                continue
-            value = value_of(flag.kind, default_in_words(flag.default), flag.option)
-            assert value == flag.default or tuple(value) == flag.default, flag
-            seen += 1
-    assert seen > 250
+@pytest.mark.parametrize(("role", "name", "kind"), components())
+def test_a_default_that_is_typed_is_the_default(role, name, kind):
+    chosen = [find_component(role, name)] if role != "trainer" else [find_components("CausalLM", None)[-1]]
+    table = OptionTable(chosen, {})
+    given = {option: "d" if option.is_required else default_text(option.default) for option in table.by_key.values()}
+    values = table.values(Word(f"--{option.key}", option.key, text) for option, text in given.items() if text)
+    assert len(values[role]) > 1
+    for option in given:
+        if not option.is_required and option.default != "":
+            value = values[role][option.name]
+            assert value == option.default or tuple(value) == option.default, option
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_self_supervised_method_has_its_own_options_alone(method):
-    flags = find_owner("task", f"SSL.{method}").flags
+def test_a_self_supervised_method_has_only_its_own_options(method):
+    options = options_of("task", f"SSL.{method}")
     make = getattr(tasks.SSL, method)
     own = {name: value for name, value in DEFAULTS[method].items() if value is not None}
-    assert own.keys() < flags.keys()
-    assert {name: flags[name].shown for name in own} == {name: default_in_words(value) for name, value in own.items()}
+    assert own.keys() < options.keys()
+    assert {name: options[name].shown for name in own} == {name: default_text(value) for name, value in own.items()}
     assert fields_of(make(**own)) == fields_of(make())
-    others = {f.name for f in dataclasses.fields(tasks.SSL) if f.init} - flags.keys() - {"method"}
+    others = {f.name for f in dataclasses.fields(tasks.SSL) if f.init} - options.keys() - {"method"}
     assert others
     for name in others:
         with pytest.raises(BadArgument):
@@ -275,15 +272,15 @@ def test_a_class_that_is_no_dataclass(capsys):
         ("--task --lr=1 --data=d", "expected --task=TASK, received none"),
         ("--task=CausalML --data=d", "received 'CausalML'. Did you mean 'CausalLM'?"),
         ("--task=SSL.dyno --data=d", "Did you mean 'SSL.dino'"),
-        ("--task=no_such_module:Task --data=d", "Expected --task to name a module that is there"),
-        ("--task=../toys:Task --data=d", "Expected --task to name one of your own as module:Class"),
+        ("--task=no_such_module:Task --data=d", "Expected --task to name a module that exists"),
+        ("--task=../toys:Task --data=d", "Expected --task to name your own class as module:Class"),
         ("--task=cli_toys:Fitt --data=d", "Did you mean 'Fit'?"),
         ("--task=DPO", "Expected --data (str or object) to train on, received none."),
         ("--task=DPO --data=d --bta=1", "There is no option --bta. Did you mean --beta"),
         ("--task=DPO --data=d --epoch=1", "Did you mean --epochs"),
         ("--task=DPO --data=d --trainer.epoch=1", "Did you mean --epochs"),
         ("--task=DPO --data=d --learning-rate=1", "There is no option --learning-rate. Here it is --lr."),
-        ("--task=DPO --data=d --qqqq=1", "There is no option --qqqq. `--task=DPO --help` lists all options."),
+        ("--task=DPO --data=d --qqqq=1", "There is no option --qqqq. `--task=DPO --help` lists all."),
         ("--task=DPO --data=d --r=1", "--r is an option of an adapter: add --adapter=LoRA."),
         ("--task=DPO --data=d --adapter=LoRA --num-virtual-tokens=1", "is an option of PrefixTuning, not of LoRA."),
         ("--task=DPO --data=d --margin=1", "--margin is an option of MetricLearning, not of DPO."),
@@ -321,9 +318,8 @@ def test_the_help_of_a_task_lists_everything_that_can_be_given(width, monkeypatc
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
     shown = set(re.findall(r"--[a-z0-9-]+", text))
-    chosen = [find_owner("task", "CausalLM", ("adapter",)), find_owner("adapter", "LoRA"), trainer_owner()]
-    flags = [flag for owner in chosen for flag in owner.flags.values()]
-    assert {flag.option for flag in flags} <= shown
+    chosen = find_components("CausalLM", "LoRA")
+    assert {as_flag(name) for component in chosen for name in component.options} <= shown
     squeezed = " ".join(text.split())
     assert "--model TEXT, --model-name TEXT" in squeezed
     assert "--r N Rank. Each adapted layer of size (n, m) gets r * (n + m) parameters. (int; default: 8)" in squeezed
@@ -333,15 +329,15 @@ def test_the_help_of_a_task_lists_everything_that_can_be_given(width, monkeypatc
     ]  # fmt: skip
 
 
-def test_the_source_says_of_every_class_what_python_says():
+def test_the_catalogue_lists_the_fields_that_python_has():
     for kind in catalogue.CLASSES:
         for entry in catalogue.entries(kind):
-            owner = find_owner("task" if kind == "tasks" else "adapter", f"trainformer.{kind}:{entry.name}")
+            role = "task" if kind == "tasks" else "adapter"
+            is_method = kind == "tasks" and "." in entry.name
+            component = find_component(role, entry.name if is_method else f"trainformer.{kind}:{entry.name}")
             written = catalogue.fields_of(entry)
-            if kind == "tasks" and "." in entry.name:
-                owner = find_owner("task", entry.name)
-            assert list(written) == list(owner.flags), entry.name
+            assert list(written) == list(component.parameters), entry.name
             for name, field in written.items():
-                assert (field.default is None) == (owner.flags[name].default is MISSING), (entry.name, name)
+                assert (field.default is None) == (component.parameters[name][1] is REQUIRED), (entry.name, name)
     assert "cli_toys" in sys.modules  # a class that is not ours is read the same way
-    assert find_owner("task", "cli_toys:Fit").flags["width"].about == "of the hidden layer"
+    assert options_of("task", "cli_toys:Fit")["width"].about == "of the hidden layer"
