@@ -67,7 +67,7 @@ def test_every_adapter_on_every_architecture(name, choice, tmp_path):
     adapted = adapter.apply(model, kind=tiny.kind).eval()
     assert is_adapted(adapted)
     if choice != "prefix":  # LoRA's update starts at zero; DoRA's norm of a weight costs a rounding
-        torch.testing.assert_close(outputs_of(adapted, batch), plain, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(outputs_of(adapted, batch), plain)
 
     train_a_little(adapted, batch)
     biases = {id(p) for n, p in adapted.named_parameters() if n.endswith("bias") and p.requires_grad}
