@@ -409,7 +409,7 @@ def test_bad_embeddings_and_labels_are_rejected() -> None:
             function(broken, labels)
         with pytest.raises(DataError, match=r"one per row of the embeddings \(10\), received 9"):
             function(rows, labels[:9])
-        with pytest.raises(BadArgument, match="whole numbers of shape"):
+        with pytest.raises(BadArgument, match="integers of shape"):
             function(rows, labels.float())
         with pytest.raises(BadArgument, match=r"floats of shape \(N, D\)"):
             function(rows.long(), labels)

@@ -161,7 +161,7 @@ def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
     return (precision[ends] * found).sum() / hits[-1].clamp(min=1)
 
 
-# -- numbers -----------------------------------------------------------------------------------------------
+# -- regression --------------------------------------------------------------------------------------------
 
 
 def pearson(predictions: Tensor, targets: Tensor) -> Tensor:
