@@ -158,7 +158,7 @@ def _file(state):
     return "optimizer.pt"
 
 
-def test_wrappers_are_looked_through():
+def test_wrappers_are_unwrapped():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     model = LoRA().apply(MODELS["llama"].make())

@@ -141,7 +141,7 @@ def test_adapters_learn(adapter, gain):
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_lora_computes_what_the_papers_say(use_dora, use_rslora):
+def test_lora_matches_the_formulas_of_the_papers(use_dora, use_rslora):
     layer = torch.nn.Linear(6, 5)
     weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
     adapter = LoRA(r=4, alpha=3, use_dora=use_dora, use_rslora=use_rslora, target_modules=["0"], init=False)
@@ -193,7 +193,7 @@ def test_lora_runs_in_mixed_precision_with_its_own_weights_in_fp32():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
 
 
-def test_an_adapter_is_put_on_once():
+def test_a_second_adapter_is_rejected():
     model = LoRA().apply(MODELS["llama"].make())
     for adapter in (LoRA(), PrefixTuning()):
         with pytest.raises(BadArgument, match="a model without an adapter"):

@@ -165,7 +165,7 @@ def test_the_checkpoint_has_no_quantised_weights(tmp_path):
     assert {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in same.items()}
 
 
-def test_the_quantisation_is_as_asked():
+def test_the_quantisation_config_follows_the_settings():
     config = QLoRA(quant_type="fp4", double_quant=False, compute_dtype="bfloat16").load_options()["quantization_config"]
     assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (True, "fp4", False)
     assert config.bnb_4bit_compute_dtype == torch.bfloat16

@@ -46,7 +46,7 @@ def test_topk_matches_sklearn(k: int) -> None:
     assert topk_accuracy(scores, labels, k).item() == pytest.approx(want)
 
 
-def test_k_larger_than_the_number_of_classes_is_always_right() -> None:
+def test_k_larger_than_the_number_of_classes_gives_accuracy_1() -> None:
     scores, _, labels = random_case(0)
     assert topk_accuracy(scores, labels, k=50).item() == 1.0
 

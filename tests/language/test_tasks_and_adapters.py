@@ -278,7 +278,7 @@ ALONE = [name for name, row in ROWS.items() if row.task not in (TextEmbedding, C
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_batch_in_two_parts_is_the_whole(name, bases, tmp_path):
+def test_two_micro_batches_equal_one_batch(name, bases, tmp_path):
     row = ROWS[name]
     task = row.task(str(bases(name)), None, cache_dir=tmp_path / "tokens", **row.options)
     trainer = toys.trainer_for(task, row.data, batch_size=8)

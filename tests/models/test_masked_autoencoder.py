@@ -120,7 +120,7 @@ def test_loss_prediction_and_gradients_match_transformers(norm_pix: bool, mask_r
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-def test_positions_are_those_of_the_published_weights(prefix: int) -> None:
+def test_positions_match_the_published_weights(prefix: int) -> None:
     from lightly.models.utils import get_2d_sine_cosine_positional_embedding
 
     want = torch.from_numpy(get_2d_sine_cosine_positional_embedding(24, 4, cls_token=bool(prefix))).float()
@@ -158,7 +158,7 @@ def test_encoder_matches_lightly(options: dict[str, Any]) -> None:
 # --- behaviour
 
 
-def test_predictions_depend_on_visible_pixels_and_not_on_hidden_ones() -> None:
+def test_predictions_depend_on_visible_pixels_only() -> None:
     model = MaskedAutoencoder(vit(), **DECODER)
     noise = torch.rand(2, COUNT)
     pictures = images(2).requires_grad_()
@@ -169,7 +169,7 @@ def test_predictions_depend_on_visible_pixels_and_not_on_hidden_ones() -> None:
     assert (per_patch[~output.mask] > 0).all()
 
 
-def test_each_image_has_its_own_loss_over_its_hidden_patches() -> None:
+def test_each_image_has_its_own_loss_over_its_masked_patches() -> None:
     """A loop over images and patches says the same."""
     model = MaskedAutoencoder(vit(), **DECODER)
     pictures = images(4)
@@ -312,7 +312,7 @@ def test_it_learns_from_visible_pixels_and_positions() -> None:
 
 
 @pytest.mark.parametrize("norm_pix", [True, False])
-def test_pictures(norm_pix: bool) -> None:
+def test_reconstructions(norm_pix: bool) -> None:
     model = MaskedAutoencoder(vit(), norm_pix=norm_pix, **DECODER)
     mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.3, 0.25])
     original = torch.rand(2, 3, SIZE, SIZE)
@@ -330,7 +330,7 @@ def test_pictures(norm_pix: bool) -> None:
 
 
 @pytest.mark.parametrize("norm_pix", [True, False])
-def test_a_perfect_prediction_is_the_original_picture(norm_pix: bool) -> None:
+def test_a_perfect_prediction_is_the_original_image(norm_pix: bool) -> None:
     class Oracle(nn.Module):
         """In the decoder's place: knows the answer."""
 

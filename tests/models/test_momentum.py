@@ -52,7 +52,7 @@ def copies() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "build"), copies(), ids=[name for name, _ in copies()])
-def test_parameters_follow_as_timm_and_a_loop_say(name: str, build: Any) -> None:
+def test_updates_match_timm_and_a_loop(name: str, build: Any) -> None:
     source = build()
     follower = MomentumCopy(source)
     oracle = ModelEmaV3(source, decay=0.9, exclude_buffers=True)
@@ -134,7 +134,7 @@ def test_dropout_inside_layers_of_torch_and_torchvision_is_off() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_source_is_followed_in_fp32(dtype: torch.dtype) -> None:
+def test_a_half_precision_source_has_a_float32_copy(dtype: torch.dtype) -> None:
     source = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(dtype)
     follower = MomentumCopy(source)
     assert all(value.dtype in (torch.float32, torch.int64) for value in follower.state_dict().values())
@@ -220,7 +220,7 @@ def test_sources_that_do_not_fit_are_rejected() -> None:
 
 
 @pytest.mark.gpu
-def test_update_waits_for_nothing_on_the_device() -> None:
+def test_update_does_not_sync() -> None:
     source = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=0)
     follower = MomentumCopy(source).cuda()
     shake(source)
