@@ -15,7 +15,7 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 from trainformer.core import BadArgument, DataError  # noqa: E402
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Report  # noqa: E402
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport  # noqa: E402
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<think>", "</think>", "[INST]", "[/INST]"]
 WORDS = "the cat sat on the mat and answered every question that it was asked, one two three; print(x) == 42 \n\n"
@@ -89,13 +89,13 @@ def make_tokenizer(template: str | None = None, adds: str = "", **options: Any) 
 def encode(tokenizer: Any, record: Any, **options: Any) -> Encoded:
     (piece,) = Encoder(tokenizer, **{"max_length": None, **options}).encode(record)
     assert piece.input_ids.dtype == piece.labels.dtype == np.int32
-    kept = piece.labels != IGNORED
+    kept = piece.labels != IGNORE_INDEX
     assert (piece.labels[kept] == piece.input_ids[kept]).all()
     return piece
 
 
 def trained(tokenizer: Any, piece: Encoded) -> str:
-    return tokenizer.decode(piece.labels[piece.labels != IGNORED])
+    return tokenizer.decode(piece.labels[piece.labels != IGNORE_INDEX])
 
 
 def whole(tokenizer: Any, piece: Encoded) -> str:
@@ -131,7 +131,7 @@ def test_chatml_as_a_reader_would_mark_it() -> None:
         ("\n", False),
     ]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in turns]
-    labels = [part if wanted else [IGNORED] * len(part) for part, (_, wanted) in zip(ids, turns, strict=True)]
+    labels = [part if wanted else [IGNORE_INDEX] * len(part) for part, (_, wanted) in zip(ids, turns, strict=True)]
     piece = encode(tokenizer, chat("who sat?", "the cat", "where?", "on the mat, on the mat", system="be brief"))
     assert piece.input_ids.tolist() == [*chain(*ids)]
     assert piece.labels.tolist() == [*chain(*labels)]
@@ -160,7 +160,7 @@ def test_borders_are_where_the_markers_of_the_same_template_are(name: str) -> No
         for tokenizer in (plain, marked):
             piece = encode(tokenizer, conversation)
             assert piece.input_ids.tolist() == oracle["input_ids"]
-            assert (piece.labels != IGNORED).astype(int).tolist() == oracle["assistant_masks"]
+            assert (piece.labels != IGNORE_INDEX).astype(int).tolist() == oracle["assistant_masks"]
 
     check()
 
@@ -285,9 +285,9 @@ def test_the_completion_and_the_eos_are_trained(prompt: str, completion: str) ->
     piece = encode(tokenizer, {"prompt": prompt, "completion": completion})
     assert piece.input_ids.tolist() == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
     assert piece.input_ids[0] == tokenizer.bos_token_id
-    assert piece.labels[0] == IGNORED
+    assert piece.labels[0] == IGNORE_INDEX
     # A token over the border brings the end of the prompt along: an independent count of the characters that remain.
-    labels = piece.labels[piece.labels != IGNORED]
+    labels = piece.labels[piece.labels != IGNORE_INDEX]
     untrained = tokenizer.decode(piece.input_ids[1 : len(piece.labels) - len(labels)])
     assert tokenizer.decode(labels).endswith(completion + "</s>") or "�" in tokenizer.decode(labels)
     assert prompt.startswith(untrained) or "�" in untrained
@@ -349,7 +349,7 @@ def test_a_text_has_one_bos_and_one_eos() -> None:
 @quick
 @given(st.lists(contents, min_size=1, max_size=5), st.integers(3, 12))
 def test_splitting_loses_no_token(texts: list[str], limit: int) -> None:
-    tokenizer, report = TOKENIZERS["bos"], Report()
+    tokenizer, report = TOKENIZERS["bos"], EncodingReport()
     encoder = Encoder(tokenizer, max_length=limit)
     pieces = encoder.encode_all([{"text": text} for text in texts], report)
     for text, of_text in zip(texts, pieces, strict=True):
@@ -375,7 +375,7 @@ def test_what_is_too_long_is_dropped_truncated_or_split_and_reported() -> None:
         ("truncate", 2, {"truncated": 1, "dropped": 1}),
         ("drop", 1, {"dropped": 2}),
     ]:
-        report = Report()
+        report = EncodingReport()
         encoder = Encoder(tokenizer, max_length=size, truncation=policy)
         encoded = encoder.encode_all([long, short, unreachable], report)
         flat = [piece for of_record in encoded for piece in of_record]
@@ -384,17 +384,17 @@ def test_what_is_too_long_is_dropped_truncated_or_split_and_reported() -> None:
         assert all(len(piece.input_ids) == size for piece in flat)
         assert all(piece.supervised for piece in flat)
     assert report.reasons == {f"longer than {size} tokens": 2}
-    report = Report()
+    report = EncodingReport()
     parts = Encoder(tokenizer, max_length=size, truncation="split").encode(long, report)
     assert sum(piece.supervised for piece in parts) > 80
     assert str(report).endswith(f"1 split (longer than {size} tokens: 1)")
-    report = Report()
+    report = EncodingReport()
     assert Encoder(tokenizer, max_length=size).encode(unreachable, report) == []
     assert report.reasons == {f"nothing to train on in the first {size} tokens": 1}
 
 
 def test_records_without_anything_to_train_on_are_counted_with_the_reason() -> None:
-    report = Report()
+    report = EncodingReport()
     encoder = Encoder(make_tokenizer(CHATML), max_length=100, add_eos=False)
     unlabelled = {"input_ids": [1, 2], "labels": [-100, -100]}
     records = [chat("who?"), unlabelled, {"text": ""}, {"prompt": "who?", "completion": ""}]
@@ -402,7 +402,7 @@ def test_records_without_anything_to_train_on_are_counted_with_the_reason() -> N
     assert (report.records, report.dropped, report.pieces) == (4, 4, 0)
     assert sum(report.reasons.values()) == 4
     assert any("no such turn" in reason for reason in report.reasons)
-    other = Report(records=1, tokens=5, reasons={"all labels are -100": 2})
+    other = EncodingReport(records=1, tokens=5, reasons={"all labels are -100": 2})
     report.add(other)
     assert (report.records, report.tokens, report.reasons["all labels are -100"]) == (5, 5, 3)
 
@@ -414,8 +414,8 @@ def test_tokens_stay_what_they_are() -> None:
     assert encode_raw({"input_ids": [5, 6, 7], "text": "ignored"}).labels.tolist() == [5, 6, 7]
     for record, message in [
         ({"input_ids": [5, -1]}, "input_ids from 0 on, received -1"),
-        ({"input_ids": [[5]]}, r"list of whole numbers, received 'int64 of shape \(1, 1\)'"),
-        ({"input_ids": [5.5]}, "list of whole numbers"),
+        ({"input_ids": [[5]]}, r"list of integers, received 'int64 of shape \(1, 1\)'"),
+        ({"input_ids": [5.5]}, "list of integers"),
         ({"input_ids": [5, 6], "labels": [5]}, r"as many labels as input_ids \(2\), received 1"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -423,7 +423,7 @@ def test_tokens_stay_what_they_are() -> None:
     tokenizer = make_tokenizer()
     with pytest.raises(DataError, match=f"below {len(tokenizer)}, the size of the vocabulary"):
         encode(tokenizer, {"input_ids": [5, len(tokenizer)]})
-    with pytest.raises(BadArgument, match="a tokenizer for data that is not tokenised yet"):
+    with pytest.raises(BadArgument, match="a tokenizer for data that is not tokenised"):
         encode_raw({"prompt": "who?", "completion": "it"})
 
 
@@ -456,7 +456,7 @@ def test_an_encoder_can_be_sent_to_another_process() -> None:
 def test_bad_records() -> None:
     tokenizer = make_tokenizer()
     for record, message in [
-        ({"prompt": "who?"}, r"a known form .* received \['prompt'\]"),
+        ({"prompt": "who?"}, r"a known schema .* received \['prompt'\]"),
         (17, "received 'int'"),
         ({"text": 17}, "'text' to be a string, received 'int'"),
         ({"prompt": ["who?"], "completion": "it"}, "two texts or two lists of messages"),
@@ -474,7 +474,7 @@ def test_bad_records() -> None:
     with pytest.raises(DataError, match="line 24: "):
         encoder.encode_all(["fine", {}], first=11, where=lambda number: f"line {2 * number}")
     for record in ("half \ud83d", {"prompt": "half \ud83d", "completion": "it"}):
-        with pytest.raises(DataError, match=r"Record 1: Expected a text of whole Unicode characters.*errors='ignore'"):
+        with pytest.raises(DataError, match=r"Record 1: Expected valid Unicode text.*errors='ignore'"):
             encoder.encode_all(["fine", record])
 
 

@@ -1,4 +1,4 @@
-"""Image data sets: every kind of image in, uint8 tensors out, and an error of ours for everything else."""
+"""Image datasets: every kind of image becomes a uint8 tensor; anything else is a clear error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data import ImageDataset, extract_info, find_corrupt_images, load_images
-from trainformer.data.image import ImageFiles, ImageFolder, ImageTensors, hf_images, images_in_memory
-from trainformer.data.pixels import image_tensor, tensor_channels, with_channels
-from trainformer.data.samples import load_sample, read_idx, sample_names
+from trainformer.data.builtin import builtin_names, load_builtin, read_idx
+from trainformer.data.folder import ImageFiles, ImageFolder
+from trainformer.data.image import hf_images, images_in_memory
+from trainformer.data.pixels import ImageTensors, image_tensor, tensor_channels, with_channels
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -201,7 +202,7 @@ def test_loose_images_beside_class_folders_are_reported(folder: Path, caplog: py
     save(folder / "preview.png", pixels(2, 2))
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         assert len(ImageFolder(folder)) == 5
-    assert "1 images lie directly" in caplog.text
+    assert "ignoring 1 images directly in" in caplog.text
 
 
 def test_missing_folder_says_what_is_there(folder: Path) -> None:
@@ -412,7 +413,7 @@ def test_folders_saved_by_hf_datasets(tmp_path: Path) -> None:
 
 
 def test_hf_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of Parquet files is a data set to HF: the same function loads it as would load one of the hub."""
+    """A folder of Parquet files is a dataset to HF: the same function loads it and datasets of the hub."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     hf_data().to_parquet(tmp_path / "set" / "train.parquet")
@@ -425,7 +426,9 @@ def test_hf_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_hub_that_cannot_be_reached() -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(DataError, match=r"'nobody/nothing' of the Hugging Face hub, received .*can the hub be reached"):
+    with pytest.raises(
+        DataError, match=r"'nobody/nothing' of the Hugging Face hub, received .*Check the name and the connection"
+    ):
         load_images("hf:nobody/nothing")
 
 
@@ -473,7 +476,7 @@ def test_torchvision_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             r"files of torchvision's CIFAR10 below 'data', received: .*CIFAR10\('data', .*download=True",
         ),
         ("torchvision:Food101", "files of torchvision's Food101 below 'data'"),
-        ("torchvision:CIFAR", "data set of torchvision, received 'CIFAR'. Did you mean 'CIFAR10"),
+        ("torchvision:CIFAR", "torchvision dataset, received 'CIFAR'. Did you mean 'CIFAR10"),
         ("torchvision:CIFAR10:valid", "the split 'train' or 'test' of torchvision's CIFAR10, received 'valid'"),
         ("torchvision:SVHN:valid", "a split of torchvision's SVHN, received 'valid'"),
         ("torchvision:Caltech101:test", "no split, since torchvision's Caltech101 has none"),
@@ -513,7 +516,7 @@ def test_other_data_are_not_taken_for_pixels_in_memory(data: Any) -> None:
 
 
 def test_in_memory_says_whether_workers_would_pay(folder: Path) -> None:
-    assert ImageDataset(load_sample("digits")).in_memory
+    assert ImageDataset(load_builtin("digits")).in_memory
     assert not ImageDataset(load_images(folder)).in_memory
 
 
@@ -560,22 +563,22 @@ def test_fashion_mnist_is_that_of_torchvision(tmp_path: Path, monkeypatch: pytes
 def test_fashion_mnist_is_found_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = write_mnist(tmp_path / "mine" / "fashion-mnist", "train", 12, ".gz")
     monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path / "mine"))
-    data = load_sample("fashion-mnist")
+    data = load_builtin("fashion-mnist")
     assert np.array_equal(data.images[:, 0].numpy(), images)
     assert data.targets.tolist() == labels.tolist()
     monkeypatch.delenv("TRAINFORMER_DATA")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".cache").mkdir()
     (tmp_path / "mine").rename(tmp_path / ".cache" / "trainformer")
-    assert len(load_sample("fashion-mnist")) == 12
+    assert len(load_builtin("fashion-mnist")) == 12
 
 
 def test_missing_fashion_mnist_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path))
     with pytest.raises(DataError, match=r"t10k-images.*dataset-fashion-mnist.*zalandoresearch"):
-        load_sample("fashion-mnist:test")
-    assert sample_names() == ["digits", "fashion-mnist", "fashion-mnist:test"]
+        load_builtin("fashion-mnist:test")
+    assert builtin_names() == ["digits", "fashion-mnist", "fashion-mnist:test"]
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (3, 4, 5), (0, 28, 28)])
@@ -591,9 +594,9 @@ def test_idx_files(tmp_path: Path, shape: tuple[int, ...], name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x", b"", "begin like an IDX file"),
-        ("x", b"\0\0\x0d\1\0\0\0\1\0", "begin like an IDX file"),  # floats
-        ("x", b"\0\0\x08\2\0\0\0\1", "begin like an IDX file"),  # one of two sizes
+        ("x", b"", "start like an IDX file"),
+        ("x", b"\0\0\x0d\1\0\0\0\1\0", "start like an IDX file"),  # floats
+        ("x", b"\0\0\x08\2\0\0\0\1", "start like an IDX file"),  # one of two sizes
         ("x", b"\0\0\x08\1\0\0\0\3\1\2", r"3 values of shape \(3,\).*received 2"),
         ("x.gz", b"not compressed", "cannot be read"),
         ("x.gz", gzip.compress(bytes(1000), mtime=0)[:-9], "cannot be read"),
@@ -606,8 +609,8 @@ def test_files_that_are_no_idx(tmp_path: Path, name: str, content: bytes, messag
 
 
 def test_unknown_sample_names() -> None:
-    with pytest.raises(BadArgument, match=r"received 'digit'. Did you mean 'digits'[?] Built-in samples: 'digits'"):
-        load_sample("digit")
+    with pytest.raises(BadArgument, match=r"received 'digit'. Did you mean 'digits'[?] Built-in datasets: 'digits'"):
+        load_builtin("digit")
     with pytest.raises(DataError, match="Did you mean 'digits'"):
         load_images("digts")
     with pytest.raises(DataError, match="Did you mean 'fashion-mnist:test'"):

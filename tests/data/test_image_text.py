@@ -23,7 +23,7 @@ from tasks import shapes
 from trainformer.core import BadArgument, DataError
 from trainformer.data.fetcher import Fetcher
 from trainformer.data.loader import stream_source
-from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
+from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, has_captions
 
 SCENES = shapes.scenes(("red", "blue"), ("circle", "ring"))[:12]
 CAPTIONS = [scene.caption for scene in SCENES]
@@ -122,12 +122,12 @@ def test_datasets_that_hf_saved_and_parquet(folder: Path) -> None:
 
 
 def test_what_a_path_means_by_its_name(folder: Path) -> None:
-    assert not holds_captions(folder)
-    assert not holds_captions(folder / "nowhere")
+    assert not has_captions(folder)
+    assert not has_captions(folder / "nowhere")
     written(folder / "captions.json", [])
-    assert holds_captions(folder)
-    assert holds_captions("a-{0..3}.tar")
-    assert holds_captions("a.jsonl.gz")
+    assert has_captions(folder)
+    assert has_captions("a-{0..3}.tar")
+    assert has_captions("a.jsonl.gz")
 
 
 def test_exif_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:
@@ -268,7 +268,10 @@ GOOD = {"image": "00000.png", "text": "a"}
         ('{"image": "http://x/1.png", "text": "a"}', "line 4: Expected the path of a local file"),
         ('{"image": "none.png", "text": "a"}', "line 4: Expected an image file, received '.*none.png'"),
         ('{"image": "00000.png", "messages": [{"role": "king", "content": "a"}]}', "line 4: message 0.*known role"),
-        ('{"image": "00000.png", "prompt": "<image><image>", "completion": "a"}', "line 4: .*as many images as marks"),
+        (
+            '{"image": "00000.png", "prompt": "<image><image>", "completion": "a"}',
+            "line 4: .*Expected 2 images, one for each <image>",
+        ),
     ],
 )
 def test_errors_name_the_line(folder: Path, bad: str, message: str) -> None:

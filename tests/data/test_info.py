@@ -1,4 +1,4 @@
-"""What is learnt from a data set, checked against really reading all of its samples."""
+"""Metadata of datasets, checked against reading all samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from trainformer.core.errors import DataError
-from trainformer.data.metadata import DatasetInfo, extract_info, labels_of
+from trainformer.data.labels import labels_of
+from trainformer.data.metadata import DatasetInfo, extract_info
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 datasets = pytest.importorskip("datasets")
@@ -335,7 +336,7 @@ def test_concatenation_of_unlike_sets() -> None:
 def test_labels_beyond_the_named_classes_are_an_error() -> None:
     dataset = Unreadable(targets=[1, 2, 3, 1], classes=["a", "b", "c"])
 
-    with pytest.raises(DataError, match=r"from 0 to 2 .* received 3.*count from 0"):
+    with pytest.raises(DataError, match=r"from 0 to 2 .* received 3.*Number labels from 0"):
         extract_info(dataset)
 
 

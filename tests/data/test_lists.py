@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data import extract_info, labels_of, load_images
-from trainformer.data.align import align_classes
+from trainformer.data.labels import align_classes
 from trainformer.data.lists import ImageList
 
 NAMES = ["dog", "cat", "dog", "ant", "cat", "dog"]
@@ -90,7 +90,7 @@ def test_a_list_without_labels(tmp_path: Path, images: list[str], suffix: str) -
     assert [label for _, label in data] == [None] * 6
     assert not hasattr(data, "targets")
     assert labels_of(data) is None
-    with pytest.raises(DataError, match=r"column of labels .*received none with a usual name"):
+    with pytest.raises(DataError, match=r"column of labels .*received none with a common name"):
         load_images(path, labels=True)
 
 
@@ -149,7 +149,7 @@ def test_validation_lists_are_renumbered(tmp_path: Path, images: list[str]) -> N
     aligned = align_classes(data, ["ant", "cat", "dog"])
     assert [label for _, label in aligned] == aligned.targets == [2, 1, 2]
     assert data.targets == [1, 0, 1]
-    with pytest.raises(DataError, match="do not have: dog"):
+    with pytest.raises(DataError, match="received others: dog"):
         align_classes(data, ["ant", "cat"])
 
 
@@ -215,7 +215,7 @@ def test_missing_files_are_counted_and_named_up_front(tmp_path: Path, images: li
 
 
 def test_only_so_many_files_are_looked_for(tmp_path: Path, images: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainformer.data.lists._MOST_CHECKED", 6)
+    monkeypatch.setattr("trainformer.data.lists._MAX_CHECKED", 6)
     data = ImageList(write(tmp_path / "l.csv", {"image": [*images, "gone.png"]}))
     with pytest.raises(DataError, match=r"gone\.png"):
         data[6]
@@ -226,7 +226,7 @@ def test_only_so_many_files_are_looked_for(tmp_path: Path, images: list[str], mo
     [
         (["cat", 1, 2], "labels of one kind .*'cat' and 1"),
         ([0, 1, None], "received none in row 2"),
-        ([0, 1, -1], "whole numbers from 0, or names, as labels in 'label' of .*received -1"),
+        ([0, 1, -1], "integers from 0, or names, as labels in 'label' of .*received -1"),
         ([0.5, 1, 2], "received 0.5"),
         ([[1], [2], [3]], r"received \[1\]"),
     ],
@@ -241,7 +241,7 @@ def test_labels_that_are_none(tmp_path: Path, images: list[str], labels: list[An
     [
         ("l.csv", "", "received an empty list"),
         ("l.csv", "image,label\n", "received an empty list"),
-        ("l.csv", "image,label\na.png\n", r"2 values in every row .*received 1 in row 0: \['a.png'\]"),
+        ("l.csv", "image,label\na.png\n", r"l.csv, line 2: Expected 2 values \(image, label\), received 1"),
         ("l.csv", "image,label\n,cat\n", "path of an image in every row .* received '' in row 0"),
         ("l.csv", "image\nhttp://x/y.png\n", "local files .*Download"),
         ("l.json", "[]", "received an empty list"),
@@ -249,7 +249,7 @@ def test_labels_that_are_none(tmp_path: Path, images: list[str], labels: list[An
         ("l.jsonl", "[1]\n", "one record per image"),
         ("l.jsonl", "{no\n", "can be read as .jsonl"),
         ("l.parquet", "text", "Expected a Parquet file"),
-        ("l.csv", b"image\n\xff\xfe\n", "can be read as .csv"),
+        ("l.csv", b"image\n\xff\xfe\n", "line 2: Expected UTF-8 text"),
     ],
 )
 def test_files_that_are_no_list(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:

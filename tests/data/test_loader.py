@@ -18,9 +18,9 @@ from trainformer.data.loader import (
     DatasetSource,
     LoaderSource,
     batch_length,
+    default_num_workers,
     loader_source,
     stream_source,
-    suitable_workers,
 )
 
 
@@ -126,10 +126,10 @@ def test_huggingface_datasets_are_read_in_one_call_unless_transformed():
 
 
 def test_in_memory_data_need_no_workers():
-    assert suitable_workers(TensorDataset(torch.arange(3))) == 0
-    assert suitable_workers(Subset(TensorDataset(torch.arange(3)), [0])) == 0
-    assert suitable_workers([(1, 2)]) == 0
-    assert suitable_workers(Noisy()) >= 1
+    assert default_num_workers(TensorDataset(torch.arange(3))) == 0
+    assert default_num_workers(Subset(TensorDataset(torch.arange(3)), [0])) == 0
+    assert default_num_workers([(1, 2)]) == 0
+    assert default_num_workers(Noisy()) >= 1
 
 
 def test_a_custom_collation_is_used():
@@ -239,7 +239,7 @@ def test_bad_samples_are_left_out_counted_and_named(workers, caplog):
     assert seen_ids == [i for i in range(20) if i not in (3, 7)]
     assert sum(b.bad for b in batches) == 2
     assert sum(b.size + b.bad for b in batches) == 20
-    assert "sample 3 cannot be read and is left out: OSError: cannot decode picture 3" in caplog.text
+    assert "sample 3 cannot be read and is skipped: OSError: cannot decode picture 3" in caplog.text
     list(source.batches(1))
     assert caplog.text.count("sample 3 cannot be read") == 1
 
@@ -276,7 +276,7 @@ def test_workers_that_die_are_replaced_and_no_sample_is_lost(tmp_path, caplog):
     reference = table(DatasetSource(Noisy(24), 4, shuffle=True, seed=2, num_workers=0))
     source = DatasetSource(Mortal(tmp_path, 2), 4, shuffle=True, seed=2, num_workers=2)
     assert equal(reference, table(source))
-    assert caplog.text.count("a data-loading worker died") == 2
+    assert caplog.text.count("DataLoader worker died (") == 2
 
 
 def test_workers_that_keep_dying_are_an_error(tmp_path):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data.loader import DatasetSource
-from trainformer.data.text.batches import LengthGroupedSampler, collate_packed, pad
+from trainformer.data.text.collate import LengthGroupedSampler, collate_packed, pad
 from trainformer.data.text.packing import PackedDataset, pack
 from trainformer.data.text.store import TokenStore, lengths_of, tokenize
 
@@ -86,7 +86,7 @@ def test_as_full_as_trl_packs() -> None:
         ([3, 0], 8, "at least one token, received 'an empty one, number 1'"),
         ([], 8, "at least one document"),
         ([3], 0, "capacity to be at least 1"),
-        ([0.5], 8, "whole numbers"),
+        ([0.5], 8, "integers"),
     ],
 )
 def test_what_cannot_be_packed(lengths: list[Any], capacity: int, message: str) -> None:
@@ -276,7 +276,7 @@ def test_ranks_get_whole_batches_and_the_loader_resumes() -> None:
 
 def test_lengths_that_are_none() -> None:
     for lengths in ([], np.zeros((2, 2), dtype=int), [0.5]):
-        with pytest.raises(DataError, match="whole numbers"):
+        with pytest.raises(DataError, match="integers"):
             LengthGroupedSampler(lengths, 2)
     with pytest.raises(BadArgument, match="batch_size to be a positive integer, received 0"):
         LengthGroupedSampler([1, 2], 0)

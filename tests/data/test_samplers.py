@@ -26,14 +26,14 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainformer.core import BadArgument, DataError
-from trainformer.data.image import ImageFolder
-from trainformer.data.sampler_names import make_sampler
+from trainformer.data.folder import ImageFolder
 from trainformer.data.samplers import (
     ClassBalancedSampler,
     EpochSampler,
     ListedSampler,
     PKSampler,
     RepeatedAugmentSampler,
+    make_sampler,
 )
 
 
@@ -248,9 +248,9 @@ def test_every_sample_of_a_large_class_has_the_same_chance() -> None:
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, True])
 def test_bad_numbers(number: Any) -> None:
-    with pytest.raises(BadArgument, match="num_samples to be a whole number from 1"):
+    with pytest.raises(BadArgument, match="num_samples to be a positive integer"):
         ClassBalancedSampler(digits_like(), number)
-    with pytest.raises(BadArgument, match="k to be a whole number from 1"):
+    with pytest.raises(BadArgument, match="k to be a positive integer"):
         PKSampler(digits_like(), 2, number)
 
 
@@ -351,7 +351,7 @@ def test_pk_alone_chooses_numbers_that_fit(batch_size: int, classes: int, p: int
     [
         ("balancd", "received 'balancd'. Did you mean 'balanced'"),
         ("balanced:3", "Known: 'balanced'"),
-        ("pk:x", "whole number from 1 in 'pk:N', received 'pk:x'"),
+        ("pk:x", "positive integer in 'pk:N', received 'pk:x'"),
         ("repeated:0", "received 'repeated:0'"),
         ("pk:3", r"batch_size to be a multiple of 3.*received 32. Pass batch_size=30"),
         ("pk:2", r"at least 16 classes.*received 5. Pass sampler='pk:8', or batch_size=10"),

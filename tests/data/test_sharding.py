@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import HostBatch, Origin
-from trainformer.data.dispatch import DispatchedSource
 from trainformer.data.loader import DatasetSource, LoaderSource
-from trainformer.data.sharding import Shard, check_divisible, is_divided, undivided
+from trainformer.data.sharding import Shard, check_sliceable, is_sharded, unsharded
+from trainformer.data.source import DispatchedSource
 
 Pair = namedtuple("Pair", "image name")
 
@@ -34,7 +34,7 @@ def test_a_batch_that_is_cut_is_counted_once(size, count):
         "pair": Pair(torch.arange(size), 3),
     }
     batch = HostBatch(data, size, bad=2, origin=Origin(0, 1, np.arange(size) + 10))
-    parts = [Shard(index, count).cut(batch) for index in range(count)]
+    parts = [Shard(index, count).slice(batch) for index in range(count)]
     real = [part for part in parts if part.size]
     assert torch.equal(torch.cat([part.data["x"] for part in real]), data["x"])
     assert [word for part in real for word in part.data["words"]] == data["words"]
@@ -97,10 +97,10 @@ def test_a_stream_that_draws_as_it_goes_is_read_alike_on_every_rank():
 
 def test_who_divides_the_data_is_recognised():
     data = list(range(8))
-    assert not is_divided(DataLoader(data))
-    assert is_divided(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
+    assert not is_sharded(DataLoader(data))
+    assert is_sharded(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
     batches = torch.utils.data.BatchSampler(DistributedSampler(data, 2, 0), 2, drop_last=False)
-    assert is_divided(DataLoader(data, batch_sampler=batches))
+    assert is_sharded(DataLoader(data, batch_sampler=batches))
 
     class Split(IterableDataset):
         num_replicas, rank = 2, 1
@@ -108,17 +108,17 @@ def test_who_divides_the_data_is_recognised():
         def __iter__(self):
             return iter(range(self.rank, 8, self.num_replicas))
 
-    assert is_divided(DataLoader(Split()))
-    assert list(undivided(Split())) == data
+    assert is_sharded(DataLoader(Split()))
+    assert list(unsharded(Split())) == data
     plain = Shuffling()
-    assert undivided(plain) is plain
+    assert unsharded(plain) is plain
 
 
 def test_a_batch_that_cannot_be_divided_is_refused():
     with pytest.raises(BadArgument, match="DistributedSampler"):
-        check_divisible(HostBatch(object(), 3))
-    check_divisible(HostBatch(torch.zeros(3, 2), 3))
-    assert check_divisible(HostBatch(object(), 1)) is None  # of one sample there are no parts
+        check_sliceable(HostBatch(object(), 3))
+    check_sliceable(HostBatch(torch.zeros(3, 2), 3))
+    assert check_sliceable(HostBatch(object(), 1)) is None  # of one sample there are no parts
 
 
 class Hands:

@@ -1,4 +1,4 @@
-"""Streams of tokens: nothing is lost or read twice, however a stream is cut, packed, or left and taken up again."""
+"""Token streams: nothing is lost or read twice, however a stream is packed, interrupted and resumed."""
 
 import gzip
 import json
@@ -141,9 +141,9 @@ def test_what_cannot_be_streamed():
     with pytest.raises(DataError, match=r"something to train on.*none in the first 40.*40 dropped"):
         list(TokenStream(nothing, Encoder(None, max_length=16)))
     bad = [{"input_ids": [1, 2, 3]}] * 40 + [{"input_ids": ["x"]}]
-    with pytest.raises(DataError, match="Record 40: Expected input_ids to be a list of whole numbers"):
+    with pytest.raises(DataError, match="Record 40: Expected input_ids to be a list of integers"):
         list(TokenStream(bad, Encoder(None, max_length=16)))
-    with pytest.raises(DataError, match=r"a file, or a pattern of files, received 'nowhere/\*.jsonl'"):
+    with pytest.raises(DataError, match=r"a file, or a glob pattern, received 'nowhere/\*.jsonl'"):
         open_stream("stream:nowhere/*.jsonl")
 
 

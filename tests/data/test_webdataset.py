@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainformer.core import DataError
 from trainformer.data import MappedStream, WebDataset, extract_info, load_images
-from trainformer.data.align import align_classes
+from trainformer.data.labels import align_classes
 from trainformer.data.loader import LoaderSource, StatefulLoaderSource, stream_source
 from trainformer.data.sharding import Shard
-from trainformer.data.shards import expand_braces, find_shards, names_shards
+from trainformer.data.tar_shards import expand_braces, find_shards, is_shard_path
 
 SHARDS, SIZE = 5, 8
 
@@ -352,7 +352,7 @@ def test_a_corrupt_image_is_named_by_shard_and_key(tmp_path: Path, caplog: pytes
         list(WebDataset(path))
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         assert labels(WebDataset(path, skip_bad=True)) == [0, 2]
-    assert "a sample is left out" in caplog.text
+    assert "skipping a sample" in caplog.text
     assert "a/bad" in caplog.text
 
 
@@ -361,7 +361,7 @@ def test_a_corrupt_image_is_named_by_shard_and_key(tmp_path: Path, caplog: pytes
     [
         ([("a.png", png(0)), ("a.cls", b"bee")], {}, r"label of sample 'a' .*received 'bee'.*classes=\["),
         ([("a.png", png(0)), ("a.cls", b"wasp")], {"classes": ["bee"]}, "one of the 1 classes .*received 'wasp'"),
-        ([("a.png", png(0)), ("a.json", b"{")], {}, r"label in sample 'a' of shard .*received a file that is none"),
+        ([("a.png", png(0)), ("a.json", b"{")], {}, r"label in sample 'a' of shard .*received an unreadable file"),
         ([("a.png", png(0)), ("a.json", b"{}")], {"label_key": "json:x"}, "the field 'x' in sample 'a'"),
         ([("a.png", png(0)), ("a.json", b"[1]")], {}, r"a name as the label of sample 'a' .*received \[1\]"),
         ([("a.png", png(0)), ("a.json", b"-1")], {}, "received -1"),
@@ -386,13 +386,13 @@ def test_damaged_shards_are_errors_and_never_a_silent_end(shards: Path, caplog: 
         list(WebDataset(path))
     path.write_bytes(whole[: third.offset_data + 20])
     with pytest.raises(
-        DataError, match=r"bytes of '0002.png' in shard '.*x-000.tar', received 20: the shard is cut off"
+        DataError, match=r"bytes of '0002.png' in shard '.*x-000.tar', received 20: the shard is truncated"
     ):
         list(WebDataset(path))
     path.write_bytes(whole[: third.offset])
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         assert labels(WebDataset(path)) == [0, 1]
-    assert "may be cut off" in caplog.text
+    assert "may be truncated" in caplog.text
     path.write_bytes(b"no tar file at all" * 100)
     with pytest.raises(DataError, match=r"Expected a tar file, received '.*x-000.tar'"):
         list(WebDataset(path))
@@ -426,8 +426,8 @@ def test_paths_patterns_and_folders(shards: Path, monkeypatch: pytest.MonkeyPatc
     assert find_shards([shards / "x-004.tar", f"{shards}/x-00[01].tar"]) == [every[4], *every[:2]]
     monkeypatch.setenv("HOME", str(shards))
     assert find_shards("~/x-001.tar") == [every[1]]
-    assert names_shards(shards)
-    assert not names_shards(shards.parent)
+    assert is_shard_path(shards)
+    assert not is_shard_path(shards.parent)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_shards_that_are_not_there(shards: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_stream_says_only_what_it_was_told(shards: Path) -> None:
     stream = WebDataset(shards)
     assert not hasattr(stream, "classes")
-    with pytest.raises(TypeError, match="not known"):
+    with pytest.raises(TypeError, match="unknown"):
         len(stream)
     assert extract_info(stream).num_samples == 0
     told = WebDataset(shards, classes=["a", "b"], length=40)
@@ -519,7 +519,7 @@ def test_loading_by_name(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(stream) == 40
     assert [label for _, label in load_images("x-000.tar", labels=False)] == [None] * SIZE
     assert load_images("x-000.tar", channels=1).first()[0].mode == "L"
-    monkeypatch.setattr("trainformer.data.image._MOST_SCANNED_BYTES", 100)
+    monkeypatch.setattr("trainformer.data.image._MAX_SCANNED_BYTES", 100)
     assert load_images(shards).length is None
     (shards / "cat").mkdir()
     Image.fromarray(pixels(0)).save(shards / "cat" / "1.png")  # archives beside class folders are no shards

@@ -22,13 +22,13 @@ from trainformer.adapters.base import is_adapted, unwrapped
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Mean
-from trainformer.data.loader import batch_length
+from trainformer.data.sharding import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
 from trainformer.hf.outputs import logits_from_outputs
 from trainformer.models.language import told_documents
 from trainformer.tasks.base import TaskBase
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 class Front(Protocol):
@@ -134,7 +134,7 @@ class ModelTask(TaskBase):
         shifted = batch.get("shift_labels")
         if shifted is None:
             shifted = labels[..., 1:] if self._shifts else labels
-        return shifted.ne(IGNORED).sum()
+        return shifted.ne(IGNORE_INDEX).sum()
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class ModelTask(TaskBase):
         if len({piece.shape[1:] for piece in pieces}) == 1 or len(ranks) > 1:
             return torch.cat(pieces)
         longest = [max(sizes) for sizes in zip(*(piece.shape[1:] for piece in pieces), strict=True)]
-        return torch.cat([F.pad(piece, _margins(piece, longest), value=IGNORED) for piece in pieces])
+        return torch.cat([F.pad(piece, _margins(piece, longest), value=IGNORE_INDEX) for piece in pieces])
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, func
     total = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
-        ignore_index=IGNORED,
+        ignore_index=IGNORE_INDEX,
         reduction="sum" if counts else "mean",
         label_smoothing=smoothing,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainformer.engine.protocols import Source
+from trainformer.core.types import DataSource
 
 
 class Batches:
     """The batches of a source as callbacks written for other trainers know them: a loader with a length."""
 
-    def __init__(self, source: Source, batch_size: int) -> None:
+    def __init__(self, source: DataSource, batch_size: int) -> None:
         self._source = source
         self.batch_size = batch_size
 

@@ -30,9 +30,9 @@ from trainformer.checkpointing.checkpointer import (
 )
 from trainformer.checkpointing.state_files import StateFiles
 from trainformer.context import PipelineContext
+from trainformer.core.types import DataSource
 from trainformer.engine import Control, Event, EventBus, Loop, RunState
 from trainformer.engine.process_group import ProcessGroup
-from trainformer.engine.protocols import Source
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.loggers.multi import MultiLogger
 from trainformer.loggers.registry import make_loggers
@@ -64,8 +64,8 @@ class Run(ABC):
 
     backend: Any
     files: StateFiles
-    train_source: Source
-    val_source: Source | None
+    train_source: DataSource
+    val_source: DataSource | None
     train_size: int | None
 
     def __init__(

@@ -16,7 +16,7 @@ from trainformer.backends.torch import capture_random, restore_random
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.text.batches import pad
+from trainformer.data.text.collate import pad
 from trainformer.hf.callbacks.running import run_of
 from trainformer.hf.callbacks.writers import WriterHandle
 from trainformer.models.modes import evaluating

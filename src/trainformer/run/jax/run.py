@@ -18,10 +18,10 @@ from trainformer.checkpointing.checkpointer import Assets
 from trainformer.checkpointing.jax_files import JaxFiles
 from trainformer.checkpointing.store import is_named
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.core.types import DataSource
 from trainformer.engine import Event
 from trainformer.engine.evaluation import evaluate
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
-from trainformer.engine.protocols import Source
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.folder import RunFolder
 from trainformer.run.habits import FrontOptions
@@ -49,8 +49,8 @@ class JaxRun(Run):
         settings: JaxSettings,
         backend: JaxBackend,
         *,
-        train_source: Source,
-        val_source: Source | None,
+        train_source: DataSource,
+        val_source: DataSource | None,
         callbacks: CallbackList,
         data: Any = None,
         passed: frozenset[str] = frozenset(),
@@ -191,7 +191,7 @@ class JaxRun(Run):
         assert self.val_source is not None
         return self.evaluate_on(self.val_source)
 
-    def evaluate_on(self, source: Source) -> dict[str, float]:
+    def evaluate_on(self, source: DataSource) -> dict[str, float]:
         """Metrics named ``val/...`` of a source's batches."""
         with showing_progress(self.callbacks, self.owner, source.batches_per_epoch) as tell, self.backend.run_context():
             metrics, _ = evaluate(

@@ -68,7 +68,7 @@ def state_components(run: TorchRun) -> list[StateComponent]:
     if hasattr(run.train_source, "state_dict"):
         source: Any = run.train_source
         # A loader that divides the data itself is somewhere else on each rank.
-        own = run.process_group.world_size > 1 and source.is_divided
+        own = run.process_group.world_size > 1 and source.is_sharded
         pattern = SharingPattern.PER_RANK if own else SharingPattern.GLOBAL
         held = StatefulAdapter(source.state_dict, source.load_state_dict)
         components.append(StateComponent("data", held, pattern, required=False))

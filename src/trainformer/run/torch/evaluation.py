@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.align import align_classes
-from trainformer.data.labels import is_stream
-from trainformer.run.torch.data import Source, TrainingData, is_loader, is_open, load, make_source
+from trainformer.core.types import DataSource
+from trainformer.data.labels import align_classes, is_stream
+from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, make_source
 from trainformer.run.torch.inference import Inference, Inputs
 from trainformer.run.torch.parts import load_options
 from trainformer.run.torch.settings import RunSettings
@@ -31,7 +31,7 @@ class Evaluation:
         self.settings = settings
         self.loaded = loaded
         self.val_source = None if loaded.val is None else self._source(loaded.val)
-        self._looked: tuple[int, Source] | None = None  # a few of them
+        self._looked: tuple[int, DataSource] | None = None  # a few of them
 
     def validate(self, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics of the validation data or of its first `most` batches, with the model to be judged or another."""
@@ -78,7 +78,7 @@ class Evaluation:
         rows = self.inference.rows(self._looked[1], inputs, most)
         return {name: values[:most] for name, values in rows.items()}
 
-    def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> Source:
+    def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> DataSource:
         """Batches of loaded data in their order; the options replace those of the run."""
         size = batch_size or self.settings.eval_batch_size
         backend = self.inference.backend

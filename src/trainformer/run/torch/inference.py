@@ -13,11 +13,10 @@ from trainformer.backends.torch import TorchBackend, capture_random, restore_ran
 from trainformer.backends.torch.optimizers import modules_of
 from trainformer.callbacks.base import CallbackList
 from trainformer.core.errors import BadArgument
-from trainformer.core.types import DeviceBatch, EvalResult
+from trainformer.core.types import DataSource, DeviceBatch, EvalResult
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
 from trainformer.run.progress import showing_progress
-from trainformer.run.torch.data import Source
 from trainformer.tasks.base import provides
 
 #: Takes from a batch tensors with one row per sample.
@@ -35,7 +34,7 @@ class Inference:
         self.seed = seed
         self.reduces_rows = provides(task, "on_eval_end")
 
-    def evaluate(self, source: Source, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
+    def evaluate(self, source: DataSource, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
         batches = islice(source.batches(0), most)
         with self.apart(model), showing_progress(self.callbacks, self.owner, source.batches_per_epoch) as tell:
@@ -49,12 +48,12 @@ class Inference:
                 metrics |= self.task.derive_metrics(metrics)
         return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
 
-    def predict(self, source: Source) -> list[dict[str, Tensor]]:
+    def predict(self, source: DataSource) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""
         rows = self.rows(source)
         return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
 
-    def rows(self, source: Source, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
+    def rows(self, source: DataSource, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
         """What is predicted for the source, or its first `most` batches: one row per sample, in input order.
 
         `inputs` takes from each batch what is to stand beside the predictions.

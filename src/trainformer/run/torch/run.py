@@ -22,6 +22,7 @@ from trainformer.checkpointing import SharingPattern, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, load_components
 from trainformer.checkpointing.snapshot import write_snapshot
 from trainformer.checkpointing.torch_files import TorchFiles
+from trainformer.core.types import DataSource
 from trainformer.distributed import make_strategy
 from trainformer.engine import Event
 from trainformer.loggers.registry import make_loggers
@@ -29,7 +30,7 @@ from trainformer.run.habits import FrontOptions
 from trainformer.run.provenance import size_of
 from trainformer.run.run import Run
 from trainformer.run.torch.components import TRAINED, state_components
-from trainformer.run.torch.data import Source, load_training_data, make_source
+from trainformer.run.torch.data import load_training_data, make_source
 from trainformer.run.torch.dry_run import Probe
 from trainformer.run.torch.evaluation import Evaluation
 from trainformer.run.torch.inference import Inference, Inputs
@@ -53,8 +54,8 @@ class TorchRun(Run):
     """One run on torch. `owner` is what callbacks get as `trainer`; `passed` are the settings the user named."""
 
     settings: RunSettings
-    train_source: Source
-    val_source: Source | None
+    train_source: DataSource
+    val_source: DataSource | None
 
     def __init__(
         self,

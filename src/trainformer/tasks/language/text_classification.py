@@ -20,11 +20,11 @@ from trainformer.adapters.base import Adapter, unwrapped
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.metadata import DatasetInfo
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import Encoded, Report
-from trainformer.data.text.schemas import TEXT_KEYS, value_of
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import Encoded, EncodingReport
+from trainformer.data.text.schemas import TEXT_KEYS, require_key
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import OverStore, tokenize
+from trainformer.data.text.store import StoreView, tokenize
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1
 from trainformer.eval.correlation import pearson, spearman
 from trainformer.eval.multilabel import multilabel_metrics
@@ -298,7 +298,7 @@ class TextEncoder(PartsEncoder):
         """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.keys} {self.labels} {self.labelled}"
 
-    def _piece(self, record: Any, report: Report) -> Encoded:
+    def _piece(self, record: Any, report: EncodingReport) -> Encoded:
         values, label = self._parts_of(record)
         if label is None and self.labelled:
             raise DataError(expected("a label", "none", "Remove the record, or give it one."))
@@ -316,8 +316,8 @@ class TextEncoder(PartsEncoder):
     def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
         """The texts and the label of a record."""
         if not self._bare:
-            label = None if self._label is None else value_of(record, self._label)
-            return [value_of(record, key) for key in self._texts], label
+            label = None if self._label is None else require_key(record, self._label)
+            return [require_key(record, key) for key in self._texts], label
         if isinstance(record, str):
             return [record], None
         if not isinstance(record, list | tuple) or len(record) != 2:
@@ -334,7 +334,7 @@ def taken_apart(item: Mapping[str, np.ndarray], labels: Labels) -> dict[str, np.
     return {"input_ids": np.concatenate([first, second]), "labels": types, "label": label}
 
 
-class TextParts(OverStore):
+class TextParts(StoreView):
     """A token store of `TextEncoder`, taken apart again."""
 
     def __init__(self, store: Any, labels: Labels) -> None:
