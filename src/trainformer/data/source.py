@@ -174,15 +174,15 @@ class SlicedSource(_WrappedSource):
 class ScatterGroup(Protocol):
     """The part of a process group that `DispatchedSource` needs."""
 
-    count: int
+    dp_world_size: int
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         ...
 
-    def hand_out(self, parts: list[Any] | None) -> Any:
-        """Scatter: rank 0 passes one value per shard, and every rank receives its own."""
+    def scatter(self, parts: list[Any] | None) -> Any:
+        """Rank 0 passes one value per shard, and every rank receives its own."""
         ...
 
 
@@ -195,24 +195,24 @@ class DispatchedSource(_WrappedSource):
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         if self.process_group.is_main:
-            yield from self._scatter(self.source.batches(epoch, batch, position))
+            yield from self._read_and_scatter(self.source.batches(epoch, batch, position))
             return
-        while (part := self.process_group.hand_out(None)) is not None:
+        while (part := self.process_group.scatter(None)) is not None:
             if isinstance(part, str):
                 raise DataError(f"Rank 0, which reads the data for all ranks, failed. {part}")
             yield part
 
-    def _scatter(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
-        count = self.process_group.count
+    def _read_and_scatter(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+        count = self.process_group.dp_world_size
         while True:
             try:
                 batch = next(batches, None)
                 if batch is not None:
                     check_sliceable(batch)
             except Exception as error:
-                self.process_group.hand_out([f"{type(error).__name__}: {error}"] * count)
+                self.process_group.scatter([f"{type(error).__name__}: {error}"] * count)
                 raise
             if batch is None:
-                self.process_group.hand_out([None] * count)
+                self.process_group.scatter([None] * count)
                 return
-            yield self.process_group.hand_out([Shard(index, count).slice(batch) for index in range(count)])
+            yield self.process_group.scatter([Shard(index, count).slice(batch) for index in range(count)])
