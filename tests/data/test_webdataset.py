@@ -626,6 +626,30 @@ def test_hf_streams_are_mapped() -> None:
     assert sorted(label for _, label in shuffled) == sorted(rows["label"])
 
 
+def test_hf_streams_with_a_shuffle_buffer_resume_exactly() -> None:
+    """Their own state lacks the buffer, so the stream is read again up to the position."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = {"image": [Image.fromarray(pixels(i)) for i in range(12)], "label": list(range(12))}
+    source = datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset().shuffle(seed=4, buffer_size=5)
+
+    def make() -> LoaderSource:
+        return stream_source(source, 3, seed=0, collate=lambda rows: [row["label"] for row in rows], num_workers=0)
+
+    whole = [batch.data for batch in make().batches(0)]
+    assert sorted(label for batch in whole for label in batch) == rows["label"]
+    assert whole[0] != [0, 1, 2]
+    assert not hasattr(make(), "state_dict")
+    assert [batch.data for batch in make().batches(0, 2, 6)] == whole[2:]
+
+    mapped = MappedStream(source)
+    in_order = [label for _, label in mapped]
+    list(islice(iter(mapped), 5))
+    resumed = MappedStream(source)
+    resumed.load_state_dict(mapped.state_dict())
+    assert [label for _, label in resumed] == in_order[5:]
+
+
 # -- under the engine's sources ----------------------------------------------------------------------------
 
 

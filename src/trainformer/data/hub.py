@@ -83,8 +83,15 @@ def select_split(loaded: Any, split: str | None, form: str = "data[{!r}]", prefe
     return loaded[wanted]
 
 
-def has_shuffle_buffer(stream: Any) -> bool:
-    """Whether an HF `IterableDataset` shuffles in a buffer. Its `state_dict` lacks the buffer, so it cannot resume."""
+def has_state(stream: Any) -> bool:
+    """Whether a stream or loader saves and restores its complete position.
+
+    An HF `IterableDataset` that shuffles in a buffer does not: its `state_dict` lacks the buffer.
+    """
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not _has_shuffle_buffer(stream)
+
+
+def _has_shuffle_buffer(stream: Any) -> bool:
     steps = [getattr(stream, "_ex_iterable", None)]
     while steps:
         step = steps.pop()

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from trainformer.core.errors import DataError
 from trainformer.core.types import HostBatch, Origin
 from trainformer.data.fetcher import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
+from trainformer.data.hub import has_state
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, unsharded
 from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch, require_samples
@@ -310,16 +311,11 @@ class StatefulStreamSource(StatefulLoaderSource):
         return self.loader.dataset  # type: ignore[attr-defined]
 
 
-def is_stateful(data: Any) -> bool:
-    """Whether something saves and restores its own position."""
-    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-
-
 def loader_source(
     loader: Iterable[Any], seed: int, count: CountSamples | None = None, shard: Shard = WHOLE
 ) -> LoaderSource:
     """The source for a loader the user brings."""
-    return (StatefulLoaderSource if is_stateful(loader) else LoaderSource)(loader, seed, count, shard)
+    return (StatefulLoaderSource if has_state(loader) else LoaderSource)(loader, seed, count, shard)
 
 
 def stream_source(
@@ -335,5 +331,5 @@ def stream_source(
     if not shard.is_whole:
         dataset = unsharded(dataset)
     loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
-    kind = StatefulStreamSource if is_stateful(dataset) and num_workers == 0 else LoaderSource
+    kind = StatefulStreamSource if has_state(dataset) and num_workers == 0 else LoaderSource
     return kind(loader, seed, shard=shard)

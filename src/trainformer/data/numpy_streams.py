@@ -24,7 +24,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import HostBatch, Origin
 from trainformer.data.collate import check_batching, pad_rows, stack_samples
 from trainformer.data.fetcher import Collate
-from trainformer.data.hub import has_shuffle_buffer
+from trainformer.data.hub import has_state
 from trainformer.data.labels import is_instance_of
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, unsharded
@@ -281,11 +281,6 @@ def opener(stream: Any) -> Callable[[], Iterator[Any]]:
     if callable(stream):
         return lambda: iter(stream())
     raise BadArgument(expected("an iterable of samples or batches, or a function that opens one", type(stream)))
-
-
-def has_state(stream: Any) -> bool:
-    """Whether a stream saves and restores its position."""
-    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not has_shuffle_buffer(stream)
 
 
 def without_tensors(data: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainformer.core.errors import DataError, expected
 from trainformer.data.folder import decode_image
+from trainformer.data.hub import has_state
 from trainformer.data.labels import targets_of
 from trainformer.data.lists import LABEL_COLUMNS
 from trainformer.data.order import epoch_order, preserved_generators, sample_key, seed_generators
@@ -468,7 +469,7 @@ class MappedStream(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the current iteration in this process."""
-        source = self.source.state_dict() if hasattr(self.source, "state_dict") else None
+        source = self.source.state_dict() if has_state(self.source) else None
         return {"epoch": self.epoch, "position": self._position, "source": source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -484,7 +485,7 @@ class MappedStream(IterableDataset):
         if hasattr(self.source, "with_ids"):
             return self.source.with_ids()
         start = self._position
-        first = 0 if hasattr(self.source, "state_dict") else start  # without a state it starts from the beginning
+        first = 0 if has_state(self.source) else start  # without a state it starts from the beginning
         return enumerate(islice(iter(self.source), first, None), (worker << 40) + start)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
-from trainformer.data.hub import has_shuffle_buffer
+from trainformer.data.hub import has_state
 from trainformer.data.labels import HF_STREAM, is_instance_of
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import content_suffix
@@ -172,8 +172,7 @@ class TokenStream:
         return islice(records, worker.id, None, worker.num_workers)
 
     def _source_state(self) -> Any:
-        is_stateful = hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")
-        return self.source.state_dict() if is_stateful and not has_shuffle_buffer(self.source) else None
+        return self.source.state_dict() if has_state(self.source) else None
 
     def _encoded(self, chunk: list[Any], first: int) -> list[Encoded]:
         if self._schema is None and not (isinstance(chunk[0], Mapping) and "input_ids" in chunk[0]):
