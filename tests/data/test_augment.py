@@ -1,4 +1,4 @@
-"""Augmentation on the device: every operation against torchvision, every sample with draws of its own."""
+"""Augmentation on the device: every operation against torchvision, and independent random numbers for every sample."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_fresh_keys_follow_the_global_generator() -> None:
     assert uniforms(None, 4, samples=5).equal(uniforms(first, 4))
 
 
-def test_wrong_keys_are_refused() -> None:
+def test_invalid_keys_raise() -> None:
     with pytest.raises(BadArgument, match="64-bit integers"):
         as_keys(np.array([0.5]))
     with pytest.raises(BadArgument, match=r"shape \(3,\), received \(2,\)"):
@@ -161,7 +161,7 @@ def test_wrong_keys_are_refused() -> None:
         uniforms([1], -1)
 
 
-def test_what_is_sent_arrives() -> None:
+def test_to_device_preserves_values() -> None:
     arrays = {"a": np.arange(3), "b": np.ones((2, 5), dtype=np.float32)[:, ::2], "c": np.array([True, False])}
     for name, tensor in to_device(arrays, torch.device("cpu")).items():
         assert np.array_equal(tensor.numpy(), arrays[name])
@@ -297,7 +297,7 @@ def test_boxes_are_distributed_as_torchvisions(
 
 
 @pytest.mark.parametrize(("image", "want"), [((10, 100), [0, 43, 10, 13]), ((100, 10), [43, 0, 13, 10])])
-def test_where_no_box_fits_the_middle_is_taken(image: tuple[int, int], want: list[int]) -> None:
+def test_without_a_fitting_box_the_centre_is_cropped(image: tuple[int, int], want: list[int]) -> None:
     boxes = crop_boxes(uniforms(keys_of(3), CROP_DRAWS).numpy(), image, (1.0, 1.0), (3 / 4, 4 / 3))
     drawn = v2.RandomResizedCrop(8, scale=(1.0, 1.0)).make_params([torch.zeros(3, *image)])
     assert [drawn[name] for name in ("top", "left", "height", "width")] == want
@@ -368,7 +368,7 @@ def test_neutral_colours_change_no_bit() -> None:
     assert coloured(images).equal(images)
 
 
-def test_both_ways_to_mix_channels_agree() -> None:
+def test_summing_channels_equals_the_matrix_product() -> None:
     maps = colour_maps(np.random.default_rng(0).uniform(0, 2, (4, 3)), np.linspace(0, 0.5, 4), np.zeros(4, dtype=bool))
     pixels, offset = torch.rand(4, 3, 50), torch.rand(4, 1, 1)
     matrices = torch.from_numpy(maps[0])
@@ -409,7 +409,7 @@ def test_solarise_is_torchvisions(threshold: float) -> None:
     assert solarise(images, threshold).equal(tv.solarize(images, threshold))
 
 
-def test_rows_alone_are_changed() -> None:
+def test_only_the_chosen_rows_change() -> None:
     images = torch.rand(5, 1, 2, 2)
     changed = change_rows(images.clone(), torch.tensor([1, 4]), lambda part: part + 1)
     assert changed[[1, 4]].equal(images[[1, 4]] + 1)
@@ -456,7 +456,7 @@ def test_identical_images_get_different_views() -> None:
 
 
 @pytest.mark.parametrize("image", [32, 100])
-def test_a_sample_is_the_same_in_any_batch_at_any_place(image: int) -> None:
+def test_a_view_does_not_depend_on_the_batch(image: int) -> None:
     images, keys, view = pictures(12, height=image, width=image), keys_of(12, 77), BatchAugment(32, **STRONG)
     together = view(images, keys)
     order = torch.randperm(12)
@@ -525,7 +525,7 @@ def test_one_channel_takes_the_average_statistics() -> None:
     torch.testing.assert_close(got, (images.float() / 255 - 0.2) / 0.3)
 
 
-def test_one_channel_knows_no_colours() -> None:
+def test_one_channel_ignores_colour_operations() -> None:
     images = pictures(8, 1)
     still = BatchAugment(32, **STILL, jitter=(0.0, 0.0, 0.8, 0.4), grey=0.5)
     torch.testing.assert_close(still(images, keys_of(8)), BatchAugment(32, **STILL)(images, keys_of(8)))
@@ -534,7 +534,7 @@ def test_one_channel_knows_no_colours() -> None:
     )
 
 
-def test_other_numbers_of_channels_do_without_colours() -> None:
+def test_other_channel_counts_work_without_colour_operations() -> None:
     images = torch.rand(2, 5, 16, 16)
     assert BatchAugment(8, blur=1.0, erase=1.0)(images).shape == (2, 5, 8, 8)
     with pytest.raises(DataError, match="1 or 3 channels"):
@@ -545,7 +545,7 @@ def test_an_empty_batch_gives_an_empty_view() -> None:
     assert BatchAugment(8, **STRONG)(torch.zeros(0, 3, 32, 32, dtype=torch.uint8)).shape == (0, 3, 8, 8)
 
 
-def test_turning_one_thing_off_leaves_the_rest() -> None:
+def test_disabling_one_operation_does_not_change_the_others() -> None:
     images = pictures(32)
     with_blur = BatchAugment(32, jitter=(0.4, 0.4, 0.4, 0.1), blur=0.5, **PLAIN)(images, keys_of(32))
     without = BatchAugment(32, jitter=(0.4, 0.4, 0.4, 0.1), **PLAIN)(images, keys_of(32))
@@ -564,7 +564,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_probabilities_hit_their_rates(name: str) -> None:
+def test_operations_apply_with_their_probability(name: str) -> None:
     rate, more = RATES[name]
     count = 1500
     images = pictures(1, height=8, width=8).expand(count, -1, -1, -1)
@@ -612,7 +612,7 @@ def test_erased_pixels_are_the_mean() -> None:
     assert (zeros < 0.4).all()
 
 
-def test_the_global_generator_is_left_alone_when_keys_are_given() -> None:
+def test_keys_leave_the_global_generator_untouched() -> None:
     images = pictures(4)
     state = torch.get_rng_state()
     numpy_state = np.random.get_state()[1].copy()
@@ -623,7 +623,7 @@ def test_the_global_generator_is_left_alone_when_keys_are_given() -> None:
     assert not torch.get_rng_state().equal(state)
 
 
-def test_without_keys_the_global_seed_decides() -> None:
+def test_without_keys_the_global_generator_is_used() -> None:
     images, views = pictures(4), simclr(16)
     results = []
     for _ in range(2):
@@ -633,7 +633,7 @@ def test_without_keys_the_global_seed_decides() -> None:
     assert not views(images)[0].equal(results[0][0])
 
 
-def test_autocast_does_not_reach_it_and_gradients_do_not_pass() -> None:
+def test_runs_without_autocast_and_gradients() -> None:
     images, view = torch.rand(4, 3, 32, 32, requires_grad=True), BatchAugment(32, **{**STRONG, "solarise": 0.0})
     want = view(images, keys_of(4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -643,7 +643,7 @@ def test_autocast_does_not_reach_it_and_gradients_do_not_pass() -> None:
     assert not got.requires_grad
 
 
-def test_it_has_nothing_to_train_or_to_save() -> None:
+def test_has_no_parameters_or_state() -> None:
     views = dino(32, 16, 2)
     assert not list(views.parameters())
     assert not views.state_dict()
@@ -651,7 +651,7 @@ def test_it_has_nothing_to_train_or_to_save() -> None:
     assert "blur=1.0" in repr(views)
 
 
-def test_it_can_be_copied_and_sent_to_workers() -> None:
+def test_can_be_copied_and_pickled() -> None:
     images, views = pictures(2), byol(16)
     for other in (copy.deepcopy(views), pickle.loads(pickle.dumps(views))):
         assert other(images, keys_of(2))[1].equal(views(images, keys_of(2))[1])
@@ -667,7 +667,7 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 @pytest.mark.slow  # the compiler takes seconds to import
-def test_a_compiled_model_may_hold_it() -> None:
+def test_works_inside_a_compiled_model() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -686,7 +686,7 @@ def test_a_compiled_model_may_hold_it() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same_views_and_is_never_waited_for() -> None:
+def test_a_gpu_gives_the_same_views_without_a_sync() -> None:
     images, keys = pictures(16, height=100, width=100), keys_of(16)
     views = dino(64, 32, 2, solarise=0.0)
     want = views(images, keys)
@@ -781,7 +781,7 @@ def test_views_are_those_of_their_streams() -> None:
 
 
 @pytest.mark.parametrize("views", [[], [torch.nn.Identity()]])
-def test_multiview_takes_augments_alone(views: list[torch.nn.Module]) -> None:
+def test_multiview_accepts_only_batch_augments(views: list[torch.nn.Module]) -> None:
     with pytest.raises(BadArgument, match="list of BatchAugment"):
         MultiView(views)
 
@@ -818,7 +818,7 @@ def test_presets_run_and_take_overrides_for_every_view(preset: object) -> None:
         preset(16, solarize=0.1)  # type: ignore[operator]
 
 
-def test_presets_refuse_what_cannot_work() -> None:
+def test_presets_reject_invalid_arguments() -> None:
     with pytest.raises(BadArgument, match="num_local"):
         dino(num_local=-1)
     with pytest.raises(BadArgument, match="strength"):

@@ -1,4 +1,4 @@
-"""Records as tokens and labels, against `apply_chat_template`'s own masks, TRL, and what a reader would mark."""
+"""Encoding records as tokens and labels, checked against `apply_chat_template`'s masks, TRL and manual annotation."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ quick = settings(max_examples=40, deadline=None)
 # -- conversations -----------------------------------------------------------------------------------------
 
 
-def test_chatml_as_a_reader_would_mark_it() -> None:
+def test_chatml_mask_matches_a_manual_annotation() -> None:
     tokenizer = make_tokenizer(unmarked(CHATML))
     turns = [
         (
@@ -139,7 +139,7 @@ def test_chatml_as_a_reader_would_mark_it() -> None:
 
 @quick
 @given(conversations)
-def test_the_answers_and_their_ends_are_trained_and_nothing_else(conversation: dict[str, Any]) -> None:
+def test_only_answers_and_end_of_turn_tokens_are_trained(conversation: dict[str, Any]) -> None:
     tokenizer = TOKENIZERS["chatml"]
     piece = encode(tokenizer, conversation)
     replies = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
@@ -147,7 +147,7 @@ def test_the_answers_and_their_ends_are_trained_and_nothing_else(conversation: d
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "llama2"])
-def test_borders_are_where_the_markers_of_the_same_template_are(name: str) -> None:
+def test_boundaries_match_the_generation_markers(name: str) -> None:
     """The mask of `apply_chat_template` over the marked template is the oracle for the one without markers."""
     plain, marked = TOKENIZERS[name], TOKENIZERS[f"{name} marked"]
 
@@ -172,7 +172,7 @@ def test_a_conversation_has_the_bos_of_its_template_and_no_other(adds: str) -> N
     assert piece.input_ids[0] == 0
 
 
-def test_dropped_thoughts_do_not_confuse_the_search() -> None:
+def test_templates_that_drop_reasoning_are_supported() -> None:
     tokenizer = make_tokenizer(THINKING)
     first, last = "<think>cats sit</think>\n\nthe cat", "<think>mats lie</think>\n\non the mat"
     piece = encode(tokenizer, chat("who sat?", first, "where?", last))
@@ -183,7 +183,7 @@ def test_dropped_thoughts_do_not_confuse_the_search() -> None:
     assert trained(tokenizer, piece) == "<think></think>\n\nthe cat<|im_end|>"
 
 
-def test_a_system_message_that_moves_does_not_confuse_the_search() -> None:
+def test_templates_that_move_the_system_message_are_supported() -> None:
     tokenizer = make_tokenizer(SYSTEM_LAST)
     piece = encode(tokenizer, chat("who sat?", "the cat", "where?", "on the mat", system="be brief"))
     assert whole(tokenizer, piece).index("be brief") > whole(tokenizer, piece).index("who sat?")
@@ -205,7 +205,7 @@ def test_templates_without_an_end_of_turn() -> None:
     assert text == "<think></think>the cat<think></think>yes</s>"
 
 
-def test_a_turn_that_cannot_be_found_is_refused() -> None:
+def test_a_turn_that_cannot_be_found_is_an_error() -> None:
     scrambled = (
         "{% for m in messages %}{{ m['role'] }} {% if loop.last %}{{ m['content'] | upper }}"
         "{% else %}{{ m['content'] | length }}{% endif %}<|im_end|>{% endfor %}"
@@ -215,7 +215,7 @@ def test_a_turn_that_cannot_be_found_is_refused() -> None:
     assert len(encode(make_tokenizer(scrambled), chat("who?", "the cat"), train_on="all").labels)
 
 
-def test_an_eos_outside_of_the_markers_is_trained_all_the_same() -> None:
+def test_an_eos_after_the_markers_is_trained() -> None:
     template = CHATML.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}</s>")
     tokenizer = make_tokenizer(template)
     assert trained(tokenizer, encode(tokenizer, chat("who?", "the cat", "sure?", "yes"))) == "the cat</s>yes</s>"
@@ -265,7 +265,7 @@ def test_conversations_that_cannot_be_rendered() -> None:
         encode(make_tokenizer(CHATML), {"messages": ["who?"]})
 
 
-def test_a_tokenizer_without_offsets_finds_the_same_borders() -> None:
+def test_a_tokenizer_without_offsets_finds_the_same_boundaries() -> None:
     tokenizer = transformers.ByT5Tokenizer()
     assert not tokenizer.is_fast
     tokenizer.chat_template = unmarked(CHATML).replace("<|im_end|>", "</s>").replace("<|im_start|>", "# ")
@@ -293,7 +293,7 @@ def test_the_completion_and_the_eos_are_trained(prompt: str, completion: str) ->
     assert prompt.startswith(untrained) or "�" in untrained
 
 
-def test_a_token_over_the_border_belongs_to_the_completion() -> None:
+def test_a_token_across_the_boundary_belongs_to_the_completion() -> None:
     tokenizer = make_tokenizer()
     assert (
         trained(tokenizer, encode(tokenizer, {"prompt": "who sat", "completion": " on the mat"})) == " on the mat</s>"
@@ -304,7 +304,7 @@ def test_a_token_over_the_border_belongs_to_the_completion() -> None:
 
 @pytest.mark.parametrize("adds", ["", "<s> $A", "$A </s>", "<s> $A </s>"])
 @pytest.mark.parametrize("completion", [" the cat", ""])
-def test_the_eos_comes_once_and_is_trained_whoever_adds_it(adds: str, completion: str) -> None:
+def test_the_eos_occurs_once_and_is_trained(adds: str, completion: str) -> None:
     tokenizer = make_tokenizer(adds=adds)
     piece = encode(tokenizer, {"prompt": "who sat?", "completion": completion})
     assert trained(tokenizer, piece) == completion + "</s>"
@@ -365,7 +365,7 @@ def test_splitting_loses_no_token(texts: list[str], limit: int) -> None:
     assert report.split == sum(len(of_text) > 1 for of_text in pieces)
 
 
-def test_what_is_too_long_is_dropped_truncated_or_split_and_reported() -> None:
+def test_long_records_are_dropped_truncated_or_split_and_counted() -> None:
     tokenizer = make_tokenizer(unmarked(CHATML))
     long, short = chat("who?", "the cat sat on the mat " * 20), chat("who?", "the cat")
     size = len(encode(tokenizer, short).input_ids)
@@ -478,7 +478,7 @@ def test_bad_records() -> None:
             encoder.encode_all(["fine", record])
 
 
-def test_an_error_of_a_tokenizer_keeps_its_type_and_gets_the_place() -> None:
+def test_tokenizer_errors_keep_their_type_and_get_a_location() -> None:
     tokenizer = make_tokenizer()
     encoder = Encoder(tokenizer, max_length=8)
     tokenizer._tokenizer = None
@@ -487,7 +487,7 @@ def test_an_error_of_a_tokenizer_keeps_its_type_and_gets_the_place() -> None:
     assert caught.value.__notes__ == ["(while tokenising Record 0)"]
 
 
-def test_the_fingerprint_follows_everything_that_matters_and_nothing_else() -> None:
+def test_the_fingerprint_depends_on_exactly_what_matters() -> None:
     def fingerprint(template: str = CHATML, adds: str = "", eos: str = "</s>", **options: Any) -> str:
         tokenizer = make_tokenizer(template, adds, eos_token=eos)
         return Encoder(tokenizer, **{"max_length": 8, **options}).fingerprint()
@@ -550,7 +550,7 @@ TOKENIZERS = {
 }
 
 
-def test_marks_that_end_in_a_space_do_not_reach_over_what_follows():
+def test_marked_spans_that_end_in_a_space_do_not_extend():
     words = {"[UNK]": 0, "you": 1, "said": 2, "me": 3}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

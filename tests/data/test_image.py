@@ -112,12 +112,12 @@ def test_orders_of_dimensions_and_dtypes() -> None:
         (Image.fromarray(np.zeros((2, 2), dtype=np.float32)), "32-bit floats"),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, message: str) -> None:
+def test_values_that_are_not_images_raise(image: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         image_tensor(image)
 
 
-def test_channels_that_cannot_be_made_are_refused() -> None:
+def test_impossible_channel_conversions_raise() -> None:
     with pytest.raises(DataError, match=r"images with 3 channels.*in_chans=5"):
         tensor_channels(torch.zeros(5, 2, 2), 3)
     with pytest.raises(DataError, match="1, 3 or 4 for images from files, received 7"):
@@ -139,7 +139,7 @@ def test_folder_agrees_with_torchvision(folder: Path) -> None:
         assert np.array_equal(np.asarray(image), np.asarray(want))
 
 
-def test_folder_tells_its_classes_without_decoding(folder: Path) -> None:
+def test_folder_knows_its_classes_without_decoding(folder: Path) -> None:
     for path in folder.rglob("*.png"):
         if path.name != "1.png":  # the first, which is read for its shape
             path.write_bytes(b"not an image")
@@ -174,7 +174,7 @@ def test_labels_can_be_left_out_on_purpose(folder: Path) -> None:
     assert [label for _, label in data] == [None] * 5
 
 
-def test_hidden_files_and_folders_are_no_data(folder: Path) -> None:
+def test_hidden_files_and_folders_are_ignored(folder: Path) -> None:
     save(folder / ".ipynb_checkpoints" / "x.png", pixels(2, 2))
     save(folder / "cat" / ".hidden" / "x.png", pixels(2, 2))
     (folder / "cat" / "._1.png").write_bytes(b"macOS")
@@ -189,7 +189,7 @@ def test_link_to_a_folder_above_is_not_followed(folder: Path) -> None:
     assert data.targets == [0, 0, 0, 1, 1, 2, 2]
 
 
-def test_photos_are_turned_as_a_viewer_shows_them(tmp_path: Path) -> None:
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     image = Image.fromarray(pixels(4, 6, 3))
     exif = image.getexif()
     exif[0x0112] = 6  # rotated by a quarter
@@ -198,14 +198,14 @@ def test_photos_are_turned_as_a_viewer_shows_them(tmp_path: Path) -> None:
     assert ImageFolder(tmp_path)[0][0].size == (4, 6)
 
 
-def test_loose_images_beside_class_folders_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_outside_class_folders_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(folder / "preview.png", pixels(2, 2))
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         assert len(ImageFolder(folder)) == 5
     assert "ignoring 1 images directly in" in caplog.text
 
 
-def test_missing_folder_says_what_is_there(folder: Path) -> None:
+def test_a_missing_folder_error_lists_alternatives(folder: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist. Did you mean 'cat'.*has the folders: cat, dog"):
         load_images(folder / "cta" / "deeper")
     with pytest.raises(DataError, match="has no folders"):
@@ -267,7 +267,7 @@ def test_corrupt_images_are_named_when_read_and_listed_up_front(folder: Path) ->
 
 @pytest.mark.parametrize("make", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"img": x, "labels": y}])
 @pytest.mark.parametrize("kind", [lambda a: a, torch.from_numpy, Image.fromarray])
-def test_samples_of_every_form(make: Any, kind: Any) -> None:
+def test_samples_of_every_structure(make: Any, kind: Any) -> None:
     array = pixels(6, 7, 3)
     image, label = ImageDataset([make(kind(array), 4)])[0]
     assert label == 4
@@ -298,7 +298,7 @@ def test_transform_sees_pil_or_uint8_and_its_result_becomes_a_tensor() -> None:
     assert seen == ["Image", "Tensor"]
 
 
-def test_sample_without_an_image_is_refused() -> None:
+def test_a_sample_without_an_image_raises() -> None:
     with pytest.raises(DataError, match=r"one of the keys image, img.*received \['text', 'label'\]"):
         ImageDataset([{"text": "x", "label": 1}])[0]
     with pytest.raises(DataError, match=r"received \(\)"):
@@ -412,7 +412,7 @@ def test_folders_saved_by_hf_datasets(tmp_path: Path) -> None:
     assert_is_hf_data(load_images(tmp_path / "two" / "train"))
 
 
-def test_hf_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_datasets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of Parquet files is a dataset to HF: the same function loads it and datasets of the hub."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -449,7 +449,7 @@ def write_mnist(folder: Path, part: str, size: int, ending: str = "") -> tuple[n
     return images, labels
 
 
-def test_torchvision_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_datasets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train, _ = write_mnist(tmp_path / "data" / "FashionMNIST" / "raw", "train", 20)
     write_mnist(tmp_path / "data" / "FashionMNIST" / "raw", "t10k", 10)
@@ -484,7 +484,7 @@ def test_torchvision_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("torchvison:CIFAR10", "Did you mean 'torchvision:CIFAR10'"),
     ],
 )
-def test_torchvision_sets_that_cannot_be_had(name: str, message: str) -> None:
+def test_torchvision_datasets_that_cannot_be_loaded(name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_images(name)
 
@@ -500,7 +500,7 @@ def test_images_in_memory_are_found_through_subsets() -> None:
     assert torch.equal(got.images, images[[5, 1]].unsqueeze(1).repeat(1, 3, 1, 1))
 
 
-def test_arrays_with_channels_last_are_turned() -> None:
+def test_channels_last_arrays_are_permuted() -> None:
     images = torch.from_numpy(pixels(4, 8, 9, 3))
     got = images_in_memory(TensorDataset(images))
     assert got is not None
@@ -511,11 +511,11 @@ def test_arrays_with_channels_last_are_turned() -> None:
 @pytest.mark.parametrize(
     "data", [TensorDataset(torch.zeros(2, 3, 4, 4)), [(torch.zeros(1, 2, 2, dtype=torch.uint8), 0)]]
 )
-def test_other_data_are_not_taken_for_pixels_in_memory(data: Any) -> None:
+def test_other_data_are_not_images_in_memory(data: Any) -> None:
     assert images_in_memory(data) is None
 
 
-def test_in_memory_says_whether_workers_would_pay(folder: Path) -> None:
+def test_in_memory_datasets_are_recognised(folder: Path) -> None:
     assert ImageDataset(load_builtin("digits")).in_memory
     assert not ImageDataset(load_images(folder)).in_memory
 
@@ -560,7 +560,7 @@ def test_fashion_mnist_is_that_of_torchvision(tmp_path: Path, monkeypatch: pytes
         assert info.class_counts == [len(theirs) // 10] * 10
 
 
-def test_fashion_mnist_is_found_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fashion_mnist_is_found_in_a_custom_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = write_mnist(tmp_path / "mine" / "fashion-mnist", "train", 12, ".gz")
     monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path / "mine"))
     data = load_builtin("fashion-mnist")
@@ -573,7 +573,7 @@ def test_fashion_mnist_is_found_in_a_folder_of_ones_own(tmp_path: Path, monkeypa
     assert len(load_builtin("fashion-mnist")) == 12
 
 
-def test_missing_fashion_mnist_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_fashion_mnist_error_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path))
     with pytest.raises(DataError, match=r"t10k-images.*dataset-fashion-mnist.*zalandoresearch"):
@@ -602,13 +602,13 @@ def test_idx_files(tmp_path: Path, shape: tuple[int, ...], name: str) -> None:
         ("x.gz", gzip.compress(bytes(1000), mtime=0)[:-9], "cannot be read"),
     ],
 )
-def test_files_that_are_no_idx(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_invalid_idx_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_idx(tmp_path / name)
 
 
-def test_unknown_sample_names() -> None:
+def test_unknown_builtin_names() -> None:
     with pytest.raises(BadArgument, match=r"received 'digit'. Did you mean 'digits'[?] Built-in datasets: 'digits'"):
         load_builtin("digit")
     with pytest.raises(DataError, match="Did you mean 'digits'"):
@@ -617,7 +617,7 @@ def test_unknown_sample_names() -> None:
         load_images("fashion-mnist:tets")
 
 
-def test_a_folder_may_have_the_name_of_a_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_may_have_the_name_of_a_builtin_dataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "cat").rename(folder / "digits")
     monkeypatch.chdir(folder)
     assert isinstance(load_images("digits"), ImageTensors)

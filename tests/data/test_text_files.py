@@ -1,4 +1,4 @@
-"""Files read a piece at a time: the same lines, paragraphs and characters as reading them whole, and no memory."""
+"""Random access to text files: the same lines, paragraphs and characters as reading them whole, without the memory."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
-def test_sizes_of_pieces_that_are_none(tmp_path: Path, size: object) -> None:
+def test_invalid_chunk_sizes(tmp_path: Path, size: object) -> None:
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(BadArgument, match="chunk_size to be a positive number of characters"):
         character_spans(TextFile(tmp_path / "a.txt"), size)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_other_compressions_are_refused(tmp_path: Path) -> None:
 # -- the cache, and other processes ------------------------------------------------------------------------
 
 
-def test_a_slow_index_is_kept_and_found_again(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_index_is_cached(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "big.txt"
     path.write_text("\n".join(f"line {i}" if i % 3 else "" for i in range(1000)))
     quick = LineIndex(path)

@@ -1,4 +1,4 @@
-"""Documents, records and conversations: the same as reading the file whole; what is wrong is said with its place."""
+"""Documents, records and conversations: the same as reading the file whole; errors name the location."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_documents_of_lists_iterables_and_hf(hf_cache: Any) -> None:
     assert is_in_memory(TextDataset(texts))
 
 
-def test_sources_that_are_none() -> None:
+def test_invalid_sources() -> None:
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(["a"])
@@ -284,7 +284,7 @@ def test_sources_that_are_none() -> None:
         MESSAGES,
     ],
 )
-def test_every_form_of_conversation(tmp_path: Path, record: Any) -> None:
+def test_every_conversation_format(tmp_path: Path, record: Any) -> None:
     assert ChatDataset([record])[0] == {"messages": MESSAGES}
     if isinstance(record, dict):
         path = write_lines(tmp_path / "c.jsonl", [record] * 3)
@@ -384,7 +384,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("form", "record"), [(form, record) for form, all_ in EXAMPLES.items() for record in all_])
-def test_forms_are_recognised(form: str, record: dict[str, Any]) -> None:
+def test_schemas_are_detected(form: str, record: dict[str, Any]) -> None:
     assert detect_schema([record] * 3).name == detect_schema(iter([record])).name == form
     item = StandardRecords([record], schema=form)[0]
     standard_names = {
@@ -401,11 +401,11 @@ def test_forms_are_recognised(form: str, record: dict[str, Any]) -> None:
     assert standard_names[form].items() <= item.items()
 
 
-def test_every_form_has_an_example() -> None:
+def test_every_schema_has_an_example() -> None:
     assert set(EXAMPLES) == set(SCHEMAS)
 
 
-def test_parts_that_some_records_lack() -> None:
+def test_optional_fields_that_some_records_lack() -> None:
     records = [{"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}]
     assert list(StandardRecords(records)) == [
         {"instruction": "a", "input": "", "output": "b"},
@@ -417,7 +417,7 @@ def test_parts_that_some_records_lack() -> None:
     assert detect_schema([[1, 2, 3]]).name == "tokens"
 
 
-def test_unknown_forms_list_the_keys_and_the_known_ones() -> None:
+def test_unknown_schemas_list_the_keys_and_the_known_schemas() -> None:
     with pytest.raises(
         DataError, match=r"with the keys 'foo', 'bar'\. Known schemas are: tokens \('input_ids'\); pref"
     ):
@@ -467,7 +467,7 @@ def test_folders_of_records_and_their_splits(tmp_path: Path, hf_cache: Any) -> N
         load_text(lines)
 
 
-def test_what_hf_saved(tmp_path: Path, hf_cache: Any) -> None:
+def test_datasets_saved_by_hf(tmp_path: Path, hf_cache: Any) -> None:
     table = hf_cache.Dataset.from_list(RECORDS)
     table.save_to_disk(str(tmp_path / "one"))
     assert list(load_text(tmp_path / "one")) == RECORDS
@@ -485,7 +485,7 @@ def test_the_hub_that_cannot_be_reached(hf_cache: Any) -> None:
         load_text("hf:nobody/nothing:train")
 
 
-def test_paths_and_names_that_mean_nothing(tmp_path: Path) -> None:
+def test_invalid_paths_and_names(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Did you mean 'python-stdlib'"):
         load_text("python-stdib")
     write_lines(tmp_path / "train.jsonl", RECORDS)

@@ -109,7 +109,7 @@ def test_stores_pickle_as_a_path_and_work_with_subsets_and_loaders(tmp_path: Pat
         TokenStore(tmp_path / "nowhere")
 
 
-def test_huggingface_data_sets_are_known_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_datasets_are_identified_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     records = raw_records()
     data = datasets.Dataset.from_list(records)
@@ -156,7 +156,7 @@ def test_contents_make_the_fingerprint() -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost", "manifest", "format"])
-def test_a_damaged_store_is_made_again(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_store_is_rebuilt(damage: str, tmp_path: Path) -> None:
     records = raw_records()
     store = tokenize(records, raw(), cache_dir=tmp_path, workers=0)
     expected = items(store)
@@ -241,7 +241,7 @@ def test_processes_that_want_the_same_data_wait_for_the_first(tmp_path: Path) ->
     assert len([path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]) == 1
 
 
-def test_without_locks_the_second_to_finish_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_first_to_finish_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     def unsupported(*_: Any) -> None:
@@ -268,7 +268,7 @@ def test_without_locks_the_second_to_finish_gives_way(tmp_path: Path, monkeypatc
 # -- what goes wrong ---------------------------------------------------------------------------------------
 
 
-def test_data_on_which_nothing_can_be_trained_is_an_error_with_the_reason(tmp_path: Path) -> None:
+def test_data_without_anything_to_train_on_is_an_error(tmp_path: Path) -> None:
     unlabelled = [{"input_ids": [1, 2], "labels": [-100, -100]}] * 5
     with pytest.raises(
         DataError, match=r"to train on in my data, received nothing: 5 records.*5 dropped \(all labels are -100: 5"

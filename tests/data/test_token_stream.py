@@ -97,7 +97,7 @@ def test_packing_loses_nothing_and_mixes_nothing(source):
 @pytest.mark.parametrize("capacity", [None, 32])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_the_rest_follows_wherever_it_was_left(source, capacity, epoch):
+def test_resumes_at_any_position(source, capacity, epoch):
     whole = as_lists(make(source, max_length=32, capacity=capacity))
     for cut in (0, 1, 2, 31, 32, 33, 60, len(whole) - 1, len(whole)):
         stream = make(source, max_length=32, capacity=capacity)
@@ -116,7 +116,7 @@ def test_the_rest_follows_wherever_it_was_left(source, capacity, epoch):
         assert head + as_lists(other) == whole
 
 
-def test_a_source_that_knows_its_place_is_not_read_again():
+def test_a_stateful_source_is_not_read_again():
     stream = make("placed")
     iterator = iter(stream)
     for _ in range(120):
@@ -134,7 +134,7 @@ def test_workers_share_a_stream():
     assert tokens == Counter(token for record in RECORDS for token in record["input_ids"])
 
 
-def test_what_cannot_be_streamed():
+def test_invalid_streams():
     with pytest.raises(BadArgument, match="iterated again, received 'a generator"):
         TokenStream((record for record in RECORDS), Encoder(None, max_length=16))
     nothing = [{"input_ids": [1, 2], "labels": [-100, -100]}] * 40

@@ -1,4 +1,4 @@
-"""Tar shards: what is streamed is compared with what was written, and a resumed stream with one that never stopped."""
+"""Tar shards: streamed samples are compared with what was written, and resumed streams with uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_samples_come_as_they_were_written(tmp_path: Path, ending: str, mode: st
         ("meta.json", b'{"label": 7}', {"label_key": "meta.json"}, 7),
     ],
 )
-def test_labels_in_every_form(tmp_path: Path, name: str, content: bytes, keys: Any, want: Any) -> None:
+def test_labels_in_every_format(tmp_path: Path, name: str, content: bytes, keys: Any, want: Any) -> None:
     path = write_tar(tmp_path / "x.tar", [("a/b.png", png(0)), (f"a/b.{name}", content)])
     assert labels(WebDataset(path, **keys)) == [want]
 
@@ -189,7 +189,7 @@ def test_every_draw_from_the_buffer_is_another(tmp_path: Path) -> None:
     stops=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     epoch=st.integers(0, 2),
 )
-def test_a_stream_stopped_anywhere_goes_on_exactly(
+def test_a_stream_resumes_exactly_anywhere(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shuffle: int, stops: list[int], epoch: int
 ) -> None:
     folder = write_shards(tmp_path_factory.mktemp("s"), sizes)
@@ -249,7 +249,7 @@ def test_another_epoch_drops_the_position(shards: Path) -> None:
     assert labels(other) == labels(stream)
 
 
-def test_a_position_of_other_shards_or_another_split_is_refused(shards: Path) -> None:
+def test_a_position_for_other_shards_or_ranks_raises(shards: Path) -> None:
     state = WebDataset(shards).state_dict()
     with pytest.raises(DataError, match=r"the 5 shards .* received 1"):
         WebDataset(shards / "x-000.tar").load_state_dict(state)
@@ -370,7 +370,7 @@ def test_a_corrupt_image_is_named_by_shard_and_key(tmp_path: Path, caplog: pytes
         ([], {}, "received no files|is none"),
     ],
 )
-def test_samples_that_make_no_sense(tmp_path: Path, files: Any, options: Any, message: str) -> None:
+def test_invalid_samples(tmp_path: Path, files: Any, options: Any, message: str) -> None:
     path = write_tar(tmp_path / "x.tar", files)
     with pytest.raises(DataError, match=message):
         list(WebDataset(path, **options))
@@ -440,7 +440,7 @@ def test_paths_patterns_and_folders(shards: Path, monkeypatch: pytest.MonkeyPatc
         ("pipe:cat x.tar", "local tar files"),
     ],
 )
-def test_shards_that_are_not_there(shards: Path, monkeypatch: pytest.MonkeyPatch, urls: str, message: str) -> None:
+def test_missing_shards(shards: Path, monkeypatch: pytest.MonkeyPatch, urls: str, message: str) -> None:
     monkeypatch.chdir(shards)
     (shards / "x.txt").touch()
     with pytest.raises(DataError, match=message):
@@ -450,7 +450,7 @@ def test_shards_that_are_not_there(shards: Path, monkeypatch: pytest.MonkeyPatch
 # -- what is known of a stream -----------------------------------------------------------------------------
 
 
-def test_a_stream_says_only_what_it_was_told(shards: Path) -> None:
+def test_a_stream_knows_only_its_arguments(shards: Path) -> None:
     stream = WebDataset(shards)
     assert not hasattr(stream, "classes")
     with pytest.raises(TypeError, match="unknown"):
@@ -485,7 +485,7 @@ def test_classes_may_be_called_digits_and_letters(tmp_path: Path) -> None:
     assert labels(stream) == [1, 2, 0, 1]
 
 
-def test_validation_shards_are_renumbered(tmp_path: Path) -> None:
+def test_validation_shards_are_remapped(tmp_path: Path) -> None:
     for shard, name in enumerate(["dog", "cat", "dog"]):
         write_tar(tmp_path / f"{shard}.tar", [("x.png", png(0)), ("x.cls", name.encode())])
     stream = load_images(tmp_path)
@@ -586,7 +586,7 @@ def test_mapped_streams_resume_exactly(shards: Path, make: Any, after: int) -> N
     assert len(list(resumed)) == len(whole)
 
 
-def test_what_goes_through_to_the_stream(shards: Path) -> None:
+def test_attributes_of_the_wrapped_stream(shards: Path) -> None:
     stream = MappedStream(Numbers(), channels=3)
     stream.set_epoch(4)
     assert stream.source.epochs == [4]
@@ -601,7 +601,7 @@ def test_what_goes_through_to_the_stream(shards: Path) -> None:
     assert [image.shape for image in unlabelled] == [(1, 2, 2)] * 2
 
 
-def test_shuffling_is_asked_of_the_stream(shards: Path) -> None:
+def test_shuffling_is_done_by_the_stream(shards: Path) -> None:
     mapped = MappedStream(WebDataset(shards), shuffle=6, seed=3)
     assert labels(mapped) == labels(WebDataset(shards, shuffle=6, seed=3))
     assert labels(WebDataset(shards)) == list(range(40))
