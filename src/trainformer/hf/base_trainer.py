@@ -320,7 +320,7 @@ class BaseTrainer(ScriptMixin, ABC):
         checkpointer = Checkpointer(
             self.get_state_components,
             TorchFiles(),
-            CheckpointStore(place, naming),
+            CheckpointStore(folder, naming),
             keep,
             process_group=self._join(),
             timeout=self.args.ddp_timeout,
