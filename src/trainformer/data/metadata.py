@@ -106,13 +106,9 @@ def _read_stream_attributes(stream: Any, info: DatasetInfo) -> None:
 
 def _count(labels: np.ndarray, num_classes: int) -> list[int]:
     if labels.size and labels.max() >= num_classes:
-        raise DataError(
-            expected(
-                f"labels from 0 to {num_classes - 1} in a dataset of {num_classes} classes",
-                int(labels.max()),
-                "Number labels from 0, and let `classes` (or `num_classes`) cover all of them.",
-            )
-        )
+        what = f"labels from 0 to {num_classes - 1} in a dataset of {num_classes} classes"
+        do = "Number labels from 0, and let `classes` (or `num_classes`) cover all of them."
+        raise DataError(expected(what, int(labels.max()), do))
     return np.bincount(labels, minlength=num_classes).tolist()
 
 
@@ -128,13 +124,8 @@ def _first_sample(dataset: Any) -> Any:
         except TrainformerError:
             raise
         except Exception as error:
-            raise DataError(
-                expected(
-                    f"the first sample of {type(dataset).__name__} to be readable",
-                    error,
-                    "Read dataset[0] yourself to see where it fails.",
-                )
-            ) from error
+            what = f"the first sample of {type(dataset).__name__} to be readable"
+            raise DataError(expected(what, error, "Read dataset[0] yourself to see where it fails.")) from error
 
 
 def _input_of(sample: Any) -> Any:

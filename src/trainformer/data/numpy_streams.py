@@ -87,13 +87,8 @@ class _IteratedSource(ABC):
         if known_by == _ITERATOR and hasattr(iterator, "set_state"):
             iterator.set_state(place)  # type: ignore[attr-defined]
             return iterator
-        raise DataError(
-            expected(
-                f"data whose {known_by} knows its position, as when the state was saved",
-                type(self.stream).__name__,
-                "Pass the same data as before.",
-            )
-        )
+        what = f"data whose {known_by} knows its position, as when the state was saved"
+        raise DataError(expected(what, type(self.stream).__name__, "Pass the same data as before."))
 
     # -- reading -------------------------------------------------------------------------------------------
 
@@ -269,13 +264,9 @@ class NumpyLoaderSource(_IteratedSource):
 def opener(stream: Any) -> Callable[[], Iterator[Any]]:
     """A function that starts an iteration over a stream, or over what a function without arguments returns."""
     if isinstance(stream, Iterator):
-        raise BadArgument(
-            expected(
-                "data that can be iterated again",
-                f"a {type(stream).__name__}, which can be read only once",
-                "Pass the function that makes it, or an object with __iter__.",
-            )
-        )
+        what = "data that can be iterated again"
+        do = "Pass the function that makes it, or an object with __iter__."
+        raise BadArgument(expected(what, f"a {type(stream).__name__}, which can be read only once", do))
     if isinstance(stream, Iterable) or hasattr(stream, "__iter__"):
         return lambda: iter(stream)
     if callable(stream):

@@ -81,13 +81,8 @@ def image_tensor(image: Any) -> Tensor:
         return _channels_first(_eight_bits(tensor), last_preferred=True)
     if isinstance(image, torch.Tensor):
         return _channels_first(_eight_bits(image), last_preferred=False)
-    raise DataError(
-        expected(
-            "an image to be a PIL image, a tensor or a NumPy array",
-            type(image).__name__,
-            "Return (image, label), a dict with 'image' and 'label', or the image alone from the dataset.",
-        )
-    )
+    do = "Return (image, label), a dict with 'image' and 'label', or the image alone from the dataset."
+    raise DataError(expected("an image to be a PIL image, a tensor or a NumPy array", type(image).__name__, do))
 
 
 def channels_in(shape: Sequence[int]) -> int:
@@ -114,13 +109,8 @@ def tensor_channels(image: Tensor, channels: int | None) -> Tensor:
         return tensor_channels(image[..., : have - 1, :, :], channels)
     if have == 3 and channels == 1:
         return _luma(image)
-    raise DataError(
-        expected(
-            f"images with {channels} channels",
-            f"images with {have}",
-            f"Pass in_chans={have}, or convert the images.",
-        )
-    )
+    what = f"images with {channels} channels"
+    raise DataError(expected(what, f"images with {have}", f"Pass in_chans={have}, or convert the images."))
 
 
 def _luma(image: Tensor) -> Tensor:
@@ -141,13 +131,9 @@ def _eight_bits(tensor: Tensor) -> Tensor:
         return tensor.to(torch.uint8) * 255
     if tensor.dtype == torch.uint16:
         return _from_sixteen_bits(tensor)
-    raise DataError(
-        expected(
-            "pixels as uint8 (0 to 255), uint16 or bool, or a float image that is normalised already",
-            str(tensor.dtype),
-            "If the values are 0 to 255, convert them with .to(torch.uint8) (NumPy: .astype('uint8')).",
-        )
-    )
+    what = "pixels as uint8 (0 to 255), uint16 or bool, or a float image that is normalised already"
+    do = "If the values are 0 to 255, convert them with .to(torch.uint8) (NumPy: .astype('uint8'))."
+    raise DataError(expected(what, str(tensor.dtype), do))
 
 
 def _from_sixteen_bits(tensor: Tensor) -> Tensor:
@@ -184,13 +170,8 @@ def _convert_pil(image: Image.Image, channels: int | None) -> Image.Image:
     if channels is None:
         channels = 1 if image.mode in _GRAY_MODES else 3
     if channels not in _MODE_OF_CHANNELS:
-        raise DataError(
-            expected(
-                "in_chans to be 1, 3 or 4 for images from files",
-                channels,
-                "Images with other channels can be given as tensors.",
-            )
-        )
+        what = "in_chans to be 1, 3 or 4 for images from files"
+        raise DataError(expected(what, channels, "Images with other channels can be given as tensors."))
     if image.mode in ("P", "PA") and "transparency" in image.info:
         image = image.convert("RGBA")  # otherwise PIL warns that the palette's transparency is lost
     mode = _MODE_OF_CHANNELS[channels]

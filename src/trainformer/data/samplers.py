@@ -187,13 +187,9 @@ class PKSampler(EpochSampler):
         by_class = np.argsort(labels, kind="stable")
         self._members = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
         if p > len(self._members):
-            raise BadArgument(
-                expected(
-                    f"p to be at most {len(self._members)}, the number of classes in the data",
-                    p,
-                    f"Pass p={len(self._members)} or less, and a larger k for a batch of the same size.",
-                )
-            )
+            what = f"p to be at most {len(self._members)}, the number of classes in the data"
+            do = f"Pass p={len(self._members)} or less, and a larger k for a batch of the same size."
+            raise BadArgument(expected(what, p, do))
         fits = max(1, len(labels) // self.batch_size)
         self.num_batches = fits if num_batches is None else _positive("num_batches", num_batches)
 
@@ -431,24 +427,16 @@ def make_sampler(spec: Any, dataset: Any, *, batch_size: int, seed: int, accumul
         return _named(spec, dataset, batch_size, seed)
     if hasattr(spec, "order") and not isinstance(spec, type):
         if isinstance(spec, PKSampler) and spec.batch_size != batch_size:
-            raise BadArgument(
-                expected(
-                    f"batch_size={spec.batch_size}, for a PKSampler of p={spec.p} classes with k={spec.k} samples each",
-                    batch_size,
-                    f"Pass batch_size={spec.batch_size}, or sampler='pk:{spec.k}', which chooses p by the batch size.",
-                )
-            )
+            what = f"batch_size={spec.batch_size}, for a PKSampler of p={spec.p} classes with k={spec.k} samples each"
+            do = f"Pass batch_size={spec.batch_size}, or sampler='pk:{spec.k}', which chooses p by the batch size."
+            raise BadArgument(expected(what, batch_size, do))
         return spec.whole() if isinstance(spec, EpochSampler) else spec
     if isinstance(spec, Iterable) and not isinstance(spec, type) and hasattr(spec, "__len__"):
         return ListedSampler(spec, known_size(dataset), seed=seed, num_replicas=1, rank=0)
     if callable(spec):
         return _made_by(spec, dataset, batch_size, seed)
-    raise BadArgument(
-        expected(
-            f"sampler to be one of {', '.join(map(repr, _FORMS))}, a sampler with a length, or a function of the data",
-            type(spec).__name__,
-        )
-    )
+    what = f"sampler to be one of {', '.join(map(repr, _FORMS))}, a sampler with a length, or a function of the data"
+    raise BadArgument(expected(what, type(spec).__name__))
 
 
 def _named(spec: str, dataset: Any, batch_size: int, seed: int) -> EpochSampler:
@@ -466,21 +454,12 @@ def _named(spec: str, dataset: Any, batch_size: int, seed: int) -> EpochSampler:
     classes = len(np.unique(known_labels(dataset, "PKSampler")))
     k = int(number) if number else _default_k(batch_size, classes)
     if batch_size % k:
-        raise BadArgument(
-            expected(
-                f"batch_size to be a multiple of {k}, the number of samples per class of sampler={spec!r}",
-                batch_size,
-                f"Pass batch_size={max(1, batch_size // k) * k}, for instance.",
-            )
-        )
+        what = f"batch_size to be a multiple of {k}, the number of samples per class of sampler={spec!r}"
+        raise BadArgument(expected(what, batch_size, f"Pass batch_size={max(1, batch_size // k) * k}, for instance."))
     if batch_size // k > classes:
-        raise BadArgument(
-            expected(
-                f"at least {batch_size // k} classes for sampler={spec!r} with batch_size={batch_size}",
-                classes,
-                f"Pass sampler='pk:{_default_k(batch_size, classes)}', or batch_size={classes * k}.",
-            )
-        )
+        what = f"at least {batch_size // k} classes for sampler={spec!r} with batch_size={batch_size}"
+        do = f"Pass sampler='pk:{_default_k(batch_size, classes)}', or batch_size={classes * k}."
+        raise BadArgument(expected(what, classes, do))
     return PKSampler(dataset, batch_size // k, k, seed=seed, num_replicas=1, rank=0)
 
 

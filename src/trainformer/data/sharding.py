@@ -65,13 +65,9 @@ def check_sliceable(batch: HostBatch) -> None:
     """Raise if a batch has no tensors with one row per sample, so that ranks could not take their part."""
     first = slice_batch(batch.data, 0, 1, batch.size)
     if batch.size > 1 and not _has_rows(first, 1):
-        raise BadArgument(
-            expected(
-                f"batches whose tensors have one row per sample ({batch.size} here), to shard them over ranks",
-                f"a {type(batch.data).__name__} without such tensors",
-                "Give the loader a DistributedSampler, which shards the data itself.",
-            )
-        )
+        what = f"batches whose tensors have one row per sample ({batch.size} here), to shard them over ranks"
+        do = "Give the loader a DistributedSampler, which shards the data itself."
+        raise BadArgument(expected(what, f"a {type(batch.data).__name__} without such tensors", do))
 
 
 def is_sharded(loader: Any) -> bool:
@@ -131,13 +127,8 @@ def batch_length(data: Any) -> int:
     if isinstance(data, (list, tuple)) and data:
         first = data[0]
         return batch_length(first) if is_array(first) or isinstance(first, (Mapping, list, tuple)) else len(data)
-    raise BadArgument(
-        expected(
-            "a batch made of tensors whose first dimension is the sample",
-            type(data).__name__,
-            "Return Loss(sum, weight) from train_step and tensors from the loader.",
-        )
-    )
+    do = "Return Loss(sum, weight) from train_step and tensors from the loader."
+    raise BadArgument(expected("a batch made of tensors whose first dimension is the sample", type(data).__name__, do))
 
 
 def _has_rows(data: Any, size: int) -> bool:

@@ -32,13 +32,8 @@ def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Any,
     """
     size = length(dataset)
     if size is None or is_stream(dataset):
-        raise DataError(
-            expected(
-                "a dataset with a length and samples that can be read by index",
-                type(dataset).__name__,
-                "Pass the validation data as val_data.",
-            )
-        )
+        what = "a dataset with a length and samples that can be read by index"
+        raise DataError(expected(what, type(dataset).__name__, "Pass the validation data as val_data."))
     val_size = _val_size(size, val_split)
     rng = np.random.default_rng([seed, _STREAM])
     labels = labels_of(dataset)

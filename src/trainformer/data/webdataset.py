@@ -263,13 +263,8 @@ class WebDataset(IterableDataset):
         """Indices of the shards this worker of this rank reads."""
         ranks, rank, workers, worker = split
         if len(self.shards) < ranks:
-            raise DataError(
-                expected(
-                    f"at least {ranks} shards for {ranks} ranks",
-                    len(self.shards),
-                    "Write the data into more tar files.",
-                )
-            )
+            what = f"at least {ranks} shards for {ranks} ranks"
+            raise DataError(expected(what, len(self.shards), "Write the data into more tar files."))
         order = epoch_order(len(self.shards), self.seed, self.epoch, shuffle=self.shuffle > 0)
         return order[rank::ranks][worker::workers].tolist()
 
@@ -378,13 +373,8 @@ class WebDataset(IterableDataset):
             return int(label)
         if self._class_indices is not None:
             raise DataError(expected(f"one of the {len(self._class_indices)} classes as the label of {where}", label))
-        raise DataError(
-            expected(
-                f"known class names, for the label of {where}",
-                label,
-                "Pass classes=[...] to WebDataset, or call its scan() first.",
-            )
-        )
+        what = f"known class names, for the label of {where}"
+        raise DataError(expected(what, label, "Pass classes=[...] to WebDataset, or call its scan() first."))
 
 
 class MappedStream(IterableDataset):

@@ -142,13 +142,9 @@ class _Chat:
         if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
             raise DataError(expected("'messages' to be a list of {'role': ..., 'content': ...}", messages))
         if not tokenizer.chat_template:
-            raise BadArgument(
-                expected(
-                    "a tokenizer with a chat template for data with 'messages'",
-                    f"{type(tokenizer).__name__} without one",
-                    "Use the tokenizer of an instruction-tuned model, or set tokenizer.chat_template.",
-                )
-            )
+            what = "a tokenizer with a chat template for data with 'messages'"
+            do = "Use the tokenizer of an instruction-tuned model, or set tokenizer.chat_template."
+            raise BadArgument(expected(what, f"{type(tokenizer).__name__} without one", do))
         self.tokenizer = tokenizer
         # HF datasets fill in None for keys that only other messages have, and templates test whether a key exists.
         self.messages: list[Message] = [

@@ -211,13 +211,8 @@ class Encoder:
 
     def _encode_text(self, tokens: list[int], has_content: bool) -> Encoded:
         if self.train_on not in ("auto", "all"):
-            raise DataError(
-                expected(
-                    f"prompts with completions, or conversations, for train_on={self.train_on!r}",
-                    "a text",
-                    "Pass train_on='all', or data with 'prompt' and 'completion'.",
-                )
-            )
+            what = f"prompts with completions, or conversations, for train_on={self.train_on!r}"
+            raise DataError(expected(what, "a text", "Pass train_on='all', or data with 'prompt' and 'completion'."))
         ids = np.asarray(tokens if has_content else [], dtype=np.int32)
         ids = self._add_eos(self._remove_second_bos(ids)[0]) if has_content else ids
         return Encoded(ids, ids.copy())
@@ -306,13 +301,8 @@ class Encoder:
         if not self.add_eos:
             return ids
         if self._eos is None:
-            raise BadArgument(
-                expected(
-                    "a tokenizer with an EOS token, to learn where a text ends",
-                    "one without",
-                    "Set tokenizer.eos_token, or pass add_eos=False.",
-                )
-            )
+            what = "a tokenizer with an EOS token, to learn where a text ends"
+            raise BadArgument(expected(what, "one without", "Set tokenizer.eos_token, or pass add_eos=False."))
         return ids if len(ids) and ids[-1] == self._eos else np.append(ids, np.int32(self._eos))
 
     def _fit(self, whole: Encoded, schema: str, report: EncodingReport) -> list[Encoded]:

@@ -63,13 +63,9 @@ def _check(sizes: np.ndarray, capacity: int) -> None:
         raise BadArgument(expected("lengths to be a list of integers", f"{sizes.dtype} of shape {sizes.shape}"))
     longest = int(sizes.argmax())
     if sizes[longest] > capacity:
-        raise DataError(
-            expected(
-                f"documents of at most {capacity} tokens, the capacity of a sequence",
-                f"{sizes[longest]} tokens in document {longest}",
-                "Tokenise with max_length=capacity, or pass a larger capacity.",
-            )
-        )
+        what = f"documents of at most {capacity} tokens, the capacity of a sequence"
+        do = "Tokenise with max_length=capacity, or pass a larger capacity."
+        raise DataError(expected(what, f"{sizes[longest]} tokens in document {longest}", do))
     if sizes.min() < 1:
         raise DataError(expected("documents of at least one token", f"an empty one, number {int(sizes.argmin())}"))
 

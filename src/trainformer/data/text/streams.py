@@ -90,13 +90,9 @@ class TokenStream:
 
     def __init__(self, source: Any, encoder: Encoder, *, capacity: int | None = None) -> None:
         if isinstance(source, Iterator):
-            raise BadArgument(
-                expected(
-                    "a stream that can be iterated again",
-                    f"a {type(source).__name__}, which can be read only once",
-                    "Pass an IterableDataset, or an object with __iter__.",
-                )
-            )
+            what = "a stream that can be iterated again"
+            do = "Pass an IterableDataset, or an object with __iter__."
+            raise BadArgument(expected(what, f"a {type(source).__name__}, which can be read only once", do))
         self.source = source
         self.encoder = encoder
         self.capacity = capacity
