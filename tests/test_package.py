@@ -26,7 +26,7 @@ PUBLIC = {
     "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
     "trainformer.models.jax": "Decoder DecoderConfig ViT ViTConfig apply_lora constrain generate load_lora load_model "
     "merge_lora model_from_config save_lora save_model",
-    "trainformer.data.augment": "Augment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
+    "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
     "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments DDPTrainer DivergenceDetector EvalPrediction "
     "FSDPTrainer GradLogger InfoCallback IntervalStrategy JsonLogger MinimalTrainingArguments "

@@ -22,7 +22,7 @@ from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Mean
-from trainformer.data.loader import batch_length
+from trainformer.data.sharding import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
 from trainformer.hf.outputs import logits_from_outputs
 from trainformer.models.language import declare_packing

@@ -13,7 +13,7 @@ from trainformer.backends.torch import capture_random, restore_random
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.text.batches import pad
+from trainformer.data.text.collate import pad
 from trainformer.hf.callbacks.common import trainer_api
 from trainformer.hf.callbacks.tensorboard import WriterHandle
 from trainformer.models.modes import eval_mode
