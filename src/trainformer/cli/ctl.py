@@ -8,7 +8,7 @@ from typing import Any
 
 from trainformer.cli.frame import add_action
 from trainformer.cli.output import duration, lines_of, number, print_json, print_table
-from trainformer.live.requests import STATUS, VERBS
+from trainformer.live.address import STATUS, VERBS
 
 _PURPOSES = {
     "save": "write a checkpoint now and go on",
@@ -90,7 +90,7 @@ def _in_words(verb: str, answer: dict[str, Any]) -> str:
 
 def _status(args: argparse.Namespace) -> int:
     """Of a running job what it says itself; of any other what its folder tells."""
-    from trainformer.live.runs import describe, find_run, how_to_go_on
+    from trainformer.live.runs import describe, find_run, how_to_resume
 
     info = describe(find_run(args.run))
     answer = as_json(info)
@@ -102,7 +102,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print_json(answer)
         return 0
-    advice = {} if info.is_running else {"go on": how_to_go_on(info)}
+    advice = {} if info.is_running else {"go on": how_to_resume(info)}
     print("\n".join(lines_of({name: text for name, text in (_readable(answer) | advice).items() if text})))
     return 0
 
@@ -155,7 +155,7 @@ def up_to_date(info: Any) -> Any:
     if not info.is_running:
         return info
     try:
-        answer = ask(info.path, STATUS, timeout=2.0)
+        answer = ask(info.path, STATUS, timeout=10.0)
     except ControlError:  # another user's, on another machine, just ending: what the folder tells must do
         return info
     step, planned = answer["step"], answer["planned_steps"]

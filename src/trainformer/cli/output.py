@@ -16,9 +16,9 @@ _WIDE = 10_000
 
 def print_json(value: Any) -> None:
     """One JSON document on one line; what JSON does not have (NaN, paths) becomes text."""
-    from trainformer.live.runs import plain
+    from trainformer.context.jsonable import jsonable
 
-    print(json.dumps(plain(value), ensure_ascii=False, default=str))
+    print(json.dumps(jsonable(value), ensure_ascii=False, default=str))
 
 
 def print_rich(thing: Any) -> None:

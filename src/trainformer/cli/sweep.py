@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus-per-trial", type=float, metavar="N", help="devices of each trial")
     add("--pruner", help="none, median or hyperband (default: none, but for the method hyperband)")
     add("--isolate", action="store_const", const=True, help="a process of its own also for one trial at a time")
-    add("--anew", action="store_true", help="move what an earlier sweep left aside, instead of going on with it")
+    add("--no-resume", action="store_true", help="start over; an earlier sweep of this name is moved to previous/")
     add("--json", action="store_true", help="print the results as JSON")
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name in _PASSED if (value := getattr(args, name)) is not None}
     with redirect_stdout(sys.stderr) if args.json else nullcontext():  # the script and its trials may print
         sweep = _sweep_of(_load(Path(args.script)), args.function)
-        results = sweep.run(**given, resume=not args.anew)
+        results = sweep.run(**given, resume=not args.no_resume)
     if args.json:
         from trainformer.cli.output import print_json
 
@@ -123,7 +123,7 @@ def _print_results(results: list[dict[str, Any]]) -> None:
 
 def _print_trials(trials: list[Any]) -> None:
     from trainformer.cli.output import duration, print_table
-    from trainformer.sweep.progress import setting_in_words
+    from trainformer.sweep.spaces import format_setting
 
     settings = list(dict.fromkeys(name for trial in trials for name in trial.config))
     has_errors, has_runs = (any(getattr(trial, key) for trial in trials) for key in ("error", "run"))
@@ -135,7 +135,7 @@ def _print_trials(trials: list[Any]) -> None:
         number = str(trial.number) if trial.attempt == 1 else f"{trial.number} (attempt {trial.attempt})"
         seconds = trial.seconds
         time = "" if seconds is None else f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-        cells = [number, trial.status, trial.metric, *(setting_in_words(trial.config.get(name)) for name in settings)]
+        cells = [number, trial.status, trial.metric, *(format_setting(trial.config.get(name)) for name in settings)]
         rows.append([*cells, time, *([trial.run] if has_runs else []), *([trial.error] if has_errors else [])])
     print_table(before | own | after, rows)
 

@@ -29,6 +29,11 @@ def _registered(kind: PluginKind) -> dict[str, EntryPoint]:
     return found
 
 
+def clear_cache() -> None:
+    """Read the metadata again at the next lookup, for packages that are installed while the program runs."""
+    _registered.cache_clear()
+
+
 def plugin_names(kind: PluginKind) -> list[str]:
     """Names registered by installed packages.
 
@@ -50,6 +55,5 @@ def load_plugin(kind: PluginKind, name: str) -> Any | None:
     try:
         return point.load()
     except Exception as error:
-        raise BadArgument(
-            f"The plugin {name!r} (trainformer.{kind}, {point.value}) cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        plugin = f"The plugin {name!r} (trainformer.{kind}, {point.value})"
+        raise BadArgument(f"{plugin} cannot be imported: {type(error).__name__}: {error}") from error

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.checkpointing.manifest import MANIFEST
+from trainformer.context.jsonable import jsonable
 from trainformer.engine import Event
 from trainformer.live import address
-from trainformer.live.requests import NAME, Request, Ticket, apply
-from trainformer.live.runs import newest_checkpoint, plain
-from trainformer.live.server import ControlServer
+from trainformer.live.runs import newest_checkpoint
+from trainformer.live.server import NAME, ControlServer, Request, Ticket, apply
 from trainformer.run.folder import NoFolder, RunFolder
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class LiveControl:
         """Answer those who wanted an evaluation. It is logged by now."""
         step = self._run.state.step
         for ticket in self._of("eval"):
-            self._finish(ticket, step=step, metrics=plain(_evaluation(self._run.state.log_history, step)))
+            self._finish(ticket, step=step, metrics=jsonable(_evaluation(self._run.state.log_history, step)))
 
     def _saved(self, path: str) -> None:
         """A checkpoint was written, or will be: behind the loop's back."""
@@ -189,7 +189,7 @@ class LiveControl:
         self._answer_saves()
         for ticket in self._of("eval"):
             metrics = _evaluation(state.log_history, state.evaluated_at)
-            self._finish(ticket, step=state.evaluated_at, metrics=plain(metrics))
+            self._finish(ticket, step=state.evaluated_at, metrics=jsonable(metrics))
         for ticket in self._of("stop", "abort"):
             if state.step > ticket.step and not self._run.control.should_stop:
                 self._finish(ticket, error="A callback has called it off. The run goes on.")
@@ -234,7 +234,7 @@ class LiveControl:
         rate = (step - first) / seconds if seconds > 0 and step > first else None
         newest = newest_checkpoint(folder.path)
         recent = state.log_history[-100:]
-        return plain(
+        return jsonable(
             {
                 "status": "running",
                 "step": step,

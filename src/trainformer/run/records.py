@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainformer.checkpointing.checkpointer import versions
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine import Event
-from trainformer.loggers.jsonl import as_line, mend_end
+from trainformer.loggers.jsonl import encode_record, truncate_partial_line
 
 if TYPE_CHECKING:
     from trainformer.run.folder import NoFolder, RunFolder
@@ -37,23 +37,23 @@ class RecordFile:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self._is_mended = self._has_warned = False
+        self._is_clean = self._has_warned = False
         self._lock = threading.Lock()
 
     def write(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
         """Append one record. If that is not possible, the run goes on without."""
         if self.path is None:
             return
-        line = as_line({"time": round(time.time(), 3), "step": step, "kind": kind, **content})
+        line = encode_record({"time": round(time.time(), 3), "step": step, "kind": kind, **content})
         with self._lock:
             try:
-                if not self._is_mended:  # a process that was killed may have left half a line
-                    mend_end(self.path)
-                    self._is_mended = True
+                if not self._is_clean:  # a killed process may have left a partial line
+                    truncate_partial_line(self.path)
+                    self._is_clean = True
                 with open(self.path, "ab") as file:
                     file.write(line)
             except OSError as error:
-                self._is_mended = False  # some of it may have been written
+                self._is_clean = False  # some of it may have been written
                 if not self._has_warned:
                     self._has_warned = True
                     logger.warning(

@@ -33,8 +33,7 @@ from trainformer.context import PipelineContext
 from trainformer.engine import Control, Event, EventBus, Loop, RunState
 from trainformer.engine.process_group import ProcessGroup
 from trainformer.engine.protocols import Source
-from trainformer.loggers.base import BaseLogger, NoOpLogger
-from trainformer.loggers.multi import MultiLogger
+from trainformer.loggers.base import BaseLogger, MultiLogger, NoOpLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.announcing import announce_start, announce_stop
 from trainformer.run.batches import Batches

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.hf.callbacks.arguments import all_arguments
 from trainformer.hf.callbacks.names import is_evaluation
-from trainformer.loggers.jsonl import JsonlLogger, _lines, _replace
-from trainformer.loggers.values import jsonable
+from trainformer.loggers.jsonl import JsonlLogger, valid_lines
+from trainformer.utils.files import write_atomically
 
 FILE_NAME = "trainer_logs.jsonl"
 _NOTHING: Mapping[str, Any] = {}
@@ -142,10 +143,10 @@ class _EventFile(JsonlLogger):
         if step == 0:
             self._set_aside()
             return
-        kept = [line for line, record in _lines(self.path) if record.get("global_step", 0) <= step]
+        kept = [line for line, record in valid_lines(self.path) if record.get("global_step", 0) <= step]
         content = b"".join(line + b"\n" for line in kept)
         if content != self.path.read_bytes():
-            _replace(self.path, content)
+            write_atomically(self.path, content)
 
     def _set_aside(self) -> None:
         """What another run wrote here is not ours to delete."""

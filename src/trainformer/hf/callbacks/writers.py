@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.compat.huggingface_types import TrainerState
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
-from trainformer.loggers.values import jsonable
 
 
 @dataclass
