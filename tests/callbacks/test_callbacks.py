@@ -137,7 +137,7 @@ def test_gradient_monitor_sees_gradients_before_they_are_gone():
     norms = []
 
     class Reference:
-        def on_before_update(self, trainer, step):
+        def on_before_optimizer_step(self, trainer, step):
             norms.append(float(trainer.grad_norm))
 
     fit(Reference(), GradientMonitor(log_every=6, clip_percentile=50), gradient_clip=0.01, epochs=3)

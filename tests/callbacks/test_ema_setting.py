@@ -19,7 +19,7 @@ def test_the_setting_is_the_callback():
     by_setting, by_callback, without = run(ema=0.9), run(callbacks=[EMA(decay=0.9)]), run()
     assert by_setting.evaluate() == by_callback.evaluate()
     assert by_setting.evaluate() != without.evaluate()
-    assert by_setting.evaluate_trained() == without.evaluate()
+    assert by_setting.evaluate_without_ema() == without.evaluate()
 
 
 def test_a_callback_of_the_users_counts_more():

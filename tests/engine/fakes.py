@@ -105,7 +105,7 @@ class FakeServices:
     def has_requests(self):
         return False
 
-    def worth_keeping(self, metrics):
+    def is_worth_keeping(self, metrics):
         return self.keep
 
     def save(self):

@@ -52,7 +52,7 @@ def test_events_of_one_epoch_come_in_the_documented_order():
     run = Run(
         plan(accumulation=2, eval_every=Cadence(1, "epochs"), save_every=Cadence(2, "steps")), source=FakeSource(4)
     ).go()
-    step = ["step_begin", "substep_end", "substep_end", "before_update", "after_update", "step_end"]
+    step = ["step_begin", "substep_end", "substep_end", "before_optimizer_step", "after_optimizer_step", "step_end"]
     assert run.names() == [
         "train_begin", "epoch_begin",
         *step, "log",
@@ -83,7 +83,7 @@ def test_numbers_of_events(batches, accumulation, epochs, log, evaluate, save):
     steps = epochs * -(-batches // accumulation)
     assert run.state.step == steps == run.count(Event.STEP_BEGIN) == run.count(Event.STEP_END)
     assert run.count(Event.SUBSTEP_END) == epochs * batches
-    assert run.count(Event.BEFORE_UPDATE) == run.count(Event.AFTER_UPDATE) == steps
+    assert run.count(Event.BEFORE_OPTIMIZER_STEP) == run.count(Event.AFTER_OPTIMIZER_STEP) == steps
     assert run.count(Event.EPOCH_BEGIN) == run.count(Event.EPOCH_END) == epochs
     assert run.count(Event.TRAIN_BEGIN) == run.count(Event.TRAIN_END) == 1
     assert run.count(Event.EVAL_END) == run.services.count("evaluate") == steps // evaluate
@@ -153,9 +153,12 @@ def test_a_finished_run_does_nothing_when_run_again():
 def test_stop_request_is_honoured_at_the_step_and_names_who_asked():
     run = Run(plan(epochs=5, eval_at_end=True, save_at_end=True))
     run.bus.add(
-        "impatient", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("enough", run.bus.speaker)}
+        "impatient",
+        {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("enough", run.bus.current_listener)},
     )
-    run.bus.add("later", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("me too", run.bus.speaker)})
+    run.bus.add(
+        "later", {Event.STEP_END: lambda step, loss: step == 3 and run.control.stop("me too", run.bus.current_listener)}
+    )
     run.go()
     assert run.state.step == 3
     assert (run.control.stopped_by, run.control.stop_reason) == ("impatient", "enough")
@@ -268,7 +271,7 @@ def test_a_window_that_did_not_fit_is_begun_again():
 
 def test_a_signal_saves_and_stops_at_the_next_boundary():
     run = Run(plan(epochs=5))
-    run.bus.add("kernel", {Event.STEP_END: lambda step, loss: step == 3 and setattr(run.control, "noted_signal", 15)})
+    run.bus.add("kernel", {Event.STEP_END: lambda step, loss: step == 3 and setattr(run.control, "pending_signal", 15)})
     run.go()
     assert run.state.step == 3
     assert run.services.count("save") == 1

@@ -61,7 +61,7 @@ def test_what_is_due_can_be_called_off(flag, event):
 )
 def test_what_is_asked_for_when_an_epoch_ends_is_done_there(flag, event):
     """Also after the last step of the run, where there is no other boundary."""
-    run = Run(plan(epochs=2, log_first=False, log_rest=False), source=FakeSource(3))
+    run = Run(plan(epochs=2, log_first=False, log_remaining=False), source=FakeSource(3))
     for step in (3, 6):
         at(run, Event.EPOCH_END, step, lambda control: setattr(control, flag, True))
     run.go()
@@ -102,7 +102,7 @@ def test_aborting_keeps_nothing_more(event):
 def test_a_stop_can_be_called_off():
     run = Run(plan())
     run.bus.add("first", {Event.STEP_END: lambda step, loss: run.control.stop("enough", by="first")})
-    run.bus.add("second", {Event.STEP_END: lambda step, loss: run.control.call_off_stop()})
+    run.bus.add("second", {Event.STEP_END: lambda step, loss: run.control.cancel_stop()})
     run.go()
     assert run.state.step == 6
     assert run.control.stopped_by is None
@@ -110,7 +110,7 @@ def test_a_stop_can_be_called_off():
 
 def test_the_first_and_the_last_records_can_be_left_out():
     usual = Run(plan(log_every=Cadence(4, "steps"))).go()
-    spare = Run(plan(log_every=Cadence(4, "steps"), log_first=False, log_rest=False)).go()
+    spare = Run(plan(log_every=Cadence(4, "steps"), log_first=False, log_remaining=False)).go()
     assert steps_of(usual, Event.LOG) == [1, 4, 6]
     assert steps_of(spare, Event.LOG) == [4]
 
@@ -118,7 +118,7 @@ def test_the_first_and_the_last_records_can_be_left_out():
 @pytest.mark.parametrize("rest", [True, False])
 def test_the_mean_loss_of_a_run_counts_every_step(rest):
     """The loss of step n is n - 1 on the fake backend."""
-    run = Run(plan(log_every=Cadence(4, "steps"), log_rest=rest)).go()
+    run = Run(plan(log_every=Cadence(4, "steps"), log_remaining=rest)).go()
     assert run.state.loss_sum / run.state.loss_steps == sum(range(6)) / 6
     assert run.state.loss_steps == 6
 
@@ -177,7 +177,7 @@ def test_what_was_pending_when_the_last_step_was_saved_is_logged_by_whoever_goes
 
     def leave(step, loss):
         if step == 6:
-            cut.control.noted_signal = 15
+            cut.control.pending_signal = 15
 
     cut.bus.add("signal", {Event.STEP_END: leave})
     cut.go()

@@ -17,7 +17,7 @@ from victim import SAMPLES, Case, start
 from file_operations import BLOCKED
 from forking import SERVER
 from trainformer.checkpointing import CheckpointStore
-from trainformer.checkpointing.torch_components import read_component
+from trainformer.checkpointing.torch_files import read_component
 from trainformer.loggers.jsonl import read_jsonl
 
 _TIMEOUT = 280  # below that of the tests, for a better message

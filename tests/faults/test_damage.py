@@ -78,7 +78,7 @@ def test_resume_falls_back_to_the_previous_checkpoint(tmp_path, reference, kille
     # A folder without a manifest is not a checkpoint at all; otherwise the damaged file is named.
     assert f"step_00000012/{name}" in log or (name, harm) == ("manifest.json", delete)
     assert "step_00000012 is not a complete checkpoint" in log or (name, harm) != ("manifest.json", delete)
-    assert "going on from run/checkpoints/step_00000009" in log
+    assert "resuming from run/checkpoints/step_00000009" in log
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -100,7 +100,7 @@ def test_several_damaged_checkpoints_and_stray_files(tmp_path, reference, killed
     (checkpoints / "latest").write_text("nowhere")
     complete(Case(), folder)
     assert differences(reference, folder) == []
-    assert "going on from run/checkpoints/step_00000008" in (folder / "run/log.txt").read_text()
+    assert "resuming from run/checkpoints/step_00000008" in (folder / "run/log.txt").read_text()
 
 
 # -- attacks -----------------------------------------------------------------------------------------------

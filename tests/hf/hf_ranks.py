@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hf_toys import Classifier, examples, llama, losses, make, make_theirs, padded, parameters, sequences
 from transformers import GPT2LMHeadModel
 
-from ranks import say_rank
+from ranks import set_rank_variables
 from text_toys import chat_tokenizer, gpt2, sentences
 from trainformer import hf
 
@@ -51,7 +51,7 @@ def curve(trainer):
         "mean": out.training_loss,
         "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch],
         "evaluated": [r[n] for r in history for n in ("eval_loss", "eval_right") if n in r],
-        "weights": dict(trainer.whole_model().state_dict()),
+        "weights": dict(trainer.unsharded_model().state_dict()),
     }
 
 
@@ -70,7 +70,7 @@ class Witness(hf.TrainerCallback):
 
 def data_parallel(rank, world):
     """Data parallelism against one process, and against transformers."""
-    say_rank(rank, world)
+    set_rank_variables(rank, world)
     witness, shown = Witness(), io.StringIO()
     with contextlib.redirect_stdout(shown):
         watchers = [witness, hf.JsonLogger(path="ddp/log.jsonl"), hf.TBLogger("ddp/board"), hf.PeakMemory("ddp/peaks")]
@@ -138,7 +138,7 @@ def _in_turn(args, rank):
 
 def divided(rank, world):
     """Strategies that divide the model: its weights are nowhere whole, and callbacks run it all the same."""
-    say_rank(rank, world)
+    set_rank_variables(rank, world)
     watchers = [hf.GradLogger(log_frequency=1), Witness()]
     fsdp = small("fsdp", 4, hf.FSDPTrainer, watchers, save_strategy="steps", save_steps=4, save_total_limit=1)
     found = curve(fsdp)

@@ -155,7 +155,11 @@ def test_the_summary_says_what_is_trained_on_what_and_how(caplog):
         trainer = trainer_with(callback, task=MeanTask(), accumulation_steps=2, lr=0.02)
         control = None
         callback.on_train_begin(
-            Arguments(hub_token="secret"), _state(16), control, model=task.model, train_dataloader=trainer.train_batches
+            Arguments(hub_token="secret"),
+            _state(16),
+            control,
+            model=task.model,
+            train_dataloader=trainer.train_dataloader,
         )
     text = caplog.records[-1].getMessage()
     assert "67 parameters, 27 trained (40.30%); float64 64, float32 3" in text  # 4·8+8 frozen, 8·3+3 trained

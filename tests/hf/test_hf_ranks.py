@@ -165,4 +165,4 @@ def test_huggingfaces_fields_are_understood(tmp_path):
     assert trainer.args.dispatch_batches
     trainer.train()
     settings = run_of(trainer).settings
-    assert (settings.rank_timeout, settings.dispatch_batches, settings.strategy["share_batchnorm"]) == (60, True, False)
+    assert (settings.rank_timeout, settings.dispatch_batches, settings.strategy["sync_batchnorm"]) == (60, True, False)

@@ -35,7 +35,7 @@ class Gate:
         Path("reached.tmp").write_text(where)
         os.replace("reached.tmp", "reached.txt")
         deadline = time.monotonic() + _TIMEOUT
-        while run_of(trainer)._live._incoming.qsize() < requests:
+        while run_of(trainer).live_control._incoming.qsize() < requests:
             assert time.monotonic() < deadline, "no request arrived"
             time.sleep(0.002)
 

@@ -121,7 +121,9 @@ def test_runs_with_different_steps_show_their_nearest_values(visit, three):
         assert float(shown[run, "train/loss"]) == pytest.approx(expected, rel=1e-5)
     seen.hover("loss", 33)  # the first has values at 32 and 34, the third at 35
     shown = seen.tooltip("loss")
-    assert float(shown["second", "train/loss"]) == pytest.approx(logged(three.parent / "second", "train/loss")[33], 1e-5)
+    assert float(shown["second", "train/loss"]) == pytest.approx(
+        logged(three.parent / "second", "train/loss")[33], 1e-5
+    )
     assert float(shown["third", "train/loss"]) == pytest.approx(logged(three.parent / "third", "train/loss")[35], 1e-5)
     assert ("first", "train/loss") in shown
     seen.hover("loss", 160)
@@ -330,7 +332,9 @@ def test_sparse_and_damaged_runs_are_shown_as_far_as_possible(visit, tmp_path):
     page = visit(write_report([old, empty, damaged], tmp_path)).page
     draw_all(page)
     assert page.locator(".overview .badge").all_inner_texts() == ["unknown", "killed", "failed"]
-    assert page.locator("#runs .note").inner_text() == "damaged: 2 lines of metrics.jsonl cannot be read and are skipped."
+    assert (
+        page.locator("#runs .note").inner_text() == "damaged: 2 lines of metrics.jsonl cannot be read and are skipped."
+    )
     assert page.locator("#curves canvas").count() == 6
     assert page.locator("#settings, #checkpoints, #images").count() == 0
     page = visit(write_report(empty)).page

@@ -271,14 +271,14 @@ def test_a_frozen_backbone_does_not_move(by_name: bool) -> None:
 
 def test_modes_of_a_frozen_backbone() -> None:
     task = ImageClassification(SMALL, 3, False, freeze_backbone=True)
-    task.set_mode(True)
+    task.set_train_mode(True)
     assert [name for name, part in task.model.named_modules() if part.training] == ["fc"]
-    task.set_mode(False)
+    task.set_train_mode(False)
     assert not any(part.training for part in task.model.modules())
     free = ImageClassification(SMALL, 3, False)
-    free.set_mode(True)
+    free.set_train_mode(True)
     assert all(part.training for part in free.model.modules())
-    free.set_mode(False)
+    free.set_train_mode(False)
     assert not any(part.training for part in free.model.modules())
 
 
@@ -343,7 +343,7 @@ def test_ema_is_compared_with_the_trained_weights() -> None:
 
     def loss_of(model: nn.Module) -> float:
         judge = ImageClassification(model, 3)
-        judge.set_mode(False)
+        judge.set_train_mode(False)
         with torch.no_grad():
             total, count = judge.eval_step(tuple(val.tensors))["loss"]
         return float(total) / count

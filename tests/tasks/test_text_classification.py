@@ -29,7 +29,7 @@ from text_toys import (
 )
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.eval.multilabel import multilabel_metrics
+from trainformer.eval.classification import multilabel_metrics
 from trainformer.tasks.language.labels import read_labels
 from trainformer.tasks.language.text_classification import TextClassification
 
@@ -214,7 +214,7 @@ def test_pairs_are_tokenised_as_the_tokenizer_does(task, tokenizer):
 
 def test_texts_and_pairs_are_classified_together(task, tokenizer):
     made = task()
-    made.look_at(RECORDS)
+    made.inspect_dataset(RECORDS)
     mixed = made.classify(["the dog", ("the dog", "seven pies")])
     with torch.no_grad():
         for row, texts in zip(mixed, (("the dog",), ("the dog", "seven pies")), strict=True):
@@ -235,7 +235,7 @@ def test_weights_and_smoothing_are_torchs(task):
     plain = made.eval_step(batch)["loss"]
     torch.testing.assert_close(plain[0] / plain[1], F.cross_entropy(logits, batch["labels"]))
     balanced = task(class_weights="balanced")
-    balanced.look_at(RECORDS)
+    balanced.inspect_dataset(RECORDS)
     trainer_for(balanced, RECORDS)
     counts = np.array([sum(r["label"] == name for r in RECORDS) for name in NAMES])
     assert balanced._weights.tolist() == pytest.approx((24 / (3 * counts)).tolist())
@@ -312,7 +312,7 @@ def test_ties_in_the_metrics():
 @pytest.mark.parametrize("adapter", [None, LoRA(r=2, dropout=0.0), PrefixTuning(3)])
 def test_decoders_read_the_last_token_whatever_the_padding(task, config, adapter):
     made = task(config(), tokenizer=chat_tokenizer(), adapter=adapter)
-    made.look_at(RECORDS)
+    made.inspect_dataset(RECORDS)
     made.model.eval()
     together = made.classify(TEXTS, batch_size=24)
     alone = [made.classify(text)[0] for text in TEXTS]

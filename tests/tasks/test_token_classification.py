@@ -28,7 +28,7 @@ from text_toys import (
 )
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.eval.entities import TagScheme, rates
+from trainformer.eval.classification import TagScheme, entity_scores
 from trainformer.run import run_of
 from trainformer.tasks.language.token_classification import TokenClassification
 
@@ -116,7 +116,7 @@ def test_entities_of_valid_tags_and_of_plain_ones():
     assert TagScheme(["B", "I"]).types == []
     counts = scheme.counts(["B-ANI", "I-ANI", "B-NUM"], ["B-ANI", "O", "B-NUM"])
     assert dict(zip(scheme.types, counts.tolist(), strict=True)) == {"ANI": [0, 1, 1], "NUM": [1, 1, 1]}
-    assert rates(*counts.sum(0).tolist()) == (0.5, 0.5, 0.5)
+    assert entity_scores(*counts.sum(0).tolist()) == (0.5, 0.5, 0.5)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_long_texts_are_split_between_words(task, tokenizer):
 
 def test_every_word_has_a_tag(task):
     made = task(max_length=12)
-    made.look_at(RECORDS)
+    made.inspect_dataset(RECORDS)
     texts = [["the", "", "dog", "\x00", "wizardswizardswizardswizardswizards", "fox"], "the lazy dog", []]
     found = made.tag(texts)
     assert [[word for word, _ in row] for row in found] == [texts[0], texts[1].split(), []]
@@ -250,7 +250,7 @@ def test_names_come_from_a_data_set(task):
     kind = datasets.List(datasets.ClassLabel(names=NAMES))
     rows = datasets.Dataset.from_list(RECORDS).cast_column("ner_tags", kind)
     made = task(class_names=None)
-    made.look_at(rows)
+    made.inspect_dataset(rows)
     assert made.labels.names == tuple(NAMES)
     from trainformer import Trainer
 
@@ -283,7 +283,7 @@ def test_decoders_and_byte_level_tokenizers(task):
     plain.pre_tokenizer.add_prefix_space = True
     wrapped = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
     made = task(llama(), tokenizer=wrapped)
-    made.look_at(RECORDS)
+    made.inspect_dataset(RECORDS)
     texts = [r["tokens"] for r in RECORDS]
     together = made.tag(texts, batch_size=24)
     assert together == [made.tag([text])[0] for text in texts]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import local_parts
+from trainformer.utils.distributed import local_tensors
 
 
 @dataclass
@@ -26,7 +26,7 @@ class EMA:
     """
 
     needs_torch = True
-    makes_requests = False  # of the loop, at any step: ranks need not compare them
+    sets_control = False  # of the loop, at any step: ranks need not compare them
 
     decay: float = 0.9999
     update_every: int = 1
@@ -69,7 +69,7 @@ class EMA:
     @torch.no_grad()
     def _follow(self, share: float) -> None:
         moving = [(a, w.detach().to(a.dtype)) for a, w in self._pairs if a.is_floating_point()]
-        torch._foreach_lerp_(local_parts([a for a, _ in moving]), local_parts([w for _, w in moving]), share)
+        torch._foreach_lerp_(local_tensors([a for a, _ in moving]), local_tensors([w for _, w in moving]), share)
         for average, source in self._pairs:
             if not average.is_floating_point():
                 average.copy_(source)
@@ -78,11 +78,11 @@ class EMA:
         """The model that evaluation, prediction and export should use."""
         return self.model if self.evaluate else None
 
-    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+    def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """What the trained weights would have scored, if that is asked for."""
         if not self.compare:
             return {}
-        trained = trainer.evaluate_trained()
+        trained = trainer.evaluate_without_ema()
         return {f"val/without_ema/{name.removeprefix('val/')}": value for name, value in trained.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class ImageSamples:
         self._evaluations += 1
         if self._evaluations % self.every:
             return
-        rows = trainer.look(self.n, _images_and_labels)
+        rows = trainer.sample_predictions(self.n, _images_and_labels)
         if not trainer.is_main:
             return
         images = _pixels(trainer.task, rows["image"])

@@ -37,16 +37,16 @@ class OnlineKNN:
         self._evaluations = 0
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        """Names of the metrics that `measure` gives."""
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that `compute_metrics` gives."""
         return (self.name,)
 
-    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+    def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """The accuracy, as a further metric of an evaluation."""
         self._evaluations += 1
         if self._evaluations % self.every:
             return {}
-        if not trainer.labels_comparable:
+        if not trainer.same_classes:
             raise DataError(
                 "OnlineKNN votes with the labels of the training data, but the validation data have other classes. "
                 "Leave it out: the metrics of the task itself (retrieval, kNN among the validation data) go without."

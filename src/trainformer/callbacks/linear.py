@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import gather_rows, row_shares
+from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 
 @dataclass
@@ -20,13 +20,13 @@ class OnlineLinear:
 
     An upper trend of ``val/online_linear`` says that the features get better, long before a proper probe is trained.
     The layer has its own optimizer (SGD with momentum) and never touches the run: its features are without gradients.
-    It asks for data with labels, and a task that keeps what it has just seen (`task.seen`, as `SSL` does; a masked
-    autoencoder has no features of whole images in training). Batch statistics take the place of a normalisation, since
+    It needs data with labels, and a task that keeps the features of its latest training step as `task.step_features`
+    (`SSL` does, except for MAE, which has no features of whole images in training). Batch statistics take the place of a normalisation, since
     features change their scale all through a run. Several processes train the same layer, on the features of all.
     """
 
     needs_torch = True
-    makes_requests = False
+    sets_control = False
 
     lr: float = 0.1
     momentum: float = 0.9
@@ -43,10 +43,10 @@ class OnlineLinear:
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
         """One step of the classifier."""
-        seen = getattr(trainer.task, "seen", None)
+        seen = getattr(trainer.task, "step_features", None)
         if seen is None:
             raise BadArgument(
-                "OnlineLinear needs features and labels of each step: a task that keeps them as `seen` (SSL does, "
+                "OnlineLinear needs features and labels of each step: a task that keeps them as `step_features` (SSL does, "
                 "except for MAE) and data with labels."
             )
         features, labels = _of_all_ranks(seen.features.detach().float(), seen.labels.long())
@@ -68,12 +68,12 @@ class OnlineLinear:
         optimizer.zero_grad(set_to_none=True)
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        """Names of the metrics that `measure` gives."""
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that `compute_metrics` gives."""
         return (self.name,)
 
     @torch.no_grad()
-    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+    def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """The accuracy on the validation data, as a further metric of an evaluation."""
         if self.classifier is None:
             return {}
@@ -136,5 +136,5 @@ class OnlineLinear:
 
 def _of_all_ranks(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Features and labels of all ranks: each of them then trains the same classifier."""
-    shares = row_shares(features)
+    shares = gather_row_counts(features)
     return gather_rows(features, shares), gather_rows(labels, shares)

@@ -62,7 +62,7 @@ class LRFinder:
             logger.info("LRFinder: lr=%.2e", self.suggested_lr)
             trainer.lr = self.suggested_lr
             trainer.context.config.set_derived("lr", self.suggested_lr, ("suggested_lr",))
-            trainer.active_schedule.rescale(self.suggested_lr)
+            trainer.active_scheduler.rescale(self.suggested_lr)
 
     def _sweep(self, trainer: TrainerLike) -> None:
         ratio = (self.max_lr / self.min_lr) ** (1 / (self.num_steps - 1))

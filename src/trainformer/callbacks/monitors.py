@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import is_divided
+from trainformer.utils.distributed import is_dtensor
 
 logger = logging.getLogger("trainformer")
 
@@ -82,7 +82,7 @@ class GradientMonitor:
     """
 
     needs_torch = True
-    makes_requests = False
+    sets_control = False
 
     log_every: int = 100
     clip_percentile: float = 99.0
@@ -97,7 +97,7 @@ class GradientMonitor:
         if not 0 <= self.clip_percentile <= 100:
             raise BadArgument(expected("GradientMonitor's clip_percentile to be from 0 to 100", self.clip_percentile))
 
-    def on_before_update(self, trainer: TrainerLike, step: int) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerLike, step: int) -> None:
         """Keep the norm; look at everything when it is time."""
         self._norms.append(trainer.grad_norm)
         if (step + 1) % self.log_every:
@@ -158,4 +158,4 @@ class GradientMonitor:
 def _norm(grad: Tensor) -> Tensor:
     """The norm of a gradient, all of it: where it is divided over ranks, every rank takes part."""
     norm: Any = grad.float().norm()
-    return norm.full_tensor() if is_divided(norm) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm

@@ -33,7 +33,7 @@ class ProgressBar:
     notebook there is a bar with the curves of the training loss and of the monitored metric.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -51,7 +51,7 @@ class ProgressBar:
             return
         self._open(transient=False)
         assert self._bar is not None
-        total = trainer.max_steps_planned
+        total = trainer.total_steps
         self._training = self._bar.add_task("training", total=total, completed=trainer.state.step, values="")
 
     def on_epoch_begin(self, trainer: TrainerLike, epoch: int) -> None:
@@ -84,7 +84,7 @@ class ProgressBar:
         if self._display is not None:
             self._display.log(trainer.state.step, metrics)
 
-    def on_eval_batch(self, trainer: TrainerLike, done: int, total: int | None) -> None:
+    def on_validation_batch_end(self, trainer: TrainerLike, done: int, total: int | None) -> None:
         """A bar for an evaluation or prediction, inside a run or on its own."""
         if self._display is not None:
             self._display.evaluate(done, total)
@@ -97,7 +97,7 @@ class ProgressBar:
             self._evaluating = self._bar.add_task("evaluating", total=total, values="")
         self._bar.update(self._evaluating, completed=done)
 
-    def on_eval_done(self, trainer: TrainerLike) -> None:
+    def on_validation_cleanup(self, trainer: TrainerLike) -> None:
         """Take that bar away, however the evaluation ended."""
         if self._display is not None:
             self._display.evaluate(0, None)
@@ -148,7 +148,7 @@ def _display_for(trainer: TrainerLike) -> NotebookDisplay:
     from trainformer.callbacks.notebook import NotebookDisplay
 
     display = NotebookDisplay(getattr(trainer, "monitor_metric", None) or "val/loss")
-    display.begin(trainer.state.step, trainer.max_steps_planned, getattr(trainer.state, "log_history", ()))
+    display.begin(trainer.state.step, trainer.total_steps, getattr(trainer.state, "log_history", ()))
     return display
 
 

@@ -55,5 +55,7 @@ def load_plugin(kind: PluginKind, name: str) -> Any | None:
     try:
         return point.load()
     except Exception as error:
-        plugin = f"The plugin {name!r} (trainformer.{kind}, {point.value})"
-        raise BadArgument(f"{plugin} cannot be imported: {type(error).__name__}: {error}") from error
+        raise BadArgument(
+            f"The plugin {name!r} (trainformer.{kind}, {point.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error

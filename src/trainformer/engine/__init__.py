@@ -1,16 +1,15 @@
-"""The engine: the loop, the run's state, events and control, cadence, running metrics.
+"""The engine: training loop, run state, events and control, cadences, running metrics. Imports no framework.
 
-Knows neither torch nor jax nor any task. What needs a framework is done by a `Backend`; where the data come from
-is a `Source`'s business; what happens at log, evaluation and save points is decided here and done by `Services`.
+A `Backend` computes the steps, a `Source` yields the batches, and `Services` log, evaluate and save when the loop says
+so.
 """
 
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import Event, EventBus
 from trainformer.engine.loop import Loop, Plan
-from trainformer.engine.metrics import RunningMetrics
+from trainformer.engine.metrics import LazyScalar, RunningMetrics
 from trainformer.engine.protocols import Backend, Services, Source
-from trainformer.engine.scalar import LazyScalar
 from trainformer.engine.state import RunState
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What callbacks ask of the loop, and who asked."""
+"""Requests to the loop: log, evaluate, save, end the epoch, stop; and who made them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Control:
-    """Requests to the loop. They are honoured at the next step boundary and then cleared.
+    """Requests to the loop. It acts on them at the next step boundary and clears them.
 
-    What the plan makes due after a step is entered here before `STEP_END` is told, so that whoever hears of the step
-    can see what is about to happen, and call it off.
+    What the plan makes due after a step is set here before `STEP_END` is emitted, so a callback can see what is about
+    to happen and cancel it.
 
     >>> control = Control()
     >>> control.stop("validation loss has not improved for 3 evaluations", by="EarlyStopping")
@@ -23,36 +23,36 @@ class Control:
     should_evaluate: bool = False
     should_save: bool = False
     should_end_epoch: bool = False
-    aborted: bool = False  # stop at once: nothing is logged, evaluated or saved any more
+    aborted: bool = False  # stop at once: no final log, evaluation or checkpoint
     stopped_by: str | None = None
     stop_reason: str | None = None
     signal: int | None = None  # the signal that ends the run
-    noted_signal: int | None = None  # set by a signal handler, which does nothing else; obeyed at the next boundary
-    noted_save: bool = False  # likewise
+    pending_signal: int | None = None  # set by the signal handler, which does nothing else
+    pending_save: bool = False  # likewise
 
     @property
     def ending_signal(self) -> int | None:
-        """The signal that ends the run, obeyed or only noted."""
-        return self.noted_signal if self.signal is None else self.signal
+        """The signal that ends the run, whether the loop has acted on it yet or not."""
+        return self.pending_signal if self.signal is None else self.signal
 
     def stop(self, reason: str, by: str) -> None:
-        """End training after this step. The first to ask is the one who is named."""
+        """Stop training after this step. The first caller is the one that is reported."""
         if not self.should_stop:
             self.should_stop, self.stop_reason, self.stopped_by = True, reason, by
 
     def abort(self, reason: str, by: str) -> None:
-        """End training after this step and keep nothing since the last checkpoint."""
+        """Stop training after this step and discard everything since the last checkpoint."""
         self.aborted = True
         self.stop(reason, by)
 
-    def call_off_stop(self) -> None:
-        """Go on after all."""
+    def cancel_stop(self) -> None:
+        """Withdraw a request to stop."""
         self.should_stop = self.aborted = False
         self.stopped_by = self.stop_reason = None
 
     def reset(self) -> None:
-        """Forget every request. Done when a run begins, so that a second `fit()` does not end at once."""
+        """Clear every request. Called when `fit()` starts, so that a second call does not stop at once."""
         self.should_stop = self.should_log = self.should_evaluate = self.should_save = False
         self.should_end_epoch = self.aborted = False
-        self.stopped_by = self.stop_reason = self.signal = self.noted_signal = None
-        self.noted_save = False
+        self.stopped_by = self.stop_reason = self.signal = self.pending_signal = None
+        self.pending_save = False

@@ -22,11 +22,11 @@ def evaluate(
     on_batch: Callable[[int], None] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> tuple[dict[str, float], Rows]:
-    """Means of the whole set, and the collected rows in input order, the same on every rank.
+    """Means over the whole dataset, and the collected rows in input order, the same on every rank.
 
-    Means are sums over sums of weights, so they do not depend on the batch size. Rows are kept on the host, and
-    only if somebody wants them (`keep_rows`): logits of a large set would not fit. Ranks have contiguous parts of every
-    batch, so their rows follow each other batch by batch.
+    Means are sums over sums of weights, so they do not depend on the batch size. Rows are kept on the host, and only
+    with `keep_rows`: the logits of a large dataset would not fit. Each rank has a contiguous part of every batch, so
+    rows are interleaved batch by batch.
     """
     process_group = process_group or SingleProcess()
     metrics = RunningMetrics(backend, process_group)
@@ -40,13 +40,13 @@ def evaluate(
         if on_batch is not None:
             on_batch(batch.size)
     if keep_rows and not process_group.is_single_process:
-        pieces = _in_turn(process_group.gather_parts(dict(pieces)))
+        pieces = _interleave(process_group.all_gather_dp(dict(pieces)))
     return metrics.drain(), {name: backend.join_rows(parts) for name, parts in pieces.items()}
 
 
-def _in_turn(process_group: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The pieces of all ranks: of each batch those of rank 0, rank 1, and so on."""
+def _interleave(ranks: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Rows of all ranks in input order: for each batch those of rank 0, rank 1, and so on."""
     return {
-        name: [piece for batch in zip(*(one[name] for one in process_group), strict=True) for piece in batch]
-        for name in process_group[0]
+        name: [piece for batch in zip(*(one[name] for one in ranks), strict=True) for piece in batch]
+        for name in ranks[0]
     }

@@ -14,20 +14,20 @@ class Event(enum.Enum):
 
     TRAIN_BEGIN
     for each epoch:
-        EPOCH_BEGIN (epoch)                also when a run takes up an epoch in the middle
+        EPOCH_BEGIN (epoch)                also when a run resumes in the middle of an epoch
         for each optimizer step:
             STEP_BEGIN (step)              steps done before this one
             for each micro-batch:
-                SUBSTEP_END (step)         gradients of one micro-batch were added
-            BEFORE_UPDATE (step)           gradients are complete and clipped, weights are still the old ones
-            AFTER_UPDATE (step)            weights are new, gradients are still there
+                SUBSTEP_END (step)         gradients of one micro-batch were accumulated
+            BEFORE_OPTIMIZER_STEP (step)   gradients are complete and clipped, weights are still the old ones
+            AFTER_OPTIMIZER_STEP (step)    weights are new, gradients are still there
             STEP_END (step, loss)          steps done including this one; the loss syncs only when read; what is due
-                                           now stands in the control, and can be called off there
+                                           now is set in the control, and can be cancelled there
             LOG (metrics)                  at log points, before the record is written: listeners may add to it
             EVAL_BEGIN, EVAL_END (metrics) when an evaluation is due
             EPOCH_END (epoch, metrics)     after the last step of an epoch that was completed
-            SAVE (path)                    when a checkpoint was written; it holds what all of the above did
-    LOG, EVAL_BEGIN, EVAL_END, SAVE        what is still outstanding after the last step
+            SAVE (path)                    when a checkpoint was written; it includes the effects of all of the above
+    LOG, EVAL_BEGIN, EVAL_END, SAVE        final log, evaluation and checkpoint
     TRAIN_END
     ERROR (exception)                      instead of TRAIN_END, when the run fails
     """
@@ -36,8 +36,8 @@ class Event(enum.Enum):
     EPOCH_BEGIN = "epoch_begin"
     STEP_BEGIN = "step_begin"
     SUBSTEP_END = "substep_end"
-    BEFORE_UPDATE = "before_update"
-    AFTER_UPDATE = "after_update"
+    BEFORE_OPTIMIZER_STEP = "before_optimizer_step"
+    AFTER_OPTIMIZER_STEP = "after_optimizer_step"
     STEP_END = "step_end"
     LOG = "log"
     EVAL_BEGIN = "eval_begin"
@@ -48,14 +48,20 @@ class Event(enum.Enum):
     ERROR = "error"
 
 
-#: Those of every step.
-STEP_EVENTS = (Event.STEP_BEGIN, Event.SUBSTEP_END, Event.BEFORE_UPDATE, Event.AFTER_UPDATE, Event.STEP_END)
+#: Events of every step.
+STEP_EVENTS = (
+    Event.STEP_BEGIN,
+    Event.SUBSTEP_END,
+    Event.BEFORE_OPTIMIZER_STEP,
+    Event.AFTER_OPTIMIZER_STEP,
+    Event.STEP_END,
+)
 
 
 class EventBus:
     """Delivers events to listeners in the order in which they were added.
 
-    Handlers are kept per event, so that an event nobody listens to costs one truth test of an empty list.
+    Handlers are stored per event, so an event without listeners costs one truth test of an empty list.
 
     >>> bus = EventBus()
     >>> bus.add("printer", {Event.STEP_END: lambda step, loss: print(step, loss)})
@@ -66,40 +72,41 @@ class EventBus:
 
     def __init__(self) -> None:
         self._handlers: dict[Event, list[tuple[str, Handler]]] = {event: [] for event in Event}
-        self._asking: set[Event] = set()
-        self.speaker: str | None = None
+        self._requesting: set[Event] = set()
+        self.current_listener: str | None = None
 
-    def add(self, name: str, handlers: Mapping[Event, Handler], asks: bool = True) -> None:
-        """Add a listener; `name` is how it is called in logs (who asked to stop, who raised).
+    def add(self, name: str, handlers: Mapping[Event, Handler], makes_requests: bool = True) -> None:
+        """Add a listener. `name` identifies it in logs (who stopped the run, who raised).
 
-        `asks` is False for one that never asks anything of the loop: ranks then need not compare requests.
+        `makes_requests=False` promises that it never sets a flag of the control: ranks then skip the all-reduce of
+        requests.
         """
         for event, handler in handlers.items():
             self._handlers[event].append((name, handler))
-        if asks:
-            self._asking |= set(handlers)
+        if makes_requests:
+            self._requesting |= set(handlers)
 
     def clear(self) -> None:
-        """Forget all listeners. An event that is being delivered still reaches those it was meant for."""
+        """Remove all listeners. An event that is being delivered still reaches every listener it was emitted to."""
         self._handlers = {event: [] for event in Event}
-        self._asking = set()
+        self._requesting = set()
 
-    def may_ask(self, events: Iterable[Event]) -> bool:
-        """Whether a listener of one of these events could ask something of the loop."""
-        return not self._asking.isdisjoint(events)
+    def may_request(self, events: Iterable[Event]) -> bool:
+        """Whether a listener of one of these events may request something of the loop."""
+        return not self._requesting.isdisjoint(events)
 
     def listeners(self, event: Event) -> list[tuple[str, Handler]]:
-        """The live list of an event's listeners: the loop tests it before it prepares arguments."""
+        """The listeners of an event (the list itself): the loop tests it before it prepares arguments."""
         return self._handlers[event]
 
     def emit(self, event: Event, *args: Any) -> None:
         """Call every listener. An exception names its listener and stops the run."""
         for name, handler in self._handlers[event]:
-            self.speaker = name
+            self.current_listener = name
             try:
                 handler(*args)
             except Exception as error:
                 error.add_note(f"(raised by {name} on {event.value})")
                 raise
             finally:
-                self.speaker = None
+                self.current_listener = None

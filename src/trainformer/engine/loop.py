@@ -1,7 +1,8 @@
-"""The loop. There is no other one.
+"""The training loop. There is no other one.
 
-It owns the order of things: when a step is taken, when to log, evaluate, save and stop. How these are done is the
-business of the backend and of the services. The order of events is stated in `engine.events.Event`.
+It decides when things happen: steps, gradient accumulation, logging, evaluation, saving, stopping. How they are done
+is up to the backend (the step) and the services (logging, evaluation, checkpoints). `engine.events.Event` lists the
+order of events.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from typing import Any
 
 from trainformer.core.errors import DataError
 from trainformer.core.types import DeviceBatch, Entry, StepResult
-from trainformer.engine.agreement import Agreement
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
-from trainformer.engine.metrics import RunningMetrics, weighted_means
+from trainformer.engine.metrics import LazyScalar, RunningMetrics, weighted_means
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
 from trainformer.engine.protocols import Backend, Services, Source
-from trainformer.engine.scalar import LazyScalar
+from trainformer.engine.request_sync import RequestSync
 from trainformer.engine.state import RunState
 
 
@@ -38,16 +38,16 @@ class Plan:
     save_every: Cadence | None = None
     eval_on_save: bool = False
     eval_at_end: bool = True
-    eval_when_stopped: bool = False  # also at the end of a run that somebody stopped
+    eval_when_stopped: bool = False  # the final evaluation also runs after a requested stop
     save_at_end: bool = True
-    log_first: bool = True  # the first step, before the first record is due
-    log_rest: bool = True  # the last steps, though no record is due
+    log_first: bool = True  # log the first step, though no record is due yet
+    log_remaining: bool = True  # at the end, log the steps since the last record
     monitor: str = "val/loss"
     monitor_mode: str = "min"
 
 
 class Loop:
-    """Trains from wherever `state` is to the end of the plan."""
+    """Trains from the position in `state` to the end of the plan."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Loop:
         self.control = control
         self.services = services
         self.process_group = process_group or SingleProcess()
-        self.agreement = Agreement(control, self.process_group, backend, services)
+        self.requests = RequestSync(control, self.process_group, backend, services)
         self._metrics = RunningMetrics(backend, self.process_group)
         self._epoch_metrics: dict[str, float] = {}
         self._now = time.perf_counter()
@@ -78,30 +78,30 @@ class Loop:
         self._paused = 0.0
         # A cadence in minutes needs the clock after every step; one in steps or epochs does not.
         cadences = plan.log_every, plan.eval_every, plan.save_every
-        self._watches_clock = any(c is not None and c.unit == "seconds" for c in cadences)
+        self._uses_clock = any(c is not None and c.unit == "seconds" for c in cadences)
         self._lr: Any = None
-        self._own_tokens = self._own_bad = 0  # of this rank, since ranks last counted together
+        self._local_tokens = self._local_bad = 0  # of this rank, since the last all-reduce of counters
 
-    # -- the story -----------------------------------------------------------------------------------------
+    # -- the run -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train to the end of the plan, or until somebody asks to stop."""
+        """Train to the end of the plan, or until a stop is requested."""
         self.bus.emit(Event.TRAIN_BEGIN)
-        self._take_up()
+        self._restore_position()
         while not self._finished():
             self._run_epoch()
-        self._wind_up()
+        self._finish_run()
         self.bus.emit(Event.TRAIN_END)
 
-    def _take_up(self) -> None:
-        """Begin where the state is by now: a callback may have loaded one when it heard that training begins."""
+    def _restore_position(self) -> None:
+        """Start from the current state: a callback may have loaded another one in `on_train_begin`."""
         state = self.state
-        logged = state.loss_steps if state.pending else state.step  # what is pending has yet to be logged
-        if self.process_group.is_main:  # it is that of all ranks
+        logged = state.loss_steps if state.pending else state.step  # pending values are not logged yet
+        if self.process_group.is_main:  # pending values are sums over all ranks
             self._metrics.extend(Entry(*values) for values in state.pending)
         state.pending = []
-        self.agreement.begin(lambda: self.bus.may_ask(STEP_EVENTS))
-        self.agreement.settle()
+        self.requests.begin(lambda: self.bus.may_request(STEP_EVENTS))
+        self.requests.sync_requests()
         self._logged = self._now, logged, state.samples, state.tokens
 
     def _run_epoch(self) -> None:
@@ -109,15 +109,15 @@ class Loop:
         self._epoch_metrics = {}
         self.control.should_end_epoch = False
         self.bus.emit(Event.EPOCH_BEGIN, state.epoch)
-        self.agreement.settle()
+        self.requests.sync_requests()
         self.backend.begin_training()
         for window in self._windows():
             self._run_step(window)
             self.services.poll()
-            self.agreement.hear()  # before anything is decided: also whether the epoch ends here
+            self.requests.poll_requests()  # before any decision, including whether the epoch ends here
             if state.batch == self.source.batches_per_epoch or self.control.should_end_epoch:
-                # What is due after this step waits for the end of the epoch, so that no checkpoint ever stands
-                # between an epoch's last step and its evaluation.
+                # What is due after this step waits for the end of the epoch, so that no checkpoint falls between
+                # the last step of an epoch and its evaluation.
                 break
             self._at_boundary()
             if self._finished():
@@ -133,7 +133,7 @@ class Loop:
             bus.emit(Event.STEP_BEGIN, step)
 
         complete = False
-        while not complete:  # the backend may want a window again: non-finite gradients, or too little memory
+        while not complete:  # the backend may ask to repeat the step: non-finite gradients, or out of memory
             batches = 0
             for batch in window:
                 if not backend.accumulate(batch):
@@ -144,11 +144,11 @@ class Loop:
             else:
                 complete = backend.finish()
 
-        if bus.listeners(Event.BEFORE_UPDATE):
-            bus.emit(Event.BEFORE_UPDATE, step)
+        if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
+            bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
         result = backend.update(step)
-        if bus.listeners(Event.AFTER_UPDATE):
-            bus.emit(Event.AFTER_UPDATE, step)
+        if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
+            bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
         backend.end_step()
 
         state.step = step = step + 1
@@ -159,84 +159,83 @@ class Loop:
             state.bad_samples += result.bad
             state.tokens += result.tokens
         else:
-            self._own_bad += result.bad
-            self._own_tokens += result.tokens
+            self._local_bad += result.bad
+            self._local_tokens += result.tokens
         self._lr = result.lr
         self._metrics.extend(result.entries)
-        self._ask_for_what_is_due()
+        self._request_due()
         if bus.listeners(Event.STEP_END):
             bus.emit(Event.STEP_END, step, self._lazy_loss(result))
 
     def _at_boundary(self, epoch: int | None = None) -> None:
-        """Log, evaluate and save where that was asked for. `epoch`: so many have just been completed."""
+        """Log, evaluate and save what was requested. `epoch` is the number of epochs done, at the end of one."""
         plan, control = self.plan, self.control
         if control.signal is not None:
-            self._obey_signal(control.signal)
+            self._handle_signal(control.signal)
         if control.aborted:
             return
         if epoch is not None:
-            self._ask_for_what_is_due(epoch)
-        # What the end of a run makes due belongs to its last step, before the checkpoint of that step is written:
-        # whoever is killed afterwards finds everything done.
+            self._request_due(epoch)
+        # The final log and evaluation belong to the last step and come before its checkpoint: a run that is killed
+        # after that checkpoint has nothing left to do.
         last = self._finished() and control.signal is None
-        if control.should_log or (last and plan.log_rest):
-            self._log_rest()
-            self.agreement.settle()
+        if control.should_log or (last and plan.log_remaining):
+            self._log_remaining()
+            self.requests.sync_requests()
         control.should_save |= last and plan.save_at_end
         evaluate = control.should_evaluate or (last and self._evaluates_at_end())
         if evaluate or (control.should_save and plan.eval_on_save):
-            keep = self._evaluate()  # first: whoever hears of it may ask for a save, too
+            keep = self._evaluate()  # before the save, which a callback may request in on_eval_end
             control.should_save |= keep
-            self.agreement.settle()
+            self.requests.sync_requests()
         if epoch is not None:
             self.bus.emit(Event.EPOCH_END, epoch - 1, self._epoch_metrics)
-            self.agreement.settle()
+            self.requests.sync_requests()
         if control.should_save and not control.aborted:
             self._save()
 
-    def _count_together(self) -> None:
-        """Add up over ranks what each of them counts for itself."""
+    def _reduce_counters(self) -> None:
+        """All-reduce the counters that each rank keeps for itself."""
         state = self.state
         if self.process_group.is_single_process:
             return
-        tokens, bad = map(int, self.process_group.total([self._own_tokens, self._own_bad]))
+        tokens, bad = map(int, self.process_group.all_reduce_sum([self._local_tokens, self._local_bad]))
         state.tokens += tokens
         state.bad_samples += bad
-        state.samples -= bad  # a rank knows how far all of them have come, and only its own bad samples
-        self._own_tokens = self._own_bad = 0
+        state.samples -= bad  # samples are counted over all ranks, bad samples per rank
+        self._local_tokens = self._local_bad = 0
 
     def _end_epoch(self) -> None:
         self.state.end_epoch()
         self._at_boundary(self.state.epoch)
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
-            self._at_boundary()  # somebody asked for it on hearing that the epoch had ended
+            self._at_boundary()  # requested by a callback in on_epoch_end
 
-    def _wind_up(self) -> None:
-        """What is outstanding after the last step: the last log record, evaluation and checkpoint."""
-        self.agreement.conclude()
+    def _finish_run(self) -> None:
+        """Final log, evaluation and checkpoint, unless the last step has done them already."""
+        self.requests.drain()
         if self.control.aborted:
             return
         self.backend.verify(self.state.step)
         if self.control.signal is None:
-            # A signal ends the process, not the run: what is not yet logged is saved, and logged when it goes on.
-            if self.plan.log_rest:
-                self._log_rest()
+            # A signal ends the process, not the run: pending values are saved, and logged after the resume.
+            if self.plan.log_remaining:
+                self._log_remaining()
             elif self.state.step > self.state.loss_steps:
                 self._drain()
         if self.control.signal is None and self._evaluates_at_end() and self.state.step > 0:
             self.control.should_save |= self._evaluate()
-        self.agreement.settle()
+        self.requests.sync_requests()
         if self.control.should_save or (self.plan.save_at_end and self.state.step > 0):
             self._save()
 
     # -- one step ------------------------------------------------------------------------------------------
 
     def _windows(self) -> Iterator[Iterable[DeviceBatch]]:
-        """Groups of `accumulation` micro-batches; the last of an epoch may be smaller.
+        """Gradient accumulation windows of `accumulation` micro-batches; the last of an epoch may be smaller.
 
-        A window never reaches into the next epoch, and its gradients are divided by the weight it really has.
-        Micro-batches are drawn while the step runs, so that a long window need not fit into memory, unless it may
-        have to be repeated.
+        A window never crosses an epoch boundary, and its gradients are divided by its actual weight. Micro-batches are
+        drawn while the step runs, so a long window need not fit into memory, unless the step may have to be repeated.
         """
         state = self.state
         batches = self.backend.feed(self.source.batches(state.epoch, state.batch, state.position), train=True)
@@ -246,17 +245,17 @@ class Loop:
                 (first,) if accumulation == 1 else chain((first,), islice(batches, accumulation - 1))
             )
             if accumulation > 1 and self.backend.wants_lookahead:
-                window = _looking_ahead(window)
+                window = _with_lookahead(window)
             yield list(window) if self.backend.may_repeat else window
 
     def _lazy_loss(self, result: StepResult) -> LazyScalar:
         entries = result.loss or [e for e in result.entries if e.name == "loss"]
         return LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
 
-    # -- what happens at the points ------------------------------------------------------------------------
+    # -- log, evaluate, save ------------------------------------------------------------------------
 
-    def _log_rest(self) -> None:
-        """Log the steps since the last record, if there are any."""
+    def _log_remaining(self) -> None:
+        """Log the steps since the last record, if any."""
         self.control.should_log = False
         if self.state.step > self._logged[1]:
             self._log()
@@ -264,7 +263,7 @@ class Loop:
     def _log(self) -> None:
         state = self.state
         counts = self.backend.verify(state.step)
-        self._count_together()
+        self._reduce_counters()
         metrics = {f"train/{name}": value for name, value in (self._drain() | counts).items()}
         if self._lr is not None:
             metrics["train/lr"] = float(self._lr)
@@ -285,7 +284,7 @@ class Loop:
         return metrics
 
     def _evaluate(self) -> bool:
-        """Evaluate, unless that was done at this step. Whether the result is worth a checkpoint."""
+        """Evaluate, unless this step was evaluated already. Returns whether the result is worth a checkpoint."""
         state = self.state
         self.control.should_evaluate = False
         if state.evaluated_at == state.step:
@@ -301,19 +300,19 @@ class Loop:
         if not metrics:
             return False
         self._epoch_metrics = metrics
-        state.note_best(metrics, self.plan.monitor, self.plan.monitor_mode)
+        state.update_best(metrics, self.plan.monitor, self.plan.monitor_mode)
         state.log_history.append({"step": state.step, "epoch": self._progress(), **metrics})
         self.services.log(metrics, state.step)
         self.bus.emit(Event.EVAL_END, metrics)
-        return self.services.worth_keeping(metrics)
+        return self.services.is_worth_keeping(metrics)
 
-    def _obey_signal(self, number: int) -> None:
-        """Save and stop here, at a step boundary; the handler itself only left a note."""
+    def _handle_signal(self, number: int) -> None:
+        """Save and stop at this step boundary; the signal handler itself only sets a flag."""
         self.control.should_save = True
         self.control.stop(f"received {signal.Signals(number).name}", by="a signal")
 
     def pending_values(self) -> list[list[Any]]:
-        """What the next log record will be made of, to be saved with the state."""
+        """Values of the steps since the last log record, to be saved with the state."""
         return self._metrics.values()
 
     def _save(self) -> None:
@@ -322,7 +321,7 @@ class Loop:
         if state.saved_at == state.step:
             return
         self.backend.verify(state.step)
-        self._count_together()
+        self._reduce_counters()
         began = time.perf_counter()
         path = self.services.save()
         self._saved = time.perf_counter()
@@ -330,9 +329,9 @@ class Loop:
         if path is not None:
             state.saved_at = state.step
             self.bus.emit(Event.SAVE, path)
-            self.agreement.settle()
+            self.requests.sync_requests()
 
-    # -- small questions -----------------------------------------------------------------------------------
+    # -- conditions -----------------------------------------------------------------------------------
 
     def _finished(self) -> bool:
         plan, state = self.plan, self.state
@@ -345,10 +344,10 @@ class Loop:
     def _evaluates_at_end(self) -> bool:
         return self.plan.eval_at_end and (self.plan.eval_when_stopped or not self.control.should_stop)
 
-    def _ask_for_what_is_due(self, epoch: int | None = None) -> None:
-        """Enter into the control what the plan wants done after this step, or after this epoch."""
+    def _request_due(self, epoch: int | None = None) -> None:
+        """Set the control flags that the plan makes due after this step, or after this epoch."""
         plan, control = self.plan, self.control
-        if self._watches_clock:
+        if self._uses_clock:
             self._now = time.perf_counter()
         first = self.state.step == 1 and plan.log_first and plan.log_every is not None
         if first or self._due(plan.log_every, self._logged[0], epoch, "should_log"):
@@ -364,22 +363,22 @@ class Loop:
         if cadence.unit == "epochs":
             return epoch is not None and cadence.due_at_epoch(epoch)
         if epoch is not None:
-            return False  # what steps and time make due was asked for after the step
+            return False  # cadences in steps and seconds were checked after the step
         if cadence.unit == "seconds":
             due = cadence.due_after(self._now - last)
             if due and not self.process_group.is_single_process:
-                self.agreement.note_overdue(flag)
-                return False  # when all ranks have heard of it
+                self.requests.note_overdue(flag)
+                return False  # set on all ranks at the next request sync
             return due
         return cadence.due_at_step(self.state.step)
 
     def _progress(self) -> float:
-        """Epochs done, as a fraction where the length of an epoch is known."""
+        """Epochs done, fractional where the length of an epoch is known."""
         length = self.source.batches_per_epoch
         return self.state.epoch + (self.state.batch / length if length else 0.0)
 
     def _speed(self) -> dict[str, float]:
-        """Samples and tokens per second of training since the last log point, evaluations and saves left out."""
+        """Samples and tokens per second since the last log point, excluding evaluations and saves."""
         state = self.state
         now = time.perf_counter()
         then, _, samples, tokens = self._logged
@@ -395,8 +394,8 @@ class Loop:
         return speed
 
 
-def _looking_ahead(window: Iterable[DeviceBatch]) -> Iterator[DeviceBatch]:
-    """Micro-batches that know whether another of the same step follows."""
+def _with_lookahead(window: Iterable[DeviceBatch]) -> Iterator[DeviceBatch]:
+    """Micro-batches that know whether another micro-batch of the same step follows."""
     ahead: DeviceBatch | None = None
     for batch in window:
         if ahead is not None:

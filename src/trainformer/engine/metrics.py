@@ -1,20 +1,23 @@
-"""Running metrics: pairs (sum, weight), kept on the device until a log point.
+"""Running metrics: (sum, weight) pairs that stay on the device until a log point, and scalars that sync when read.
 
 A step only appends references to device scalars. All arithmetic happens when the values are read, in double
-precision on the host, so that a result depends neither on the order nor on the size of the batches.
+precision on the host, so results depend neither on the order nor on the size of the batches.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from trainformer.core.types import Entry
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
 
-# So many scalars are kept per metric before they are folded into one on the device. At 512 bytes each (CUDA's
+# This many scalars are kept per metric before they are summed on the device. At 512 bytes each (CUDA's
 # smallest block) this bounds the memory of a run that never logs to half a megabyte per metric.
 _FOLD_AT = 1024
 
@@ -48,11 +51,11 @@ class RunningMetrics:
 
     def __init__(self, reader: Reader, process_group: ProcessGroup | None = None) -> None:
         self._reader = reader
-        self._peers = process_group or SingleProcess()
+        self._process_group = process_group or SingleProcess()
         self._entries: dict[str, list[Entry]] = defaultdict(list)
 
     def extend(self, entries: Iterable[Entry]) -> None:
-        """Add values without looking at them."""
+        """Add values without reading them from the device."""
         for entry in entries:
             kept = self._entries[entry.name]
             kept.append(entry)
@@ -60,24 +63,24 @@ class RunningMetrics:
                 self._entries[entry.name] = [self._folded(entry.name, kept)]
 
     def drain(self) -> dict[str, float]:
-        """The means, in one transfer; begins anew. A metric of no weight at all is left out."""
+        """The means, in one transfer; then reset. Metrics with zero total weight are left out."""
         entries, self._entries = self._entries, defaultdict(list)
-        if self._peers.is_single_process:
+        if self._process_group.is_single_process:
             return weighted_means(entries, self._reader)
-        return {name: total / weight for name, (total, weight) in self._shared(entries).items()}
+        return {name: total / weight for name, (total, weight) in self._all_ranks(entries).items()}
 
-    def _shared(self, entries: Mapping[str, list[Entry]]) -> Sums:
+    def _all_ranks(self, entries: Mapping[str, list[Entry]]) -> Sums:
         """Sums and weights of all ranks."""
         together: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for sums in self._peers.gather_parts(weighted_sums(entries, self._reader)):
+        for sums in self._process_group.all_gather_dp(weighted_sums(entries, self._reader)):
             for name, pair in sums.items():
                 together[name].append(pair)
         return {name: (_sum([a for a, _ in pairs]), _sum([b for _, b in pairs])) for name, pairs in together.items()}
 
     def values(self) -> list[list[Any]]:
-        """Everything added since the last `drain`, as plain numbers. Waits for the device, and for other ranks."""
-        if not self._peers.is_single_process:
-            return [[name, total, weight, False] for name, (total, weight) in self._shared(self._entries).items()]
+        """Everything added since the last `drain`, as plain numbers. Syncs with the device and the other ranks."""
+        if not self._process_group.is_single_process:
+            return [[name, total, weight, False] for name, (total, weight) in self._all_ranks(self._entries).items()]
         entries = [e for kept in self._entries.values() for e in kept]
         numbers = iter(self._reader.read([x for e in entries for x in (e.value, e.weight)]))
         return [[e.name, next(numbers), next(numbers), e.is_mean] for e in entries]
@@ -114,5 +117,73 @@ def weighted_means(entries: Mapping[str, list[Entry]], reader: Reader) -> dict[s
 
 
 def _sum(values: list[float]) -> float:
-    # fsum is exact but refuses inf - inf; plain addition gives the NaN that should be seen.
+    # fsum is exact but raises on inf - inf; plain addition gives the NaN that should be visible.
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+class LazyScalar:
+    """A float that is still on the device: it syncs only when it is read.
+
+    `on_step_end` receives the loss as one of these, so callbacks that do not read it cost nothing.
+
+    >>> reads = []
+    >>> loss = LazyScalar(lambda: reads.append(1) or 0.25)
+    >>> reads
+    []
+    >>> loss < 0.5, f"{loss:.3f}", loss * 2, reads
+    (True, '0.250', 0.5, [1])
+    """
+
+    __slots__ = ("_read", "_value")
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read: Callable[[], float] | None = read
+        self._value = 0.0
+
+    def __float__(self) -> float:
+        if self._read is not None:
+            self._value, self._read = float(self._read()), None
+        return self._value
+
+    def item(self) -> float:
+        """The value, as a tensor would give it."""
+        return float(self)
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __bool__(self) -> bool:
+        return bool(float(self))
+
+    def __repr__(self) -> str:
+        return repr(float(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+
+def _delegate(name: str, function: Callable[..., Any]) -> None:
+    def method(self: LazyScalar, *others: Any) -> Any:
+        return function(float(self), *(float(o) if isinstance(o, LazyScalar) else o for o in others))
+
+    method.__name__ = name
+    setattr(LazyScalar, name, method)
+
+
+def _swapped(function: Callable[..., Any], a: Any, b: Any) -> Any:
+    return function(b, a)
+
+
+for _name in ("lt", "le", "eq", "ne", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _delegate(f"__{_name}__", getattr(operator, _name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _delegate(f"__r{_name}__", partial(_swapped, getattr(operator, _name)))
+for _name in ("neg", "pos", "abs"):
+    _delegate(f"__{_name}__", getattr(operator, _name))
+_delegate("__round__", round)
+
+# isinstance(loss, numbers.Real) is how careful code asks for "a number".
+numbers.Real.register(LazyScalar)

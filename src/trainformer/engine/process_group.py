@@ -1,4 +1,4 @@
-"""The processes of a run, as the engine sees them. How they exchange values is the business of a backend."""
+"""The process group of a run as the engine sees it: rank, world size and collectives on Python objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainformer.core.errors import TrainformerError
 
 
 class ProcessGroup(Protocol):
-    """The processes that train together; every rank must take part in an exchange."""
+    """The processes that train together. Every rank must call a collective."""
 
     @property
     def is_main(self) -> bool:
@@ -19,50 +19,50 @@ class ProcessGroup(Protocol):
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is nobody else."""
+        """Whether the world size is 1."""
         ...
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """Rank of this process."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         ...
 
     @property
-    def watch(self) -> Any:
-        """Who looks after the others, and can say which is `lost()`; None if nobody does."""
+    def monitor(self) -> Any:
+        """The failure detector, whose `lost_ranks()` names ranks that are gone; None without one."""
         ...
 
     def broadcast(self, value: Any) -> Any:
-        """The value that rank 0 has."""
+        """Broadcast the value of rank 0."""
         ...
 
     def run_on_main(self, function: Callable[[], Any]) -> Any:
-        """What a function returns that rank 0 alone calls. If it fails there, all ranks fail."""
+        """Call a function on rank 0 and broadcast its result. If it fails there, all ranks fail."""
         ...
 
-    def watching(self, timeout: float) -> AbstractContextManager[None]:
-        """Meanwhile, a rank that dies is named, and the others do not wait for it for ever."""
+    def monitoring(self, timeout: float) -> AbstractContextManager[None]:
+        """Run the failure detector: a rank that dies is named, and the others do not wait for it forever."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """All-gather: the values of all ranks, in rank order."""
         ...
 
-    def gather_parts(self, value: Any) -> list[Any]:
-        """The values of those that compute different samples: one for each part of a batch, in their order."""
+    def all_gather_dp(self, value: Any) -> list[Any]:
+        """All-gather over data-parallel ranks only: one value per part of a batch, in order."""
         ...
 
-    def total(self, values: list[float]) -> list[float]:
-        """Sums over the parts of a batch."""
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
+        """All-reduce (sum) over data-parallel ranks."""
         ...
 
-    def any(self, flags: list[bool]) -> list[bool]:
-        """Which of them at least one rank has set."""
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        """All-reduce (logical or): which flags at least one rank has set."""
         ...
 
 
@@ -73,21 +73,21 @@ class SingleProcess:
     is_single_process = True
     rank = 0
     world_size = 1
-    watch = None
+    monitor = None
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
 
-    def gather_parts(self, value: Any) -> list[Any]:
+    def all_gather_dp(self, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """The values."""
         return values
 
-    def any(self, flags: list[bool]) -> list[bool]:
+    def any_rank(self, flags: list[bool]) -> list[bool]:
         """The flags."""
         return flags
 
@@ -99,13 +99,13 @@ class SingleProcess:
         """What the function returns."""
         return function()
 
-    def watching(self, timeout: float) -> AbstractContextManager[None]:
+    def monitoring(self, timeout: float) -> AbstractContextManager[None]:
         """There is nobody to watch."""
         return nullcontext()
 
 
 def run_on_main(process_group: ProcessGroup, function: Callable[[], Any]) -> Any:
-    """What a function returns that rank 0 alone calls. If it fails there, all ranks fail: none waits for it."""
+    """Call a function on rank 0 and broadcast its result. If it fails there, all ranks fail: none waits for it."""
     result, failure, problem = None, None, None
     if process_group.is_main:
         try:
@@ -116,5 +116,5 @@ def run_on_main(process_group: ProcessGroup, function: Callable[[], Any]) -> Any
     if failure is not None:
         raise failure
     if problem is not None:
-        raise TrainformerError(f"Rank 0 failed in what it does for all. {problem}")
+        raise TrainformerError(f"Rank 0 failed while all ranks waited for it. {problem}")
     return result

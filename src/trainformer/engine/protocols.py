@@ -1,4 +1,4 @@
-"""What the engine asks of the parts it does not own."""
+"""Protocols of the parts that the loop drives: data source, backend, services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainformer.core.types import DeviceBatch, EvalResult, HostBatch, StepResul
 
 
 class Source(Protocol):
-    """Where batches come from. The order of an epoch is a function of the epoch's number."""
+    """Yields batches. The order of an epoch is a pure function of the epoch number."""
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -22,11 +22,11 @@ class Source(Protocol):
 
 
 class Backend(Protocol):
-    """What a framework does. One optimizer step is: `accumulate` per micro-batch, `finish`, `update`."""
+    """The framework. One optimizer step is: `accumulate` per micro-batch, `finish`, `update`, `end_step`."""
 
     @property
     def may_repeat(self) -> bool:
-        """Whether a window may be asked for again, so that its batches have to be kept."""
+        """Whether a step may have to be repeated, so that its micro-batches have to be kept."""
         ...
 
     @property
@@ -34,36 +34,36 @@ class Backend(Protocol):
         """Whether it matters if a micro-batch is the last of its step (see `DeviceBatch.more`)."""
         ...
 
-    def others_ask(self) -> bool:
-        """Whether a rank asks something of all of them: the same answer on every rank, once per step."""
+    def any_rank_has_request(self) -> bool:
+        """Whether any rank has a request for all ranks: the same answer on every rank, once per step."""
         ...
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
-        """Put batches where the model is, one ahead where that can overlap with computing."""
+        """Move batches to the device, prefetching one where the copy can overlap with compute."""
         ...
 
     def begin_training(self) -> None:
-        """Switch the model to training; called before each epoch and after each evaluation."""
+        """Put the model into training mode; called before each epoch and after each evaluation."""
         ...
 
     def accumulate(self, batch: DeviceBatch) -> bool:
-        """Forward and backward of one micro-batch, its gradients added up. False: dropped, begin the window again."""
+        """Forward and backward of one micro-batch; gradients accumulate. False: dropped, restart the step."""
         ...
 
     def finish(self) -> bool:
-        """Divide by the window's weight and clip. False: the gradients were dropped, repeat the window."""
+        """Divide gradients by the total weight and clip. False: gradients were dropped, repeat the step."""
         ...
 
     def update(self, step: int) -> StepResult:
-        """Change the weights. `step` is the number of steps done before."""
+        """The optimizer step. `step` is the number of steps done before."""
         ...
 
     def end_step(self) -> None:
-        """Drop the gradients."""
+        """Zero the gradients."""
         ...
 
     def verify(self, step: int) -> dict[str, float]:
-        """Raise if a step since the last call was not finite; counts to log otherwise. Waits for the device."""
+        """Raise if a step since the last call was not finite; else counters to log. Syncs with the device."""
         ...
 
     def eval_step(self, batch: DeviceBatch) -> EvalResult:
@@ -84,7 +84,7 @@ class Backend(Protocol):
 
 
 class Services(Protocol):
-    """What the loop decides on but does not do itself."""
+    """What the loop triggers but does not do itself. Implemented by `run.Run`."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Hand metrics to the loggers."""
@@ -95,25 +95,25 @@ class Services(Protocol):
         ...
 
     def poll(self) -> None:
-        """Asked after every step: raise what went wrong in the background. Must cost next to nothing."""
+        """Called after every step: raise errors of background work. Must cost next to nothing."""
         ...
 
     def has_requests(self) -> bool:
-        """Whether somebody asks something of the run from outside. Must cost next to nothing."""
+        """Whether an external request (`trainformer ctl`) is waiting. Must cost next to nothing."""
         ...
 
     def take_requests(self) -> list[Any]:
-        """What was asked for since the last call."""
+        """External requests since the last call."""
         ...
 
-    def carry_out(self, requests: list[Any]) -> None:
-        """Enter such requests into the control."""
+    def apply_requests(self, requests: list[Any]) -> None:
+        """Apply such requests to the control."""
         ...
 
-    def worth_keeping(self, metrics: dict[str, float]) -> bool:
+    def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation was good enough to keep a checkpoint of it."""
         ...
 
     def save(self) -> str | None:
-        """Write a checkpoint; where it is, or None if nothing was written."""
+        """Write a checkpoint; its path, or None if nothing was written."""
         ...

@@ -1,4 +1,4 @@
-"""Where a run is: the only source for schedules, cadence and resume."""
+"""The progress of a run: the single source for schedules, cadences and resume."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class RunState:
     tokens: int = 0
     bad_samples: int = 0
     seconds: float = 0.0
-    loss_sum: float = 0.0  # over the first `loss_steps` steps, as far as they were read: their mean is that of the run
+    loss_sum: float = 0.0  # over the first `loss_steps` steps: loss_sum / loss_steps is the mean loss of the run
     loss_steps: int = 0
     evaluated_at: int = -1
     saved_at: int = -1
     best_metrics: dict[str, float] = field(default_factory=dict)
     best_step: int = -1
-    stopped: list[str] = field(default_factory=list)  # who ended the run before its time, and why
+    stopped: list[str] = field(default_factory=list)  # who stopped the run early, and why
     log_history: list[dict[str, float]] = field(default_factory=list)
-    # Values of the steps since the last log record: without them the first record after a restart would be the mean
-    # of fewer steps than in a run that was never stopped. Filled in when the state is saved.
+    # Values of the steps since the last log record. Without them the first record after a resume would average fewer
+    # steps than in an uninterrupted run. Filled in when the state is saved.
     pending: list[list[Any]] = field(default_factory=list)
 
     def end_epoch(self) -> None:
@@ -45,8 +45,8 @@ class RunState:
         self.epoch += 1
         self.batch = self.position = 0
 
-    def note_best(self, metrics: dict[str, float], monitor: str, mode: str) -> None:
-        """Remember the metrics of the best evaluation, as told by one of them."""
+    def update_best(self, metrics: dict[str, float], monitor: str, mode: str) -> None:
+        """Keep the metrics of the best evaluation, by the monitored metric."""
         value = metrics.get(monitor)
         if value is not None and is_better(value, self.best_metrics.get(monitor), mode):
             self.best_metrics = dict(metrics)
@@ -57,7 +57,7 @@ class RunState:
         return {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> RunState:
-        """Take over a saved state, in place; fields it does not have keep their defaults."""
+        """Load a saved state in place; fields that it lacks get their defaults."""
         fresh = RunState()
         for f in fields(self):
             setattr(self, f.name, copy.deepcopy(state.get(f.name, getattr(fresh, f.name))))

@@ -20,17 +20,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.compat import original
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
-from trainformer.checkpointing import CheckpointStore, Manifest, Retention, SharingPattern, StateComponent
-from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states, versions
-from trainformer.checkpointing.torch_components import write_component
-from trainformer.checkpointing.torch_files import TorchFiles
+from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent, StatefulAdapter
+from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
+from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
@@ -39,7 +38,6 @@ from trainformer.hf.distributed import this_process
 from trainformer.hf.handle import LogRelay, RankedBridge
 from trainformer.hf.settings import CHECKPOINT_NAME, kept_best, monitored
 from trainformer.hf.task import save_beside_weights
-from trainformer.run.components import StatefulAdapter
 
 logger = logging.getLogger("trainformer")
 
@@ -184,7 +182,7 @@ class BaseTrainer(Scripting, ABC):
 
     def unwrapped_model(self) -> nn.Module:
         """The model without wrappers of torch."""
-        return unwrapped(self.make_model())
+        return unwrap_model(self.make_model())
 
     # -- callbacks -----------------------------------------------------------------------------------------
 
@@ -318,29 +316,19 @@ class BaseTrainer(Scripting, ABC):
         if checkpoint_path is not None:
             place, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
             keep = Retention(last=10**9)
-        state = self.state
-        process_group = self._join()
-        manifest = Manifest(
-            step=state.global_step,
-            epoch=state.raw_epoch,
-            components={},
-            metrics={},
-            versions=versions(TorchFiles()),
-            world_size=process_group.world_size,
-        )
-        timeout = self.args.ddp_timeout
         checkpointer = Checkpointer(
-            place,
+            self.get_state_components,
+            TorchFiles(),
+            CheckpointStore(place, naming),
             keep,
-            asynchronous=False,
-            naming=naming,
-            files=TorchFiles(),
-            process_group=process_group,
-            timeout=timeout,
+            process_group=self._join(),
+            timeout=self.args.ddp_timeout,
+            assets=self._assets,
         )
-        if not checkpointer.save(self.get_state_components(), manifest, assets=self._assets):
-            checkpointer.conclude()  # raises, and says why
-        return str(checkpointer.store.path_of(state.global_step))
+        state = self.state
+        path = checkpointer.save(state.global_step, state.raw_epoch)
+        checkpointer.close()  # raises if the save failed
+        return str(path)
 
     def _assets(self, folder: Path) -> list[str]:
         before = set(folder.iterdir())

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
-from trainformer.adapters.base import is_adapted, unwrapped
+from trainformer.adapters.base import is_adapted, unwrap_model
 
 
 def collator_for(given: Callable[[list[Any]], Any] | None, processing_class: Any) -> Callable[[list[Any]], Any]:
@@ -64,7 +64,7 @@ def accepted_names(model: nn.Module, label_names: Collection[str]) -> set[str] |
 
 def inner_model(model: nn.Module) -> nn.Module:
     """The model itself, inside the wrappers of torch and of peft."""
-    inner: Any = unwrapped(model)
+    inner: Any = unwrap_model(model)
     return inner.get_base_model() if is_adapted(inner) else inner
 
 

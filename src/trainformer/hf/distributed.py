@@ -38,7 +38,7 @@ def this_process() -> Launch:
 def one_first(process_group: TorchProcessGroup, is_first: bool) -> Iterator[None]:
     """Some processes go first, and the others find their work done. If one of the first fails, all of them do."""
     if not is_first:
-        _raise_any(process_group.gather(None))
+        _raise_any(process_group.all_gather_object(None))
     failure: str | None = None
     try:
         yield
@@ -47,7 +47,7 @@ def one_first(process_group: TorchProcessGroup, is_first: bool) -> Iterator[None
         raise
     finally:
         if is_first:
-            process_group.gather(failure)
+            process_group.all_gather_object(failure)
 
 
 def _raise_any(failures: list[str | None]) -> None:
@@ -87,7 +87,7 @@ def _ddp_options(args: Any) -> dict[str, Any]:
         options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
     if args.ddp_broadcast_buffers is not None:
         # Either the ranks' statistics are those of rank 0, or they are taken over all ranks and are equal anyway.
-        options["share_batchnorm"] = not args.ddp_broadcast_buffers
+        options["sync_batchnorm"] = not args.ddp_broadcast_buffers
     return options
 
 

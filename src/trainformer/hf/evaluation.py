@@ -42,7 +42,9 @@ class EvaluatingTrainer(BaseTrainer):
     def total_of_ranks(self, samples: int) -> float:
         """The samples that all processes have evaluated; those that hold parts of one model see the same ones."""
         process_group = self._run.process_group
-        return process_group.total([float(samples)])[0] * process_group.count / process_group.world_size
+        return (
+            process_group.all_reduce_sum([float(samples)])[0] * process_group.dp_world_size / process_group.world_size
+        )
 
     def _task(self) -> ModelTask:
         assert self._run is not None

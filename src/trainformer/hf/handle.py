@@ -68,7 +68,7 @@ class RankedBridge(Bridge):
 class LogRelay:
     """First of the callbacks of a trainer that overrides `log`: every record of the run goes through it."""
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, front: Trainer) -> None:
         self._front = front
@@ -90,8 +90,8 @@ class HfHandle(TorchTrainerApi):
     args = property(lambda self: self.front.args)
     processing_class = property(lambda self: self.front.processing_class)
     task = property(lambda self: self._run.task)
-    train_batches = property(lambda self: self.front.train_dataloader)
-    val_batches = property(lambda self: self.front.eval_dataloader)
+    train_dataloader = property(lambda self: self.front.train_dataloader)
+    val_dataloader = property(lambda self: self.front.eval_dataloader)
     lr = property(lambda self: self._run.settings.lr)
     monitor_metric = property(lambda self: self._run.settings.monitor_metric)
 

@@ -13,7 +13,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
 from trainformer.run import RunSettings
-from trainformer.run.habits import FrontOptions
+from trainformer.run.settings import FrontOptions
 
 CHECKPOINT_NAME = "checkpoint-{}"
 _ALL = 10**9  # more checkpoints than anybody keeps
@@ -79,7 +79,7 @@ def habits_of(args: BaseTrainingArguments) -> FrontOptions:
     plan = {
         "log_first": args.logging_first_step,
         # An epoch that the end of the run cuts short has ended, too; and steps are evaluated and saved at the last one.
-        "log_rest": args.logging_strategy == "epoch",
+        "log_remaining": args.logging_strategy == "epoch",
         "eval_at_end": args.eval_strategy != "no",
         "save_at_end": args.save_strategy in ("steps", "epoch"),
         "eval_when_stopped": args.eval_strategy == "epoch",

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainformer.adapters.base import is_adapted, unwrapped
+from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
 from trainformer.hf.outputs import logits_from_outputs
-from trainformer.models.language import told_documents
+from trainformer.models.language import declare_packing
 from trainformer.tasks.base import TaskBase
 
 IGNORED = -100
@@ -185,11 +185,11 @@ class ModelTask(TaskBase):
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def model_state(self) -> dict[str, Tensor]:
+    def model_state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: with an adapter of peft, the adapter alone."""
         return adapter_state_dict(self.model) if is_adapted(self.model) else self.model.state_dict()
 
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
+    def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take it back."""
         if is_adapted(self.model):
             load_adapter_state_dict(self.model, state)
@@ -208,7 +208,7 @@ class ModelTask(TaskBase):
 def save_beside_weights(model: nn.Module, processing_class: Any, folder: Path) -> None:
     """Configurations, tokenizer, and what makes an adapter one of peft's."""
     weights = folder / "model.safetensors"
-    inner: Any = unwrapped(model)
+    inner: Any = unwrap_model(model)
     if is_adapted(model):
         save_adapter_beside(model, weights)
     elif hasattr(getattr(inner, "config", None), "save_pretrained"):
@@ -337,7 +337,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 def _as_one_document(batch: Any) -> AbstractContextManager[None]:
     """Without positions a sequence is one document. transformers would ask the device for them, in every step."""
     texts = isinstance(batch, Mapping) and "input_ids" in batch and "position_ids" not in batch
-    return told_documents(packed=False) if texts else nullcontext()
+    return declare_packing(packed=False) if texts else nullcontext()
 
 
 def _copied(batch: Any) -> Any:

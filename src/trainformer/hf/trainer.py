@@ -28,7 +28,7 @@ from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
 from trainformer.hf.handle import HfHandle, HfRun, LogRelay
 from trainformer.hf.settings import InOrder, habits_of, optimizer_spec, schedule_factory, settings_of
 from trainformer.hf.task import ModelTask, can_be_smoothed, default_loss
-from trainformer.run.plans import retention
+from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
 from trainformer.run.torch.preflight import CheckReport, check_run
 
@@ -175,20 +175,20 @@ class Trainer(EvaluatingTrainer):
             val_data=evaluation,
             callbacks=self._callbacks,
             passed=frozenset(settings.values()),
-            habits=habits_of(self.args),
+            options=habits_of(self.args),
         )
         self._note_division(run)
         self._handle._run = run
         run.connect()
         self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
-        self.train_dataloader, self.eval_dataloader = run.train_batches(), run.val_batches()
+        self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
 
     def _meet(self) -> Any:
         """Meet the processes that train together; the strategy that is wanted, in words."""
         choice = strategy_choice(self.strategy, self.args)
         strategy = make_strategy(choice)
-        strategy.join("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
         self._process_group = strategy.process_group
         self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # it has the time in its name
         return choice
@@ -197,7 +197,7 @@ class Trainer(EvaluatingTrainer):
         if self._process_group is None:
             self._meet()
         assert self._process_group is not None
-        return self._process_group.count
+        return self._process_group.dp_world_size
 
     def _note_division(self, run: HfRun) -> None:
         name = run.backend.strategy.name
@@ -225,7 +225,7 @@ class Trainer(EvaluatingTrainer):
         if self.args.eval_on_start:
             self.evaluate()
         began, first_step = time.perf_counter(), run.state.step
-        run.fit()
+        fit(run)
         metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
         metrics["epoch"] = self.state.epoch
         self.state.log_history.append({**metrics, "step": run.state.step})
@@ -239,7 +239,7 @@ class Trainer(EvaluatingTrainer):
     def _load_best(self) -> None:
         run = self._run
         assert run is not None
-        best = retention(run.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
+        best = run.settings.retention().ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
         path = run.process_group.broadcast(str(best[0].path) if best else None)
         if path is None:
             logger.warning("load_best_model_at_end: there is no checkpoint with %s", run.settings.monitor_metric)
@@ -367,12 +367,12 @@ class Trainer(EvaluatingTrainer):
         else:
             self._bridge.call(self._handle, callback, event, extra)
 
-    def whole_model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         """The model with all of its weights on the first process. Every process has to ask where it is divided."""
-        return self.make_model() if self._run is None else self._run.backend.strategy.whole_model()
+        return self.make_model() if self._run is None else self._run.backend.strategy.unsharded_model()
 
     def _weights(self) -> dict[str, Any]:
-        model = self.whole_model()
+        model = self.unsharded_model()
         return adapter_state_dict(model) if is_adapted(model) else model.state_dict()
 
     def get_state_components(self) -> list[StateComponent]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.checkpointing.store import folder_of_checkpoints, is_named, step_of
+from trainformer.checkpointing.store import checkpoints_folder, is_named, step_of
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.live import address
 from trainformer.utils.processes import process_identity
@@ -148,9 +148,7 @@ def _other_host(folder: Path, process: Any) -> str | None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run, by name; its files are not read."""
     try:
-        paths = [
-            path for path in folder_of_checkpoints(folder).iterdir() if is_named(path) and (path / MANIFEST).exists()
-        ]
+        paths = [path for path in checkpoints_folder(folder).iterdir() if is_named(path) and (path / MANIFEST).exists()]
     except OSError:
         return None
     return max(paths, key=step_of, default=None)

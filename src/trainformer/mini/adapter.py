@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
@@ -69,7 +69,7 @@ class TrainerTask:
         self._losses.append(loss.detach())
         return Mean(loss, 1, metrics)
 
-    def on_step_dropped(self) -> None:
+    def on_step_skipped(self) -> None:
         """What was seen belongs to a step that is not made, and may come again."""
         self._losses, self._records = [], []
 
@@ -96,14 +96,14 @@ class TrainerTask:
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state_dict(self) -> dict[str, Any]:
         """The weights under the model's own names, whatever it is wrapped in."""
         options = state_options(self.owner)
         if options is not None:
             return get_model_state_dict(self.model, options=options)
         return self.owner.unwrapped_model.state_dict()
 
-    def load_model_state(self, state: dict[str, Any]) -> None:
+    def load_model_state_dict(self, state: dict[str, Any]) -> None:
         """Take them back."""
         options = state_options(self.owner)
         if options is not None:
@@ -122,7 +122,7 @@ class TrainerTask:
 
 def state_options(owner: BaseTrainer) -> StateDictOptions | None:
     """How models that are spread over ranks are saved; as whole ones, where the user does not say it."""
-    if owner.state_dict_options is None and any(is_divided(p) for p in owner.model.parameters()):
+    if owner.state_dict_options is None and any(is_dtensor(p) for p in owner.model.parameters()):
         return StateDictOptions(full_state_dict=True)
     return owner.state_dict_options
 
@@ -136,7 +136,7 @@ class UsersStrategy(Strategy):
     def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
         """That of all gradients, also of those that are divided over ranks."""
         norm: Any = super().total_norm(grads, uniform)
-        return norm.full_tensor() if is_divided(norm) else norm
+        return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def _mean_records(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.run.context import surrounded_by
+from trainformer.run.context import run_context
 from trainformer.run.signals import SignalStop
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def run_trial(function: Callable[..., Any], config: dict[str, Any], trial: Curre
 def _active(trial: CurrentTrial) -> Iterator[None]:
     token = _CURRENT.set(trial)
     try:
-        with surrounded_by(trial):
+        with run_context(trial):
             yield
     finally:
         _CURRENT.reset(token)

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, is_adapted
-from trainformer.adapters.export import merge
+from trainformer.adapters.export import merge_adapter
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
@@ -17,7 +17,7 @@ from trainformer.tasks.base import TaskBase
 _WEIGHTS = "model.safetensors"  # what a checkpoint has of the model
 
 
-class Adapted(TaskBase):
+class AdapterMixin(TaskBase):
     """Base of tasks that may have an adapter on their model. A subclass puts it there when it makes the model."""
 
     adapter: Adapter | None
@@ -30,11 +30,11 @@ class Adapted(TaskBase):
             raise BadArgument(expected("adapter to be a LoRA, QLoRA, PrefixTuning or the like", self.adapter))
         self.adapter.check(kind=kind, packing=packing)
 
-    def model_state(self) -> dict[str, Tensor]:
+    def model_state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: with an adapter, the adapter alone."""
         return self.model.state_dict() if self.adapter is None else adapter_state_dict(self.model)
 
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
+    def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take it back."""
         if self.adapter is None:
             self.model.load_state_dict(state)
@@ -52,4 +52,4 @@ class Adapted(TaskBase):
 
     def export_module(self, model: nn.Module) -> nn.Module:
         """The plain model, with the adapter merged into it; the one that is trained stays as it is."""
-        return model if self.adapter is None else merge(copy.deepcopy(model))
+        return model if self.adapter is None else merge_adapter(copy.deepcopy(model))

@@ -1,7 +1,7 @@
-"""The task: what is trained. Model, loss, data and evaluation in one object.
+"""The task protocol: model, loss, data and evaluation in one object.
 
-Owns the protocol between a task and everything above it. Nothing here trains: the engine calls the two required
-methods, `train_step` and `eval_step`, and those of the optional ones that a task really defines.
+A task does not train itself. The engine calls the two required methods, `train_step` and `eval_step`, and those
+optional methods that the task defines (see `provides`).
 """
 
 from __future__ import annotations
@@ -22,27 +22,32 @@ __all__ = ["DatasetInfo", "Loss", "Task", "TaskBase", "provides"]
 
 @runtime_checkable
 class Task(Protocol):
-    """What every task must have. `TaskBase` documents the optional methods."""
+    """The required members of a task. `TaskBase` documents the optional ones."""
 
     model: nn.Module
 
     def train_step(self, batch: Any) -> Tensor | Loss:
-        """The loss of one batch: a scalar tensor (mean over the samples), or `Loss(sum, weight)`."""
+        """Return the loss of one batch: a scalar tensor (mean over samples) or `Loss(sum, weight)`."""
         ...
 
     def eval_step(self, batch: Any) -> Mapping[str, Any]:
-        """Metrics of one batch.
+        """Return the metrics of one batch.
 
-        Each value is a scalar (mean over the samples), a ``(sum, weight)`` pair, or a tensor with one row per
-        sample, which is collected over the whole set and given to `on_eval_end`.
+        Each value is a scalar (mean over samples), a ``(sum, weight)`` pair, or a tensor with one row per sample.
+        Rows are collected over the whole dataset and passed to `on_eval_end`.
         """
         ...
 
 
 class TaskBase:
-    """Optional base class: every optional method of a task, with a default that changes nothing.
+    """Optional base class with a no-op default for each optional method.
 
-    A task need not inherit from this; a plain class with `model`, `train_step` and `eval_step` will do.
+    A task does not have to inherit from it: any object with `model`, `train_step` and `eval_step` works.
+
+    Some optional members have no default here, because their presence changes what the trainer does:
+    ``predict_step(batch)`` returns rows for `Trainer.predict` (otherwise `eval_step` is used),
+    ``set_train_mode(train)`` replaces ``model.train(train)``, and the class attribute ``open_set = True`` allows
+    validation classes that do not occur in training.
 
     >>> import torch
     >>> class Mean(TaskBase):
@@ -58,129 +63,136 @@ class TaskBase:
 
     model: nn.Module
 
-    # -- set-up --------------------------------------------------------------------------------------------
+    # -- setup ---------------------------------------------------------------------------------------------
+
+    def inspect_dataset(self, dataset: Any) -> None:
+        """Read what only the training records can tell, such as label names. Not called for loaders and streams."""
 
     def configure(self, info: DatasetInfo) -> None:
-        """Called once, before anything is built, with what the data say (number of classes, shape of inputs)."""
-
-    def look_at(self, dataset: Any) -> None:
-        """Called before `configure` with the training data, to learn what only their records tell. Not with streams."""
+        """Build the model for the data: number of classes, input shape. Called once, after `inspect_dataset`."""
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """Settings of the run that suit this task, by name. They count where the user did not choose.
+        """Return trainer settings that suit this task. They apply only where the user passed nothing.
 
-        `settings` are the run's settings as they are, to derive from (a learning rate from the batch size, say), and
-        `chosen` the names of those that the user passed.
+        `settings` holds the current settings, e.g. to derive a learning rate from the batch size; `chosen` holds the
+        names of the settings that the user passed.
         """
         return {}
 
     def load_data(self, path: str) -> Dataset:
-        """The data set behind a path or name."""
+        """Load the dataset behind a path or name."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot load data by path. Pass a Dataset or DataLoader as `data`, "
             "or define load_data(self, path) on the task."
         )
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """The data set as this task wants to read it, with its transforms; `train` says whether to augment."""
+        """Wrap a dataset with the transforms of this task; `train` enables augmentation."""
         return dataset
 
     def collate_fn(self, examples: list[Any]) -> Any:
-        """Make a batch of samples. Left alone, torch's default collation is used."""
+        """Collate samples into a batch. Without it, torch's `default_collate` is used."""
 
     def count_samples(self, batch: Any) -> int:
-        """Samples in a batch of the user's own loader, where its tensors do not tell."""
+        """Return the number of samples in a batch of a user's DataLoader, if its tensors do not tell."""
         raise NotImplementedError
 
     def get_train_transforms(self) -> nn.Module | None:
-        """A module applied to the inputs of a training batch, on the device."""
+        """Return a module that is applied to training inputs on the device."""
         return None
 
     def get_eval_transforms(self) -> nn.Module | None:
-        """The same for evaluation and prediction."""
+        """Return a module that is applied to evaluation and prediction inputs on the device."""
         return None
 
-    # -- during the run ------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------
 
     def on_train_begin(self) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_train_end(self) -> None:
-        """After the last step."""
+        """Called after the last step."""
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Before the first batch of an epoch."""
+        """Called before the first batch of an epoch."""
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
-        """After an epoch, with the metrics of the evaluation that belongs to it, if there was one."""
+        """Called after an epoch, with the metrics of its evaluation, if there was one."""
 
     def on_step_end(self, step: int, max_steps: int) -> None:
-        """After each optimizer step (not each micro-batch): momentum networks, queues. `step` counts from 1."""
+        """Called after each optimizer step (not each micro-batch). Update momentum networks and queues here.
 
-    def on_step_dropped(self) -> None:
-        """Instead of `on_step_end`: what `train_step` saw since the last step is not used, and may come again."""
+        `step` counts from 1.
+        """
+
+    def on_step_skipped(self) -> None:
+        """Called instead of `on_step_end` if the step is discarded or will be repeated. Drop collected state here."""
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float] | None:
-        """Metrics of the whole set from the rows that `eval_step` returned (tensors on the CPU, in input order)."""
+        """Compute dataset-level metrics from the rows of `eval_step` (CPU tensors, in input order)."""
         return None
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Further metrics of an evaluation that follow from its means: a perplexity from a loss."""
+        """Return metrics that follow from averaged ones, e.g. perplexity from the loss."""
         return {}
 
     def on_validation_end(self, metrics: dict[str, float]) -> None:
-        """After an evaluation, with its final metrics."""
+        """Called after an evaluation, with its final metrics."""
 
-    # -- what belongs to the task --------------------------------------------------------------------------
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Everything the optimizer may change. Override where the loss has parameters of its own."""
-        yield from self.model.parameters()
-
-    def config_dict(self) -> dict[str, Any]:
-        """What to record of the task in the run's config."""
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        """Return records of the latest evaluation to write to the run folder, by kind, e.g. a confusion matrix."""
         return {}
 
-    def resting_parameters(self) -> Iterator[nn.Parameter]:
-        """Trainable parameters that get no gradient for the time being, on purpose."""
+    # -- parameters, checks and state ----------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield what the optimizer trains. Override it if the loss has parameters."""
+        yield from self.model.parameters()
+
+    def unused_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield trainable parameters that intentionally receive no gradient at the moment."""
         yield from ()
 
+    def config_dict(self) -> dict[str, Any]:
+        """Return what to record about the task in the run's config."""
+        return {}
+
     def check_batch(self, batch: Any) -> list[str]:
-        """Problems of a batch that `Trainer.check()` should report (labels out of range, nothing supervised)."""
+        """Return the problems of a batch for `Trainer.check()`, e.g. labels out of range."""
         return []
 
     def export_module(self, model: nn.Module) -> nn.Module:
-        """The part of the model (perhaps an average of its weights) that is deployed."""
+        """Return the module to deploy, given the (possibly averaged) model."""
         return model
 
     def save_assets(self, folder: Path) -> list[str]:
-        """Write what belongs beside the weights of a checkpoint (a config, a tokenizer); the names of the files."""
+        """Write files that belong next to the weights (a config, a tokenizer) and return their names."""
         return []
 
-    def model_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the model, where that is not all of it."""
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the part of the model's state dict that a checkpoint stores."""
         return self.model.state_dict()
 
-    def load_model_state(self, state: dict[str, Any]) -> None:
-        """Take back what `model_state` gave."""
+    def load_model_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `model_state_dict`."""
         self.model.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the task outside `model`: parameters of the loss, queues, centres."""
+        """Return state outside `model`: loss parameters, queues, centers."""
         return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if `load_state_dict` could not take this, before anything else is loaded."""
+        """Raise if `load_state_dict` would fail. Called before anything is loaded."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load the result of `state_dict`."""
 
 
 def provides(task: object, name: str) -> bool:
     """Whether a task defines an optional method itself.
 
-    Methods inherited from `TaskBase` or `Task` do not count: their bodies do nothing, and calling such a
-    `collate_fn` would turn every batch into ``None``.
+    Methods inherited from `TaskBase` or `Task` do not count: calling the no-op `collate_fn`, for example, would turn
+    every batch into ``None``.
 
     >>> provides(TaskBase(), "collate_fn")
     False

@@ -26,7 +26,7 @@ from trainformer.backends.jax.step import JittedStep
 from trainformer.backends.jax.step_metrics import added_up, read_parts, told_by
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
-from trainformer.engine.scalar import LazyScalar
+from trainformer.engine.metrics import LazyScalar
 
 logger = logging.getLogger("trainformer")
 
@@ -76,7 +76,7 @@ class JaxBackend:
         self.learning_rate = learning_rate
         self.nonfinite = nonfinite
         self.grad_norm: Any = None
-        self.asks: Callable[[], bool] = lambda: False
+        self.has_request: Callable[[], bool] = lambda: False
         self._train_step = train_step
         self._eval_step = eval_step
         self._hooks = hooks or StepHooks()
@@ -171,9 +171,9 @@ class JaxBackend:
         """After a failure."""
         self._batch = None
 
-    def others_ask(self) -> bool:
+    def any_rank_has_request(self) -> bool:
         """Whether a process has a request: what was asked with the step before, the same answer on all of them."""
-        return self._asking is not None and self._asking(self.asks())
+        return self._asking is not None and self._asking(self.has_request())
 
     # -- whether it was finite -------------------------------------------------------------------------------
 

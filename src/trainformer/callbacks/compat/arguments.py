@@ -49,7 +49,7 @@ def _strategy(field: str, default_unit: Any) -> Callable[[Any], IntervalStrategy
     def read(trainer: Any) -> IntervalStrategy:
         unit = trainer.save_strategy if field == "save_every" else default_unit
         cadence = Cadence.parse(getattr(trainer, field), unit)
-        if cadence is None or (field == "eval_every" and trainer.val_batches is None):
+        if cadence is None or (field == "eval_every" and trainer.val_dataloader is None):
             return IntervalStrategy.NO
         return IntervalStrategy.EPOCH if cadence.unit == "epochs" else IntervalStrategy.STEPS
 

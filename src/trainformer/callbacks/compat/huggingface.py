@@ -63,7 +63,7 @@ class HuggingFaceCallback(ForeignCallback):
         self._epoch: int | None = None  # the one that has begun and not ended
         self._owes_epoch_end = False
         self._hears: dict[str, bool] = {}
-        self.makes_requests = getattr(callback, "makes_requests", True)
+        self.sets_control = getattr(callback, "sets_control", True)
 
     # -- the run's events, in their words ------------------------------------------------------------------
 
@@ -88,8 +88,8 @@ class HuggingFaceCallback(ForeignCallback):
         simple: dict[Event, tuple[str, Callable[..., None]]] = {
             Event.STEP_BEGIN: ("on_step_begin", lambda step: tell(trainer, "on_step_begin")),
             Event.SUBSTEP_END: ("on_substep_end", lambda step: self._substep(trainer)),
-            Event.BEFORE_UPDATE: ("on_pre_optimizer_step", lambda step: tell(trainer, "on_pre_optimizer_step")),
-            Event.AFTER_UPDATE: ("on_optimizer_step", lambda step: tell(trainer, "on_optimizer_step")),
+            Event.BEFORE_OPTIMIZER_STEP: ("on_pre_optimizer_step", lambda step: tell(trainer, "on_pre_optimizer_step")),
+            Event.AFTER_OPTIMIZER_STEP: ("on_optimizer_step", lambda step: tell(trainer, "on_optimizer_step")),
             Event.STEP_END: ("on_step_end", lambda step, loss: tell(trainer, "on_step_end")),
         }
         handlers |= {event: handler for event, (name, handler) in simple.items() if self.hears(name)}
@@ -98,7 +98,7 @@ class HuggingFaceCallback(ForeignCallback):
         bridge.take_history(trainer)
         return handlers
 
-    def on_eval_batch(self, trainer: Any, done: int, total: int | None) -> None:
+    def on_validation_batch_end(self, trainer: Any, done: int, total: int | None) -> None:
         """After each batch of an evaluation or a prediction."""
         if self.hears("on_prediction_step"):
             self._tell(trainer, "on_prediction_step")
@@ -157,7 +157,7 @@ class HuggingFaceCallback(ForeignCallback):
 
     def _owe_epoch_end(self, trainer: Any) -> None:
         """At the first event after an epoch's last step, or after a run's last one in the middle of an epoch."""
-        run, planned = trainer.state, trainer.max_steps_planned
+        run, planned = trainer.state, trainer.total_steps
         stopped = trainer.control.should_stop and trainer.control.signal is None  # a signal only interrupts
         is_over = stopped or (planned is not None and run.step >= planned)
         if self._epoch is not None and (run.epoch > self._epoch or is_over):
@@ -266,7 +266,7 @@ class Bridge:
         if flag in _FLAGS:
             setattr(engine, _FLAGS[flag], value)
         elif not value:
-            engine.call_off_stop()
+            engine.cancel_stop()
         elif flag == "should_abort_without_save":
             engine.abort(f"it set {flag} in {event}", by=who)
         else:
@@ -278,9 +278,9 @@ class Bridge:
             "model": task.model,
             "processing_class": getattr(trainer, "processing_class", None) or getattr(task, "tokenizer", None),
             "optimizer": trainer.active_optimizer,
-            "lr_scheduler": trainer.active_schedule,
-            "train_dataloader": trainer.train_batches,
-            "eval_dataloader": trainer.val_batches,
+            "lr_scheduler": trainer.active_scheduler,
+            "train_dataloader": trainer.train_dataloader,
+            "eval_dataloader": trainer.val_dataloader,
             "trainer": getattr(trainer, "front", trainer),
         }
 
@@ -289,13 +289,13 @@ class Bridge:
     def refresh(self, trainer: Any) -> None:
         """Bring the state up to where the run is."""
         run, state = trainer.state, self.state
-        length = trainer.train_batches.batches_per_epoch
+        length = trainer.train_dataloader.batches_per_epoch
         state.global_step, state.raw_epoch = run.step, run.epoch
         state.epoch = run.epoch + (run.batch / length if length else 0.0)
-        state.max_steps = trainer.max_steps_planned or -1
+        state.max_steps = trainer.total_steps or -1
         state.num_input_tokens_seen = run.tokens
         state.best_metric, state.best_global_step = self._best_before if self._judging else self._best(trainer)
-        state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_main_here
+        state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_local_main
         args = arguments_of(trainer)
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps = args.logging_steps, args.eval_steps or args.logging_steps
@@ -328,7 +328,7 @@ class Bridge:
     def is_inside_step(self, trainer: Any, listener: object) -> bool:
         """Whether a micro-batch that has just ended is not the last of its step."""
         run, args = trainer.state, arguments_of(trainer)
-        length = trainer.train_batches.batches_per_epoch
+        length = trainer.train_dataloader.batches_per_epoch
         most = args.gradient_accumulation_steps
         size = most if length is None else min(most, length - run.batch)
         if self._substep[0] != run.step:

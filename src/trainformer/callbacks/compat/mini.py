@@ -81,9 +81,9 @@ class HookCallback(ForeignCallback):
             if overrides(self.original, name)
         }
         # A scheduler of torch that the user gave has moved on when the step ends: its rates are noted before.
-        given = isinstance(known, TrainerView) and hasattr(known.native.active_schedule, "scheduler")
+        given = isinstance(known, TrainerView) and hasattr(known.native.active_scheduler, "scheduler")
         if given and Event.STEP_END in handlers:
-            handlers[Event.BEFORE_UPDATE] = lambda step: known.note_rates()
+            handlers[Event.BEFORE_OPTIMIZER_STEP] = lambda step: known.note_rates()
         return handlers
 
     def _as_hooks_know_it(self, trainer: Any) -> Any:
@@ -124,7 +124,7 @@ class TrainerView:
     @property
     def max_steps(self) -> int | None:
         """Steps of the whole run, where that is known."""
-        return self.native.max_steps_planned
+        return self.native.total_steps
 
     @property
     def model(self) -> nn.Module:
@@ -150,12 +150,12 @@ class TrainerView:
     @property
     def lr_scheduler(self) -> Any:
         """The learning-rate schedule at work."""
-        return self.native.active_schedule
+        return self.native.active_scheduler
 
     @property
     def data_loader(self) -> Any:
         """The batches of the training data."""
-        return self.native.train_batches
+        return self.native.train_dataloader
 
     @property
     def hooks(self) -> list[BaseHook]:
@@ -190,7 +190,7 @@ class TrainerView:
 
     def note_rates(self) -> None:
         """Before an update: the rates that are in force."""
-        self._rates = self.native.active_schedule.get_last_lr()
+        self._rates = self.native.active_scheduler.get_last_lr()
 
     def take_note(self, event: Event, args: tuple[Any, ...]) -> None:
         """Before the first hook hears of an event: bring step and `step_info` up to it."""
@@ -201,7 +201,7 @@ class TrainerView:
         elif self._told != self.native.state.step:
             self._told = self.native.state.step
             self._in_step = False
-            now, schedule = time.perf_counter(), self.native.active_schedule
+            now, schedule = time.perf_counter(), self.native.active_scheduler
             # A scheduler of torch has moved on to the next step by now; one of our own sets the rates before a step.
             rates = self._rates if hasattr(schedule, "scheduler") else schedule.get_last_lr()
             self.step_info = {

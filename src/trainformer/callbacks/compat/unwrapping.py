@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -17,7 +17,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     False
     """
     while True:
-        inner = unwrapped(model)
+        inner = unwrap_model(model)
         if isinstance(inner, (nn.DataParallel, AveragedModel)) or _is_fsdp(inner):
             inner = inner.module  # type: ignore[assignment]
         if inner is model:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.names import is_evaluation
@@ -41,7 +41,7 @@ class GradLogger(TrainerCallback):
     shows it, then at the second, fourth, eighth, ...
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ def layer_norms(
 
 def _norm(grad: Tensor) -> Tensor:
     norm: Any = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return norm.full_tensor() if is_divided(norm) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def _to_host(scalars: list[Tensor]) -> list[float]:

@@ -23,7 +23,7 @@ class InfoCallback(TrainerCallback):
     arguments that are not the default.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -106,6 +106,6 @@ def _about_batch(args: Any, trainer: Any) -> str:
     size, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     # Processes that hold parts of one model compute the same samples.
     process_group = getattr(trainer, "_process_group", None)
-    processes = getattr(args, "world_size", 1) if process_group is None else process_group.count
+    processes = getattr(args, "world_size", 1) if process_group is None else process_group.dp_world_size
     total = size * accumulated * processes
     return f"{total:,} samples per step: {size} per device x {accumulated} accumulated x {processes} processes"

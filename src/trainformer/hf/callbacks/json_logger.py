@@ -37,7 +37,7 @@ class JsonLogger(TrainerCallback):
     run that begins anew leaves an older file aside, under a numbered name.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class PeakMemory(TrainerCallback):
     other. With `summary_writer` (a writer or a folder) they are scalars there, under ``memory/``.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, summary_writer: Any = None, reset: bool = True) -> None:
         self.reset = reset

@@ -21,7 +21,7 @@ class ProgressCallback(TrainerCallback):
     shows anything, and only the first of several does: a trainer that has a bar by default gets no second one.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -73,7 +73,7 @@ class ProgressCallback(TrainerCallback):
         self._evaluated += 1
         total = _length(eval_dataloader)
         if self._is_training or (total is not None and self._evaluated <= total):
-            self._bar.on_eval_batch(_view(state), self._evaluated, total)
+            self._bar.on_validation_batch_end(_view(state), self._evaluated, total)
         if not self._is_training and self._evaluated == total:
             self._evaluation_ended(state)
 
@@ -106,13 +106,13 @@ class ProgressCallback(TrainerCallback):
 
     def _evaluation_ended(self, state: TrainerState) -> None:
         self._evaluated = 0
-        self._bar.on_eval_done(_view(state))
+        self._bar.on_validation_cleanup(_view(state))
 
 
 def _view(state: TrainerState) -> Any:
     """What the bar looks at in a trainer."""
     planned = state.max_steps if state.max_steps > 0 else None
-    return SimpleNamespace(max_steps_planned=planned, state=SimpleNamespace(step=state.global_step))
+    return SimpleNamespace(total_steps=planned, state=SimpleNamespace(step=state.global_step))
 
 
 def _length(loader: Any) -> int | None:

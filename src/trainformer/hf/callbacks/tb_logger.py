@@ -19,7 +19,7 @@ class TBLogger(TrainerCallback):
     written after the step it goes on from; a writer that you made is only flushed.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, summary_writer: Any, **experiment_info: Any) -> None:
         self.experiment_info = experiment_info

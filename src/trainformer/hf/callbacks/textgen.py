@@ -19,7 +19,7 @@ from trainformer.core.optional import require
 from trainformer.data.text.batches import pad
 from trainformer.hf.callbacks.running import run_of
 from trainformer.hf.callbacks.writers import WriterHandle
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 
 _USUAL_LENGTH = 64  # new tokens
 # Whoever sets one of these wants to sample, also without saying so.
@@ -38,7 +38,7 @@ class TextgenCallback(TrainerCallback):
     trainer's `processing_class`. When training begins it is tried once whether all this works.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ def _apart(model: Any, trainer: Any) -> Iterator[Any]:
         return
     random = capture_random()
     try:
-        with evaluating(model):
+        with eval_mode(model):
             yield model
     finally:
         restore_random(random)

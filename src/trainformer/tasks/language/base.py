@@ -23,16 +23,16 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.models.language import ensure_pad_token, load_model, load_tokenizer
-from trainformer.tasks.adapter_mixin import Adapted
+from trainformer.tasks.adapter_mixin import AdapterMixin
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class LanguageTask(Adapted):
+class LanguageTask(AdapterMixin):
     """Base of the tasks on text. A subclass is a dataclass with the fields annotated here."""
 
     kind: ClassVar[str]
-    groups_lengths: ClassVar[bool] = False  # whether batches of like lengths are the default: less padding
+    groups_by_length: ClassVar[bool] = False  # whether batches of like lengths are the default: less padding
 
     model_name: Any
     adapter: Adapter | None
@@ -106,7 +106,7 @@ class LanguageTask(Adapted):
         if self.adapter is not None:
             checkpointing = settings.gradient_checkpointing
             self.adapter.check(kind=self.kind, packing=packing, gradient_checkpointing=checkpointing)
-        wanted = {"sampler": "length"} if self.groups_lengths and not packing else {}
+        wanted = {"sampler": "length"} if self.groups_by_length and not packing else {}
         advised = getattr(self.adapter, "optimizer", None)
         on_cuda = torch.cuda.is_available() and str(settings.device or "cuda").startswith("cuda")
         return wanted | ({"optimizer": advised} if advised and on_cuda else {})

@@ -25,8 +25,8 @@ from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.token_bytes import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
-from trainformer.models.modes import evaluating
-from trainformer.tasks.language.generation import WritesOn
+from trainformer.models.modes import eval_mode
+from trainformer.tasks.language.generation import GenerationMixin
 from trainformer.tasks.language.prediction import TokenPrediction
 
 # No attention mask: padding is on the right, where no token of a causal model looks, and has no labels. With one,
@@ -36,7 +36,7 @@ _CLOSE = 1e-3  # how far packed logits may be off those of single documents: oth
 
 
 @dataclass(eq=False)
-class CausalLM(WritesOn, TokenPrediction):
+class CausalLM(GenerationMixin, TokenPrediction):
     """Train a causal language model (GPT, Llama, Mistral, Qwen, ...) of transformers, from scratch or further.
 
     `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
@@ -66,7 +66,7 @@ class CausalLM(WritesOn, TokenPrediction):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
-    groups_lengths = True
+    groups_by_length = True
     shifted = True
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class CausalLM(WritesOn, TokenPrediction):
         first, second = (torch.randint(0, rows, (1, size), generator=generator).to(device) for size in (5, 7))
         together = torch.cat([first, second], dim=1)
         positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
-        with evaluating(model):
+        with eval_mode(model):
             packed = model(input_ids=together, position_ids=positions, use_cache=False).logits[:, 5:]
             alone = model(input_ids=second, use_cache=False).logits
         difference = (packed.float() - alone.float()).abs().max().item()

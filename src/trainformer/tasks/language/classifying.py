@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.core.optional import require
@@ -60,7 +60,7 @@ class ClassifyingTask(LanguageTask):
         said = self.class_names or self.num_classes or self._asked == "regression"
         return bool(said) or self._known_names() is not None
 
-    def look_at(self, dataset: Any) -> None:
+    def inspect_dataset(self, dataset: Any) -> None:
         """Learn the classes from training data, before the model is built. What is known already stays."""
         if self._labels is None and len(dataset):
             base, _ = unwrap_subsets(dataset)  # the part for validation may have classes of its own
@@ -98,7 +98,7 @@ class ClassifyingTask(LanguageTask):
         loaded, self._loaded = self._loaded, None
         # Data that were loaded by path are those of training, or only for validation: then these are fewer.
         if self._labels is None and loaded is not None and len(loaded) >= info.num_samples:
-            self.look_at(loaded)
+            self.inspect_dataset(loaded)
         if self._labels is None:
             self._take(self._labels_from(info))
         super().configure(info)
@@ -137,7 +137,7 @@ class ClassifyingTask(LanguageTask):
             for name, value in wanted.items():
                 setattr(task.model_name, name, value)
         model: Any = LanguageTask._load(task)
-        inner: Any = unwrapped(model)
+        inner: Any = unwrap_model(model)
         if isinstance(self.model_name, nn.Module):
             self._adopt(inner, wanted)
         # Models that read the last token find it by the padding behind it.
@@ -155,7 +155,7 @@ class ClassifyingTask(LanguageTask):
 
     @staticmethod
     def _outputs(model: nn.Module) -> int | None:
-        return getattr(getattr(unwrapped(model), "config", None), "num_labels", None)
+        return getattr(getattr(unwrap_model(model), "config", None), "num_labels", None)
 
     # -- records -------------------------------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ from trainformer.losses.preference import (
 )
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
-from trainformer.models.modes import evaluating
-from trainformer.tasks.language.generation import WritesOn
+from trainformer.models.modes import eval_mode
+from trainformer.tasks.language.generation import GenerationMixin
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
 _ALONE = ("orpo", "simpo")  # these have no reference
@@ -44,7 +44,7 @@ _SAMPLED = 256  # elements of each tensor by which a reference is known again
 
 
 @dataclass(eq=False)
-class DPO(WritesOn):
+class DPO(GenerationMixin):
     """Train a causal language model to prefer the chosen of two answers.
 
     Records have a `prompt`, a `chosen` and a `rejected` answer: texts, or messages; where both answers are whole
@@ -76,7 +76,7 @@ class DPO(WritesOn):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         self._begin()
@@ -157,7 +157,7 @@ class DPO(WritesOn):
         self._reference = reference.requires_grad_(False).eval()
         self._known_by = _digest(reference)
 
-    def set_mode(self, train: bool) -> None:
+    def set_train_mode(self, train: bool) -> None:
         """Training or evaluation mode for the model; the reference has but one."""
         self.model.train(train)
         if self._reference is not None:
@@ -260,7 +260,7 @@ class DPO(WritesOn):
         if not self._adapter_off:
             assert self._reference is not None, "configure() makes the reference"
             return self._of_pairs(self._reference_scores(self._reference, pairs))
-        with evaluating(self.model), adapted_model(self.model).disable_adapter():
+        with eval_mode(self.model), adapted_model(self.model).disable_adapter():
             return self._of_pairs(self._reference_scores(self.model, pairs))
 
     def check_batch(self, batch: Any) -> list[str]:

@@ -1,7 +1,8 @@
 """Embeddings of texts: vectors in which texts that mean the same lie close together, for search and comparison.
 
-Owns the task: what a record is, pooling, which loss is meant, and what is measured. The losses are in `losses.ranking`,
-the metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose files lie beside it.
+Owns the task: what a record is, pooling, which loss is meant, and what is measured. Losses are in
+`losses.contrastive`, metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose
+files lie beside it.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
-from trainformer.eval.correlation import pearson, spearman
-from trainformer.eval.ranking import ranking_metrics
-from trainformer.eval.retrieval import retrieval_metrics
-from trainformer.losses.numerics import check_positive, full, full_precision, unit_rows
-from trainformer.losses.pairs import make_pair_loss
-from trainformer.losses.ranking import Keys, cosine_similarity_loss, multiple_negatives_loss
-from trainformer.models.modes import evaluating
+from trainformer.eval.classification import pearson, spearman
+from trainformer.eval.retrieval import ranking_metrics, retrieval_metrics
+from trainformer.losses.contrastive import TextKeys, cosine_similarity_loss, multiple_negatives_loss
+from trainformer.losses.metric_learning import make_pair_loss
+from trainformer.losses.numerics import check_positive, l2_normalize, no_autocast, upcast
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
 from trainformer.tasks.language.embedding_data import EmbeddedTexts, EmbeddingEncoder, Roles, collate, roles_of
 
@@ -72,7 +72,7 @@ class TextEmbedding(LanguageTask):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "embedding"
-    groups_lengths = False  # batches of like lengths would have other negatives than random ones
+    groups_by_length = False  # batches of like lengths would have other negatives than random ones
 
     def __post_init__(self) -> None:
         self._begin()
@@ -91,7 +91,7 @@ class TextEmbedding(LanguageTask):
 
     def _load(self) -> nn.Module:
         model = super()._load()
-        inner: Any = unwrapped(model)
+        inner: Any = unwrap_model(model)
         config = getattr(inner, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             do = "Use an encoder or a decoder."
@@ -155,7 +155,7 @@ class TextEmbedding(LanguageTask):
         return [embeddings.shape[-1]] if self.matryoshka_dims is None else list(self.matryoshka_dims)
 
     def _normalized(self, embeddings: Tensor) -> Tensor:
-        return unit_rows(embeddings) if self.normalize else embeddings
+        return l2_normalize(embeddings) if self.normalize else embeddings
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss of a batch, summed over its anchors (and over the widths of `matryoshka_dims`)."""
@@ -174,7 +174,7 @@ class TextEmbedding(LanguageTask):
                     first,
                     second,
                     None if negatives is None else negatives[..., :width],
-                    keys=Keys(batch["key"], batch["positive_key"], batch.get("negative_key")),
+                    keys=TextKeys(batch["key"], batch["positive_key"], batch.get("negative_key")),
                     temperature=self.temperature,
                     symmetric=self.symmetric,
                     reduction="sum",
@@ -205,7 +205,7 @@ class TextEmbedding(LanguageTask):
         if "positive" not in rows:
             raise DataError(expected("pairs of texts, or texts with labels, to evaluate on", "texts alone"))
         if "score" in rows:
-            cosines = (unit_rows(rows["embedding"]) * unit_rows(rows["positive"])).sum(1)
+            cosines = (l2_normalize(rows["embedding"]) * l2_normalize(rows["positive"])).sum(1)
             return {
                 "pearson": pearson(cosines, rows["score"]).item(),
                 "spearman": spearman(cosines, rows["score"]).item(),
@@ -237,9 +237,9 @@ class TextEmbedding(LanguageTask):
         encoder = EmbeddingEncoder(self.text, self.max_length, roles, (prompt, prompt), labelled=False)
         items = [roles.taken_apart(encoder.encode({"text": text})[0]._asdict()) for text in several]
         order = sorted(range(len(items)), key=lambda place: -len(items[place]["input_ids"]))  # less padding
-        model: Any = unwrapped(self.model)
+        model: Any = unwrap_model(self.model)
         found = []
-        with evaluating(model):
+        with eval_mode(model):
             for begin in range(0, len(items), batch_size):
                 batch = self.collate_fn([items[place] for place in order[begin : begin + batch_size]])
                 found.append(self._embedded({name: value.to(model.device) for name, value in batch.items()}).cpu())
@@ -249,7 +249,7 @@ class TextEmbedding(LanguageTask):
     def similarity(self, queries: Any, passages: Any) -> Tensor:
         """Cosines (Q, P) of texts, with the prompts of each side."""
         sides = (queries, self.query_prompt), (passages, self.passage_prompt)
-        first, second = (unit_rows(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
+        first, second = (l2_normalize(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
         return first @ second.T
 
     # -- records -------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class TextEmbedding(LanguageTask):
             {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for place, (kind, path) in enumerate(zip(kinds, paths, strict=True))
         ]
-        config: Any = unwrapped(self.model).config
+        config: Any = unwrap_model(self.model).config
         modes = {f"pooling_mode_{mode}": mode.startswith(POOLINGS[self.pooling]) for mode in _MODES}
         files = {
             "modules.json": modules,
@@ -303,8 +303,8 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
     >>> [pool(hidden, torch.tensor([[1, 1, 0]]), how).item() for how in ("mean", "cls", "max", "last")]
     [2.0, 1.0, 3.0, 3.0]
     """
-    with full_precision(hidden):
-        hidden = full(hidden)
+    with no_autocast(hidden):
+        hidden = upcast(hidden)
         there = mask.bool().unsqueeze(-1)
         if how == "mean":
             # Padding is set to zero, not multiplied by it: what is there may be no number.

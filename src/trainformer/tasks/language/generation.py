@@ -10,11 +10,11 @@ import torch
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
 
 
-class WritesOn(LanguageTask):
+class GenerationMixin(LanguageTask):
     """Base of tasks whose model continues texts."""
 
     @torch.no_grad()
@@ -28,7 +28,7 @@ class WritesOn(LanguageTask):
         examples = [{"input_ids": self.text(text)["input_ids"]} for text in texts]
         batch = pad(examples, self.text.pad_token_id, side="left", multiple_of=1)
         inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        with evaluating(model):
+        with eval_mode(model):
             made = model.generate(
                 **inputs,
                 max_new_tokens=max_new_tokens,

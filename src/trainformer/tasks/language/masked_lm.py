@@ -58,7 +58,7 @@ class MaskedLM(TokenPrediction):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "masked_lm"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         self._begin()

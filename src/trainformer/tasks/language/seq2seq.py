@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
@@ -25,7 +25,7 @@ from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Repo
 from trainformer.data.text.store import OverStore
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.prediction import TokenPrediction
 
 _VERSION = "pairs-1"  # of what `PairEncoder` makes of a record: raise it when that changes, cached tokens are then left
@@ -63,7 +63,7 @@ class Seq2Seq(TokenPrediction):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "seq2seq"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         for name in ("max_source_length", "max_target_length"):
@@ -80,7 +80,7 @@ class Seq2Seq(TokenPrediction):
     def configure(self, info: Any) -> None:
         """Load the model, and see that it knows with which token a target begins."""
         super().configure(info)
-        config: Any = getattr(unwrapped(self.model), "config", None)
+        config: Any = getattr(unwrap_model(self.model), "config", None)
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
                 do = f"Set it on the configuration, as in T5Config({name}=0)."
@@ -136,7 +136,7 @@ class Seq2Seq(TokenPrediction):
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
         labels = batch["labels"]
-        inner: Any = unwrapped(self.model)
+        inner: Any = unwrap_model(self.model)
         logits = self.model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
@@ -160,8 +160,8 @@ class Seq2Seq(TokenPrediction):
     @torch.no_grad()
     def _generated(self, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
         """New tokens, without the one that starts the decoder."""
-        model: Any = unwrapped(self.model)
-        with evaluating(model):
+        model: Any = unwrap_model(self.model)
+        with eval_mode(model):
             made = model.generate(
                 **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
                 **{"do_sample": False, "pad_token_id": self.text.pad_token_id, **options},

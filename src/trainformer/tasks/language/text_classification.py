@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.metadata import DatasetInfo
@@ -25,11 +25,9 @@ from trainformer.data.text.encode import Encoded, Report
 from trainformer.data.text.schemas import TEXT_KEYS, value_of
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import OverStore, tokenize
-from trainformer.eval.classification import confusion_matrix, precision_recall_f1
-from trainformer.eval.correlation import pearson, spearman
-from trainformer.eval.multilabel import multilabel_metrics
-from trainformer.losses.numerics import full, full_precision
-from trainformer.models.modes import evaluating
+from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
+from trainformer.losses.numerics import no_autocast, upcast
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels, Problem
@@ -80,7 +78,7 @@ class TextClassification(ClassifyingTask):
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
 
     kind = "sequence_classification"
-    groups_lengths = True
+    groups_by_length = True
 
     def __post_init__(self) -> None:
         self._begin()
@@ -142,9 +140,9 @@ class TextClassification(ClassifyingTask):
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         model: Any = self.model
         names = ["input_ids", "attention_mask"]
-        if self._has_types(unwrapped(model).config):
+        if self._has_types(unwrap_model(model).config):
             names.append("token_type_ids")
-        return full(model(**{name: batch[name] for name in names if name in batch}).logits)
+        return upcast(model(**{name: batch[name] for name in names if name in batch}).logits)
 
     def _has_types(self, config: Any) -> bool:
         """Whether the model is told which text a token belongs to. GPT-2 means something else by types."""
@@ -152,7 +150,7 @@ class TextClassification(ClassifyingTask):
 
     def _loss(self, logits: Tensor, labels: Tensor, *, train: bool) -> tuple[Tensor, Any]:
         """Sum and weight of the loss."""
-        with full_precision(logits):
+        with no_autocast(logits):
             if self.labels.problem == "single":
                 weights = self._weights_like(logits) if train else None
                 smoothing = self.label_smoothing if train else 0.0
@@ -230,9 +228,9 @@ class TextClassification(ClassifyingTask):
             for form in ({"text": ""}, {"text": "", "text_pair": ""})
         }
         items = [encoders[len(record)].encode(record)[0]._asdict() for record in records]
-        model: Any = unwrapped(self.model)
+        model: Any = unwrap_model(self.model)
         found: list[list[float]] = []
-        with evaluating(model):
+        with eval_mode(model):
             for begin in range(0, len(items), batch_size):
                 batch = self.collate_fn([taken_apart(item, self.labels) for item in items[begin : begin + batch_size]])
                 rows = self.predict_step({name: value.to(model.device) for name, value in batch.items()})

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.losses.numerics import Reduction, check_rows, full, full_precision, reduced, unit_rows
-from trainformer.utils.distributed import Shares, gather_rows, row_shares
+from trainformer.losses.numerics import Reduction, check_rows, l2_normalize, no_autocast, reduce_loss, upcast
+from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
 
 def clip_loss(
@@ -39,10 +39,10 @@ def clip_loss(
     tensor(0.0001)
     """
     check_rows(("images", images), ("texts", texts))
-    with full_precision(images):
-        scale = full(log_scale).exp()
-        images, texts = unit_rows(images), unit_rows(texts)
-        shares = row_shares(images) if gather else None
+    with no_autocast(images):
+        scale = upcast(log_scale).exp()
+        images, texts = l2_normalize(images), l2_normalize(texts)
+        shares = gather_row_counts(images) if gather else None
         every_image, every_text = _gathered(images, texts, shares)
         to_text, to_image = (scale * images) @ every_text.T, (scale * texts) @ every_image.T
         own = _own(images, shares)
@@ -50,7 +50,7 @@ def clip_loss(
         if left_out is not None:
             to_text, to_image = (logits.masked_fill(left_out, -torch.inf) for logits in (to_text, to_image))
         both = [F.cross_entropy(logits, own, reduction="none") for logits in (to_text, to_image)]
-        return reduced((both[0] + both[1]) / 2, reduction)
+        return reduce_loss((both[0] + both[1]) / 2, reduction)
 
 
 def siglip_loss(
@@ -70,19 +70,19 @@ def siglip_loss(
     tensor(0.0002)
     """
     check_rows(("images", images), ("texts", texts))
-    with full_precision(images):
-        images, texts = unit_rows(images), unit_rows(texts)
-        shares = row_shares(images) if gather else None
+    with no_autocast(images):
+        images, texts = l2_normalize(images), l2_normalize(texts)
+        shares = gather_row_counts(images) if gather else None
         every_image = images if shares is None else gather_rows(images, shares)
-        logits = (full(log_scale).exp() * texts) @ every_image.T + full(bias)
+        logits = (upcast(log_scale).exp() * texts) @ every_image.T + upcast(bias)
         own = _own(texts, shares)
         right = own.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
         losses = -F.logsigmoid(torch.where(right, logits, -logits))
         left_out = _left_out(captions, own, shares)
-        return reduced((losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(1), reduction)
+        return reduce_loss((losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(1), reduction)
 
 
-def _gathered(images: Tensor, texts: Tensor, shares: Shares | None) -> tuple[Tensor, Tensor]:
+def _gathered(images: Tensor, texts: Tensor, shares: RowCounts | None) -> tuple[Tensor, Tensor]:
     """Images and texts of all ranks, with one message. Without `shares` nothing is gathered, here and below."""
     if shares is None:
         return images, texts
@@ -90,12 +90,12 @@ def _gathered(images: Tensor, texts: Tensor, shares: Shares | None) -> tuple[Ten
     return every_image, every_text
 
 
-def _own(rows: Tensor, shares: Shares | None) -> Tensor:
+def _own(rows: Tensor, shares: RowCounts | None) -> Tensor:
     """The places of one's own rows among all."""
     return torch.arange(len(rows), device=rows.device) + (0 if shares is None else shares.first)
 
 
-def _left_out(captions: Tensor | None, own: Tensor, shares: Shares | None) -> Tensor | None:
+def _left_out(captions: Tensor | None, own: Tensor, shares: RowCounts | None) -> Tensor | None:
     """Which of all rows (columns) have the caption of one's own rows, and are not those themselves."""
     if captions is None:
         return None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.losses.numerics import full, unit_rows
+from trainformer.losses.numerics import l2_normalize, upcast
 
 _CELLS = 1 << 22  # similarities in memory at a time: 16 MiB, and as much again for each of three masks
 
@@ -42,7 +42,7 @@ def matches(images: Tensor, texts: Tensor, captions: Tensor) -> Matches:
     numbers, text = captions[image, place].unique(return_inverse=True)
     first = torch.full((len(numbers),), len(text)).scatter_reduce(0, text, torch.arange(len(text)), "amin")
     pairs = torch.stack([image, text], dim=1).unique(dim=0)  # an image may say the same twice
-    return Matches(unit_rows(images), unit_rows(texts[image[first], place[first]]), pairs)
+    return Matches(l2_normalize(images), l2_normalize(texts[image[first], place[first]]), pairs)
 
 
 def retrieval_metrics(
@@ -77,7 +77,7 @@ def _ranks_and_loss(way: Matches, scale: float, bias: float | None) -> tuple[Ten
         right[queries[low:high] - start, candidates[low:high]] = True
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
         ranks.append(1 + ((similarity >= best) & ~right).sum(1))
-        total += _loss(full(similarity) * scale, right, bias)
+        total += _loss(upcast(similarity) * scale, right, bias)
     return torch.cat(ranks), total / len(way.images)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.labels import is_stream
@@ -26,7 +26,7 @@ from trainformer.data.text.encode import IGNORED, TRAIN_ON
 from trainformer.eval.generation import exact_match
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.prediction import TokenPrediction
 from trainformer.tasks.multimodal.image_text_records import open_image
 from trainformer.tasks.multimodal.image_text_task import ProcessorTask
@@ -36,8 +36,8 @@ from trainformer.tasks.multimodal.vlm_encode import Block, ImageTextEncoder
 from trainformer.tasks.multimodal.vlm_parts import (
     check_parts,
     freeze_parts,
+    parameters_without_gradient,
     seeing_parameters,
-    unused_parameters,
 )
 
 logger = logging.getLogger("trainformer")
@@ -120,7 +120,7 @@ class VLM(ProcessorTask, TokenPrediction):
 
     def _freeze_unused(self, model: nn.Module) -> None:
         """Parameters that want gradients and never get any would stop distributed training, which waits for them."""
-        unused = unused_parameters(model, self._blank_image().pixels)
+        unused = parameters_without_gradient(model, self._blank_image().pixels)
         for name in unused:
             model.get_parameter(name).requires_grad_(False)
         if unused:
@@ -238,7 +238,7 @@ class VLM(ProcessorTask, TokenPrediction):
     @torch.no_grad()
     def _generated(self, batch: Mapping[str, Any], **options: Any) -> Tensor:
         """New tokens, without the prompts."""
-        model: Any = unwrapped(self.model)
+        model: Any = unwrap_model(self.model)
         inputs = {"input_ids": batch["prompt_ids"], "attention_mask": batch["prompt_mask"], **flat_pixels(batch)}
         if "prompt_types" in batch:
             inputs[_TYPES] = batch["prompt_types"]
@@ -249,7 +249,7 @@ class VLM(ProcessorTask, TokenPrediction):
             "pad_token_id": self.text.pad_token_id,
             "eos_token_id": self.text.eos_token_id if ends is None else ends,
         }
-        with evaluating(model):
+        with eval_mode(model):
             made = model.generate(
                 **{name: value.to(model.device) for name, value in inputs.items()}, **{**defaults, **options}
             )

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 from trainformer.adapters.targets import language_model_name
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 
 PARTS = ("vision", "projector", "language")
 _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")  # as transformers calls them
@@ -77,16 +77,16 @@ def seeing_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if p.requires_grad and parts[n] != "language"}
 
 
-def unused_parameters(model: nn.Module, pixels: Mapping[str, Tensor]) -> list[str]:
+def parameters_without_gradient(model: nn.Module, pixels: Mapping[str, Tensor]) -> list[str]:
     """Names of trainable parameters that get no gradient from an image, found by one backward pass."""
     seeing = seeing_parameters(model)
-    look: Any = getattr(unwrapped(model), "get_image_features", None)
+    look: Any = getattr(unwrap_model(model), "get_image_features", None)
     if not seeing or look is None:
         return []
     device = next(iter(seeing.values())).device
     known = inspect.signature(look).parameters
     inputs = {name: value.to(device) for name, value in pixels.items() if name in known}
-    with evaluating(model), torch.enable_grad():
+    with eval_mode(model), torch.enable_grad():
         features = look(**inputs)
         features = getattr(features, "pooler_output", features)
         features = features if isinstance(features, Tensor) else torch.cat([part.flatten() for part in features])

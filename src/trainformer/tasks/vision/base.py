@@ -27,7 +27,14 @@ from trainformer.data.metadata import DatasetInfo
 from trainformer.data.order import preserved_generators
 from trainformer.data.pixels import ImageTensors, channels_in, is_pil
 from trainformer.data.webdataset import MappedStream
-from trainformer.models.backbones import BackboneConfig, Unbuilt, Weights, build_backbone, check_backbone, describe
+from trainformer.models.backbones import (
+    BackboneConfig,
+    UnbuiltModel,
+    Weights,
+    backbone_config,
+    build_backbone,
+    check_backbone,
+)
 from trainformer.tasks.base import TaskBase
 from trainformer.tasks.vision.arguments import size_pair
 from trainformer.tasks.vision.augment import (
@@ -93,14 +100,14 @@ class VisionTask(TaskBase):
         """Build what is not built, or built for other channels. A model that has been trained is never built again."""
         if isinstance(self.backbone, nn.Module):
             self._channels = self._channels or channels
-        elif self._model is None or isinstance(self._model, Unbuilt):
+        elif self._model is None or isinstance(self._model, UnbuiltModel):
             self._build(channels or self._channels or 3)
         elif channels not in (None, self._channels) and self._is_untouched():
             self._build(channels or 3)
 
     def _look_at(self, backbone: nn.Module) -> None:
         """Learn from a backbone which images it was made for."""
-        self._described = describe(backbone)
+        self._described = backbone_config(backbone)
         self._normalizer = Normalize(self._described.mean, self._described.std)
 
     @property

@@ -22,9 +22,9 @@ from trainformer.data.folder import LAYOUT
 from trainformer.data.image import split_sample
 from trainformer.data.metadata import DatasetInfo
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1, topk_correct
-from trainformer.models.backbones import Unbuilt, Weights, outputs_of
+from trainformer.models.backbones import UnbuiltModel, Weights, num_outputs
 from trainformer.models.heads import single_sample_batchnorm
-from trainformer.tasks.adapter_mixin import Adapted
+from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.confusion import confusion_record
 from trainformer.tasks.vision.arguments import (
     balanced_weights,
@@ -52,7 +52,7 @@ from trainformer.tasks.vision.report import calibration_error, confusion_table
 
 
 @dataclass(eq=False)
-class ImageClassification(Adapted, VisionTask):
+class ImageClassification(AdapterMixin, VisionTask):
     """Classify images with a timm backbone, or with a module of your own that gives logits.
 
     The head is sized from the data unless `num_classes` says otherwise; so are the input channels (`in_chans`).
@@ -196,7 +196,7 @@ class ImageClassification(Adapted, VisionTask):
 
     def _build(self, channels: int) -> None:
         if self.num_classes is None:
-            self.model = Unbuilt()
+            self.model = UnbuiltModel()
             return
         rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
         self.model = self._make_backbone(self.num_classes, channels, **rates)
@@ -206,7 +206,7 @@ class ImageClassification(Adapted, VisionTask):
 
     def _adopt(self, model: nn.Module) -> None:
         """Take a module that the user brings, as it is."""
-        outputs = outputs_of(model)
+        outputs = num_outputs(model)
         if outputs == 0:
             raise BadArgument(
                 "Expected backbone to give logits, received a model without a head (num_classes=0). "
@@ -247,7 +247,7 @@ class ImageClassification(Adapted, VisionTask):
             )
         return parts
 
-    def set_mode(self, train: bool) -> None:
+    def set_train_mode(self, train: bool) -> None:
         """Training or evaluation mode. A frozen backbone is always in the latter: no statistics move, nothing drops.
 
         Under an adapter they do not move either: its checkpoint would not hold them.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.contrastive import infonce_with_queue, moco_v3_loss
-from trainformer.losses.numerics import full
+from trainformer.losses.numerics import upcast
 from trainformer.models.heads import moco_projector, moco_v3_predictor, moco_v3_projector
 from trainformer.tasks.vision.features import spread
 from trainformer.tasks.vision.ssl.method import MomentumMethod, Step, Tower, Views, in_batches
@@ -100,7 +100,7 @@ class MoCo(MomentumMethod):
         features, queries = self.online(first)
         # Dealt out anew over ranks: BatchNorm must not let a query recognise its key by the batch they share.
         shuffled, shuffle = shuffle_rows(second)
-        keys = F.normalize(full(unshuffle_rows(self.slow(shuffled)[1], shuffle)), dim=1)
+        keys = F.normalize(upcast(unshuffle_rows(self.slow(shuffled)[1], shuffle)), dim=1)
         losses = infonce_with_queue(queries, keys, self.queue.keys, self.temperature, reduction="none")
         own = features.detach()
         return Step(losses, own, {"feature_std": spread(own)}, keys)

@@ -27,7 +27,7 @@ from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
 from trainformer.models.backbones import Weights, feature_width, has_fixed_size
 from trainformer.models.heads import DINOHead
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.vision.augment import Geometry, sample_transform
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.checks import image_problems
@@ -46,7 +46,7 @@ from trainformer.utils.distributed import is_padding
 _SOURCE = 8 / 7
 
 
-class Seen(NamedTuple):
+class StepFeatures(NamedTuple):
     """What the latest training step saw: features without gradients, and labels if the data have them."""
 
     features: Tensor
@@ -133,7 +133,7 @@ class SSL(VisionTask):
         self._begin()
         self._shape: tuple[int, ...] | None = None
         self._maker: ViewMaker | None = None
-        self.seen: Seen | None = None
+        self.step_features: StepFeatures | None = None
 
     @classmethod
     def simclr(cls, backbone: str | nn.Module = "resnet50", **options: Any) -> SSL:
@@ -343,18 +343,18 @@ class SSL(VisionTask):
         self._method.remember(step)
         known = step.features is not None and isinstance(labels, Tensor)
         rows = 0 if is_padding() else len(labels) if known else 0  # a sample that is only lent counts nowhere
-        self.seen = Seen(step.features[:rows], labels[:rows]) if known else None
+        self.step_features = StepFeatures(step.features[:rows], labels[:rows]) if known else None
         return Loss(step.losses.sum(), len(step.losses), metrics=step.metrics)
 
     def on_step_end(self, step: int, max_steps: int) -> None:
         """Momentum networks, queue, centre: once per optimizer step."""
         self._method.end_step(step, max_steps)
 
-    def on_step_dropped(self) -> None:
+    def on_step_skipped(self) -> None:
         """Forget a step that is given up."""
         self._method.drop_step()
 
-    def resting_parameters(self) -> Iterator[nn.Parameter]:
+    def unused_parameters(self) -> Iterator[nn.Parameter]:
         """DINO's last layer during its first epochs."""
         if isinstance(self.model, DINO):
             yield from self.model.resting()
@@ -393,7 +393,7 @@ class SSL(VisionTask):
     def embed(self, images: Tensor) -> Tensor:
         """Features (N, width) of images: uint8, or floats from 0 to 1, of the size the model takes."""
         encoder, device = self._method.encoder, next(self.model.parameters()).device
-        with evaluating(encoder):
+        with eval_mode(encoder):
             return self.model(self._normalize.pixels(images.to(device)))
 
     def reconstruct(self, images: Tensor, noise: Tensor | None = None) -> Any:
