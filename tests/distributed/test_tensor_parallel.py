@@ -8,7 +8,6 @@ from fsdp_runs import HALF, STEPS, all_weights, by_hand, opened, optimizer_by_ha
 from tensor_parallel_runs import MAKE, Divisible, fresh, on_four, on_two, tied_llama, untied_llama
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
-from trainformer.distributed.tp_plans import plan_layers
 from training_runs import average_of, found, run_llama
 from transformers import GPT2LMHeadModel
 
@@ -17,7 +16,7 @@ from text_toys import gpt2
 from toys import MeanTask, largest_difference, same
 from trainformer.core.errors import BadArgument
 from trainformer.distributed.optimizer_state import unsharded_optimizer_state
-from trainformer.distributed.tensor_parallel import TensorParallel
+from trainformer.distributed.tensor_parallel import TensorParallel, plan_layers
 
 TOLERANCE = 1e-10
 

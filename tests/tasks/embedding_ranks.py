@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from trainformer.losses.ranking import multiple_negatives_loss
 
 from ranks import all_reduced, share_of
+from trainformer.losses.contrastive import TextKeys, multiple_negatives_loss
 
 
 def share(rank: int, world: int) -> dict[str, Tensor]:

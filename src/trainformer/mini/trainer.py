@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainformer.backends.torch import restore_random
 from trainformer.backends.torch.placement import resolve_device
-from trainformer.callbacks.compat.mini import BaseHook
-from trainformer.callbacks.compat.unwrapping import unwrap
+from trainformer.callbacks.compat.mini import BaseHook, unwrap
 from trainformer.checkpointing.checkpointer import load_components
 from trainformer.core.errors import BadArgument, DataError, NonFiniteError, expected
 from trainformer.data.order import sample_key, seed_generators

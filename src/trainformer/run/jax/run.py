@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.callbacks.base import CallbackList, handlers_of, name_of
-from trainformer.callbacks.compat import original
+from trainformer.callbacks.compat import unwrap_callback
 from trainformer.checkpointing import Checkpoint, CheckpointStore, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer
 from trainformer.checkpointing.components import callback_states
@@ -117,7 +117,7 @@ class JaxRun(Run):
             raise
 
     def _check(self, callback: Any) -> None:
-        if getattr(original(callback), "needs_torch", False):
+        if getattr(unwrap_callback(callback), "needs_torch", False):
             raise BadArgument(f"The callback {name_of(callback)} needs a torch model; this is a JAX run.")
         found = _INSIDE_A_STEP.keys() & handlers_of(callback, self.owner).keys()
         if found:

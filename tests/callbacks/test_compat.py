@@ -1,4 +1,4 @@
-"""Callbacks of three dialects in one run of `Trainer`, in the order given."""
+"""Native callbacks, HF callbacks and mini hooks in one run of `Trainer`."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import transformers
 from toys import MeanTask, classes, same, weights
 from trainformer import Trainer
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.compat.huggingface import speaks_huggingface
+from trainformer.callbacks.compat.huggingface import is_huggingface_callback
 from trainformer.callbacks.compat.huggingface_types import IntervalStrategy, TrainerCallback
 from trainformer.callbacks.compat.mini import BaseHook
 from trainformer.core.errors import BadArgument
@@ -18,44 +18,44 @@ def trainer_with(tmp_path, *callbacks, **options):
     return Trainer(MeanTask(), classes(), callbacks=list(callbacks), **{**defaults, **options})
 
 
-def test_three_dialects_in_the_given_order(tmp_path):
-    heard = []
+def test_callbacks_of_three_kinds_run_in_the_given_order(tmp_path):
+    received = []
 
     class Native:
         def on_step_end(self, trainer, step, loss):
-            heard.append(("native", step))
+            received.append(("native", step))
 
     class Theirs(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            heard.append(("transformers", state.global_step))
+            received.append(("transformers", state.global_step))
 
     class Ours(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            heard.append(("hf", state.global_step))
+            received.append(("hf", state.global_step))
 
     class Hook(BaseHook):
         def on_after_step(self, trainer):
-            heard.append(("mini", trainer.step))
+            received.append(("mini", trainer.step))
 
     trainer_with(tmp_path, Theirs(), Hook(), Native(), Ours(), max_steps=2).fit()
-    assert heard == [(who, step) for step in (1, 2) for who in ("transformers", "mini", "native", "hf")]
+    assert received == [(who, step) for step in (1, 2) for who in ("transformers", "mini", "native", "hf")]
 
 
-def test_a_class_without_a_base_is_known_by_what_it_wants_to_be_told():
+def test_hf_callbacks_without_a_base_class_are_recognised_by_their_signature():
     class Theirs:
         def on_step_end(self, args, state, control, **kwargs): ...
 
     class Native:
         def on_step_end(self, trainer, step, loss): ...
 
-    assert speaks_huggingface(Theirs())
-    assert not speaks_huggingface(Native())
+    assert is_huggingface_callback(Theirs())
+    assert not is_huggingface_callback(Native())
     with pytest.raises(BadArgument, match="at least one of"):
         CallbackList([object()])
 
 
 def test_early_stopping_of_transformers_in_a_plain_trainer(tmp_path):
-    """Labels of chance: the validation loss rises from the start."""
+    """Random labels: the validation loss rises from the start."""
     x, _ = classes(96)
     y = torch.arange(96) % 3
     options = {"epochs": 30, "batch_size": 16, "lr": 0.1, "log": "none", "run_dir": tmp_path, "scheduler": None}
@@ -68,13 +68,13 @@ def test_early_stopping_of_transformers_in_a_plain_trainer(tmp_path):
     assert all(v >= values[best] for v in values[best:])
 
 
-def test_what_they_are_told_of_a_plain_trainer(tmp_path):
+def test_what_hf_callbacks_receive_from_a_plain_trainer(tmp_path):
     seen = {}
 
-    class Look(TrainerCallback):
+    class Recorder(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             seen["begin"] = (state.max_steps, state.num_train_epochs, args.learning_rate, args.eval_strategy)
-            seen["company"] = sorted(kwargs)
+            seen["keywords"] = sorted(kwargs)
             seen["lengths"] = len(kwargs["train_dataloader"]), len(kwargs["eval_dataloader"])
             seen["json"] = args.to_json_string()
 
@@ -89,9 +89,9 @@ def test_what_they_are_told_of_a_plain_trainer(tmp_path):
         def on_save(self, args, state, control, **kwargs):
             seen["saved"] = state.global_step
 
-    trainer = trainer_with(tmp_path, Look(), log_every=2).fit()
+    trainer = trainer_with(tmp_path, Recorder(), log_every=2).fit()
     assert seen["begin"] == (6, 2, 0.05, IntervalStrategy.EPOCH)
-    assert seen["company"] == sorted(
+    assert seen["keywords"] == sorted(
         ["model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer"]
     )
     assert seen["lengths"] == (3, 1)
@@ -104,7 +104,7 @@ def test_what_they_are_told_of_a_plain_trainer(tmp_path):
     assert [r["mine"] for r in trainer.state.log_history if "train/loss" in r] == [7.0] * 4
 
 
-def test_a_setting_they_ask_for_in_vain_is_explained(tmp_path):
+def test_an_argument_that_a_plain_trainer_does_not_have_is_explained(tmp_path):
     class Asks(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             args.deepspeed_plugin  # noqa: B018
@@ -113,7 +113,7 @@ def test_a_setting_they_ask_for_in_vain_is_explained(tmp_path):
         trainer_with(tmp_path, Asks()).fit()
 
 
-def test_callbacks_of_transformers_change_nothing_in_the_numbers(tmp_path):
+def test_callbacks_of_transformers_do_not_change_the_weights(tmp_path):
     plain = trainer_with(tmp_path / "a").fit()
     kinds = (
         transformers.PrinterCallback,
@@ -124,36 +124,36 @@ def test_callbacks_of_transformers_change_nothing_in_the_numbers(tmp_path):
     assert same(weights(plain.task), weights(watched.task))
 
 
-def test_an_end_of_epoch_that_was_still_owed_is_told_when_the_run_goes_on(tmp_path):
-    """Theirs is told after a checkpoint that steps make due; whoever goes on from that checkpoint hears of it first."""
+def test_a_pending_epoch_end_is_dispatched_on_resume(tmp_path):
+    """HF dispatches it after a checkpoint that is due by steps, so a run that resumes from it dispatches it first."""
 
     class Counting(TrainerCallback):
         def __init__(self):
-            self.heard = []
+            self.received = []
 
         def on_epoch_end(self, args, state, control, **kwargs):
-            self.heard.append(("end", state.global_step))
+            self.received.append(("end", state.global_step))
 
         def on_step_end(self, args, state, control, **kwargs):
-            self.heard.append(("step", state.global_step))
+            self.received.append(("step", state.global_step))
 
         def state_dict(self):
-            return {"heard": list(self.heard)}
+            return {"received": list(self.received)}
 
         def load_state_dict(self, state):
-            self.heard = [tuple(item) for item in state["heard"]]
+            self.received = [tuple(item) for item in state["received"]]
 
     options = {"save_every": 3, "save_last": 9, "eval_every": None, "epochs": 3}
     whole = Counting()
     trainer_with(tmp_path / "whole", whole, **options).fit()
-    assert whole.heard[:5] == [("step", 1), ("step", 2), ("step", 3), ("end", 3), ("step", 4)]
+    assert whole.received[:5] == [("step", 1), ("step", 2), ("step", 3), ("end", 3), ("step", 4)]
     again = Counting()
     checkpoint = tmp_path / "whole" / "run" / "checkpoints" / "step_00000003"
     trainer_with(tmp_path / "again", again, **options, resume=checkpoint).fit()
-    assert again.heard == whole.heard
+    assert again.received == whole.received
 
 
-def test_callbacks_can_be_added_and_taken_out_of_a_trainer(tmp_path):
+def test_callbacks_can_be_added_and_removed(tmp_path):
     class Counter:
         steps = 0
 

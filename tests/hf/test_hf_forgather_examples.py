@@ -1,4 +1,4 @@
-"""What the document on Forgather's callbacks shows, done here: each of its examples, and what it is supposed to do.
+"""The examples of the Forgather document on callbacks, each with what it is supposed to do.
 
 Class names, arguments and calls are the document's; only imports and placeholders (folders, prompts) are filled in.
 """
@@ -37,7 +37,7 @@ def tokenizer():
 
 @pytest.fixture
 def make(tokenizer):
-    """A trainer of a tiny language model: 12 steps, records every 2, evaluations every 4."""
+    """A trainer of a tiny language model: 12 steps, a log record every 2, an evaluation every 4."""
     ids = [tokenizer(text)["input_ids"][:4] for text in sentences()]
     rows = [{"input_ids": row, "labels": row} for row in ids if len(row) == 4]
 
@@ -114,7 +114,7 @@ def test_generated_texts(make, writer):
 
 
 class MyCustomCallback(TrainerCallback):
-    """Counts steps, stops after so many of them or at a target loss."""
+    """Counts steps; stops after a number of steps or at a target loss."""
 
     def __init__(self, custom_param=None, most=5, target=0.0):
         self.custom_param = custom_param
@@ -139,7 +139,7 @@ class MyCustomCallback(TrainerCallback):
         return control
 
 
-def test_a_callback_of_ones_own(make, capsys):
+def test_a_custom_callback(make, capsys):
     callback = MyCustomCallback()
     make([callback]).train()
     out = capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_a_callback_of_ones_own(make, capsys):
     assert callback.step_count == 5
 
 
-def test_a_target_loss_ends_the_run_at_that_record(make, capsys):
+def test_a_target_loss_ends_the_run(make, capsys):
     trainer = make([MyCustomCallback(most=1000, target=100.0)])
     trainer.train()
     assert trainer.state.global_step == 2
@@ -159,7 +159,7 @@ def test_a_target_loss_ends_the_run_at_that_record(make, capsys):
 
 
 class ModelCheckpointCallback(TrainerCallback):
-    """Writes the model whenever a metric of an evaluation gets better."""
+    """Saves the model whenever an evaluation metric improves."""
 
     def __init__(self, output_dir="best", metric="eval_loss", mode="min"):
         self.output_dir = Path(output_dir)
@@ -192,7 +192,7 @@ def improvements(trainer):
     return [step for step in losses if losses[step] == min(v for s, v in losses.items() if s <= step)]
 
 
-def test_the_best_model_is_written(make):
+def test_the_best_model_is_saved(make):
     callback = ModelCheckpointCallback()
     trainer = make([callback])
     trainer.train()
@@ -205,7 +205,7 @@ def test_the_best_model_is_written(make):
     assert all(torch.equal(a, b) for a, b in zip(reread.parameters(), trainer.model.parameters(), strict=True))
 
 
-def test_a_checkpoint_that_is_asked_for_at_an_evaluation_is_written(make):
+def test_should_save_in_on_evaluate(make):
     trainer = make([ModelCheckpointCallback()])
     trainer.train()
     found = {path.name for path in Path("out").glob("checkpoint-*")}
@@ -219,12 +219,12 @@ def test_adding(make, writer):
     trainer = make()
     first = MyCustomCallback(custom_param="value", most=1000)
     trainer.add_callback(first)
-    trainer.add_callback(MyCustomCallback)  # made here, with its defaults
+    trainer.add_callback(MyCustomCallback)  # instantiated with its defaults
     callbacks = [TBLogger(writer), JsonLogger(name="experiment"), TextgenCallback(prompts=["The weather today is"])]
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
-    assert first.step_count == 5  # the other one ended the run
+    assert first.step_count == 5  # the other instance ended the run
     assert "train/loss" in tags()
     (log,) = Path("logs").glob("trainer_logs.jsonl")
     assert json.loads(log.read_text().splitlines()[0])["meta"] == {"name": "experiment"}
@@ -246,12 +246,12 @@ def test_removing(make, writer):
 
 
 def test_order(make, writer):
-    told = []
+    called = []
 
     def noting(kind, *arguments):
         class Noting(kind):
             def on_step_begin(self, args, state, control, **kwargs):
-                told.append(kind.__name__)
+                called.append(kind.__name__)
 
         return Noting(*arguments)
 
@@ -260,13 +260,13 @@ def test_order(make, writer):
     trainer.add_callback(noting(TBLogger, writer))
     trainer.add_callback(noting(TextgenCallback, ["The weather today is"]))
     trainer.train()
-    assert told == ["ModelCheckpointCallback", "TBLogger", "TextgenCallback"]
+    assert called == ["ModelCheckpointCallback", "TBLogger", "TextgenCallback"]
 
 
 # -- patterns ----------------------------------------------------------------------------------------------
 
 
-def test_conditions_on_steps_and_epochs(make):
+def test_conditional_execution_by_steps_and_epochs(make):
     class ConditionalCallback(TrainerCallback):
         seen = ()
 
@@ -294,7 +294,7 @@ def test_weights_and_biases(make, monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(value))
     import wandb
 
-    wandb.teardown()  # it reads the environment once per process
+    wandb.teardown()  # wandb reads the environment once per process
 
     class WandBCallback(TrainerCallback):
         def __init__(self, project_name, run_name=None):
@@ -320,7 +320,7 @@ def test_weights_and_biases(make, monkeypatch, tmp_path):
     assert [row["_step"] for row in rows if "eval_loss" in row] == [4, 8, 12]
 
 
-def test_only_the_main_process_speaks(make, capsys):
+def test_only_the_main_process_prints(make, capsys):
     class MultiProcessCallback(TrainerCallback):
         def on_log(self, args, state, control, **kwargs):
             if not state.is_world_process_zero:
@@ -344,7 +344,7 @@ def test_only_the_main_process_speaks(make, capsys):
 # -- looking into it ---------------------------------------------------------------------------------------
 
 
-def test_a_callback_that_intercepts_its_own_events(make, capsys):
+def test_a_callback_with_getattribute(make, capsys):
     class DebugCallback(TrainerCallback):
         def __init__(self, events_to_log=None):
             self.events_to_log = events_to_log or ["on_train_begin", "on_step_end", "on_log", "on_evaluate"]
@@ -394,7 +394,7 @@ def test_inspecting_the_state(make, capsys):
 # -- good practice -----------------------------------------------------------------------------------------
 
 
-def test_a_focused_one_and_one_that_does_everything(make):
+def test_a_focused_and_a_comprehensive_callback(make):
     class LossMonitorCallback(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             losses.extend(logs[name] for name in ("loss",) if name in logs)
@@ -410,7 +410,7 @@ def test_a_focused_one_and_one_that_does_everything(make):
 
 
 @pytest.mark.parametrize(("options", "seen"), [({}, [5, 10]), ({"enabled": False}, []), ({"frequency": 6}, [6, 12])])
-def test_a_configurable_one(make, options, seen):
+def test_a_configurable_callback(make, options, seen):
     class ConfigurableCallback(TrainerCallback):
         def __init__(self, frequency=5, enabled=True, **kwargs):
             self.frequency = frequency
@@ -430,7 +430,7 @@ def test_a_configurable_one(make, options, seen):
     assert callback.seen == seen
 
 
-def test_one_that_survives_its_own_errors(make, capsys):
+def test_a_callback_that_catches_its_errors(make, capsys):
     class RobustCallback(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             try:
@@ -445,7 +445,7 @@ def test_one_that_survives_its_own_errors(make, capsys):
     assert "Callback error: 'RobustCallback' object has no attribute 'risky_operation'" in capsys.readouterr().out
 
 
-def test_one_of_transformers_itself_beside_ours(make, writer):
+def test_callbacks_of_transformers_together_with_ours(make, writer):
     trainer = make(
         learning_rate=1e-12,  # nothing improves by more than the threshold
         load_best_model_at_end=True, metric_for_best_model="eval_loss", save_strategy="steps", save_steps=4,
@@ -454,5 +454,5 @@ def test_one_of_transformers_itself_beside_ours(make, writer):
     trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=0.1))
     trainer.add_callback(TBLogger(writer))
     trainer.train()
-    assert trainer.state.global_step == 16  # the best at 4, then three that were no better
+    assert trainer.state.global_step == 16  # best at 4, then three without improvement
     assert "eval/loss" in tags()

@@ -1,4 +1,4 @@
-"""The built-in callbacks in `hf.Trainer`, and in transformers' own, whose dialect they speak."""
+"""The built-in callbacks in `hf.Trainer` and in the Trainer of transformers."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from trainformer.hf.callbacks import (
 
 
 def run(module, *callbacks, resume=None, **options):
-    """Six steps with records every 2 and evaluations every 3."""
+    """Six steps with a log record every 2 and an evaluation every 3."""
     tokenizer = chat_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     ids = [tokenizer(text)["input_ids"][:4] for text in sentences()]
@@ -59,7 +59,7 @@ def records(path):
 # -- ours --------------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_those_before_clipping():
+def test_gradient_norms_are_those_before_clipping():
     watcher = GradLogger(log_frequency=1, track_layers=["h.0"])
     run(hf, watcher, logging_steps=1, max_grad_norm=0.1, logging_dir="logs")
     logged = [r for r in records("logs/metrics.jsonl") if "train/loss" in r]
@@ -70,7 +70,7 @@ def test_gradients_are_those_before_clipping():
         assert 0.1 < record["grad_norm/h.0"] < record["grad_norm_total"]
 
 
-def test_texts_change_nothing_and_reach_the_loggers():
+def test_generated_texts_do_not_affect_training_and_reach_the_loggers():
     plain = run(hf, output_dir="plain")
     options = {"generation_config": {"temperature": 0.7}, "generation_steps": 3}
     watched = run(hf, TextgenCallback(["the quick"], **options), logging_dir="logs")
@@ -79,7 +79,7 @@ def test_texts_change_nothing_and_reach_the_loggers():
     assert [r["step"] for r in texts] == [3, 6]
 
 
-def test_a_second_bar_beside_the_default_one_is_silent(capsys):
+def test_a_second_progress_callback_prints_nothing(capsys):
     file = io.StringIO()
     run(hf, ProgressCallback(Console(file=file)), disable_tqdm=False)
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  loss " in line]
@@ -87,7 +87,7 @@ def test_a_second_bar_beside_the_default_one_is_silent(capsys):
     assert file.getvalue() == ""
 
 
-def test_whoever_ends_a_run_is_named():
+def test_the_callback_that_ends_a_run_is_named():
     class Spoil(hf.TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             logs["loss"] = float("nan")
@@ -95,10 +95,12 @@ def test_whoever_ends_a_run_is_named():
     trainer = run(hf, Spoil(), DivergenceDetector(), save_strategy="steps", save_steps=1)
     assert trainer.output.global_step == 2
     assert trainer.output.metrics["stopped_by"] == "DivergenceDetector"
-    assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]  # aborted before the second
+    assert [path.name for path in Path("out").glob("checkpoint-*")] == [
+        "checkpoint-1"
+    ]  # aborted before the second save
 
 
-def test_a_resumed_run_goes_on_in_its_own_file_though_its_logging_folder_is_another():
+def test_a_resumed_run_continues_its_file_in_another_logging_dir():
     class Cut(hf.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 5:
@@ -119,7 +121,7 @@ def test_a_resumed_run_goes_on_in_its_own_file_though_its_logging_folder_is_anot
 
 
 @pytest.mark.slow
-def test_all_of_them_at_once(caplog):
+def test_all_callbacks_together(caplog):
     file = io.StringIO()
     options = {"prompts": ["the quick"], "generation_config": {"temperature": 0.7}, "generation_steps": 3}
     with caplog.at_level(logging.INFO, logger="trainformer"):
@@ -134,7 +136,7 @@ def test_all_of_them_at_once(caplog):
     assert losses == [(r["step"], r["loss"]) for r in trainer.state.log_history if "loss" in r]
     evaluated = [r["metrics"]["eval_loss"] for r in found if r["event"] == "on_evaluate"]
     assert evaluated == [r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r]
-    # There is nobody to tell the norm before clipping: what is seen is what clipping to 1 left.
+    # transformers does not expose the norm before clipping; norms are those after clipping to 1.
     totals = [r["metrics"]["grad_norm_total"] for r in found if "grad_norm_total" in r["metrics"]]
     clipped = [min(1.0, r["grad_norm"]) for r in trainer.state.log_history if "grad_norm" in r]
     assert totals == pytest.approx(clipped, rel=1e-3)
@@ -143,7 +145,7 @@ def test_all_of_them_at_once(caplog):
 
 
 @pytest.mark.slow
-def test_training_there_is_bitwise_the_same_with_texts_as_without():
+def test_training_in_transformers_is_bitwise_the_same_with_textgen():
     plain = run(transformers)
     watched = run(
         transformers, TextgenCallback(["the quick"], generation_config={"temperature": 0.7}, generation_steps=1)

@@ -1,4 +1,4 @@
-"""Built-in callbacks that watch: generated texts, gradients, divergence, memory."""
+"""TextgenCallback, GradLogger, DivergenceDetector and PeakMemory."""
 
 import copy
 import logging
@@ -20,7 +20,7 @@ from trainformer.tasks import CausalLM
 
 
 def fit(*callbacks, task=None, **options):
-    """Whole-batch steps on 64 samples, unless the options say otherwise."""
+    """By default full-batch steps on 64 samples."""
     defaults = {"batch_size": 64, "max_steps": 4, "lr": 1e-2, "log": "none", "log_every": 1, "run_dir": "run"}
     return Trainer(task or MeanTask(), classes(), callbacks=list(callbacks), **{**defaults, **options}).fit()
 
@@ -34,7 +34,7 @@ def scalars(folder, tag):
 
 
 class Shown(BaseLogger):
-    """Keeps what it is given."""
+    """Keeps the logged values."""
 
     def __init__(self):
         self.texts, self.numbers = [], []
@@ -68,8 +68,8 @@ def language_run(tokenizer, *callbacks, model=None, **options):
     return task, trainer_for(task, sentences(), val_data=sentences()[:4], callbacks=list(callbacks), **options)
 
 
-def test_texts_are_those_of_each_prompt_alone(tokenizer):
-    """Greedy, from the weights of that step: the left padding of a batch changes nothing."""
+def test_texts_match_generating_each_prompt_separately(tokenizer):
+    """Greedy, with the weights of that step: left padding changes nothing."""
     shown = Shown()
     copies = {}
 
@@ -92,8 +92,8 @@ def test_texts_are_those_of_each_prompt_alone(tokenizer):
     assert texts_of("tb", "generated/2") == [(step, text) for key, text, step in expected if key == "generated/2"]
 
 
-def test_prompts_of_unequal_lengths_do_not_disturb_each_other(tokenizer):
-    """With weights large enough for the choice of each token to depend on all before it."""
+def test_left_padding_does_not_affect_other_prompts(tokenizer):
+    """With weights large enough that each token depends on all previous ones."""
     from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -115,8 +115,8 @@ def texts_of(folder, name):
 
 
 @pytest.mark.parametrize("steps", [1, None])
-def test_training_is_bitwise_the_same_with_and_without(tokenizer, steps):
-    """With dropout, and sampling: neither random numbers nor modes may be touched."""
+def test_training_is_bitwise_the_same_with_textgen(tokenizer, steps):
+    """With dropout and sampling: random state and train mode are restored."""
     plain, without = language_run(tokenizer, run_dir="plain")
     without.fit()
     sampled = TextgenCallback(PROMPTS, generation_config={"temperature": 0.7, "top_p": 0.9}, generation_steps=steps)
@@ -127,20 +127,20 @@ def test_training_is_bitwise_the_same_with_and_without(tokenizer, steps):
     assert same(weights(plain), weights(watched))
 
 
-def test_they_follow_evaluations_when_no_steps_are_given(tokenizer):
+def test_generation_after_each_evaluation(tokenizer):
     callback = TextgenCallback(prompts=PROMPTS[:1], generation_config={"max_new_tokens": 2}, generation_steps=None)
     language_run(tokenizer, callback, log=[shown := Shown()], eval_every="2steps")[1].fit()
     assert [step for _, _, step in shown.texts] == [2, 4, 6]
 
 
-def test_options_of_sampling_mean_to_sample():
+def test_sampling_options_enable_sampling():
     assert TextgenCallback(["a"], generation_config={"temperature": 0.7})._options(0)["do_sample"]
     assert not TextgenCallback(["a"])._options(0)["do_sample"]
     greedy = TextgenCallback(["a"], generation_config={"temperature": 0.7, "do_sample": False})._options(0)
     assert not greedy["do_sample"]
 
 
-def test_a_generation_config_of_transformers_does_too(tokenizer):
+def test_generation_config_of_transformers(tokenizer):
     from transformers import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=3, do_sample=False)
@@ -149,7 +149,7 @@ def test_a_generation_config_of_transformers_does_too(tokenizer):
     assert mine == TextgenCallback(PROMPTS, generation_config={"max_new_tokens": 3}).generate(model, tokenizer)
 
 
-def test_an_encoder_decoder_gives_all_that_it_wrote():
+def test_all_tokens_of_an_encoder_decoder_are_shown():
     from transformers import T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def test_an_encoder_decoder_gives_all_that_it_wrote():
     assert text == reader.decode(made[0], skip_special_tokens=True)
 
 
-def test_a_run_that_cannot_write_fails_before_it_begins(tokenizer):
+def test_a_run_that_cannot_generate_fails_before_the_first_step(tokenizer):
     steps = []
 
     class Count:
@@ -185,7 +185,7 @@ def test_a_run_that_cannot_write_fails_before_it_begins(tokenizer):
 
 
 @pytest.mark.parametrize("options", [{}, {"prompts": [""]}, {"prompts": "a", "generation_steps": 0}])
-def test_texts_cannot_be_made_of_nothing(options):
+def test_textgen_rejects_invalid_arguments(options):
     with pytest.raises(BadArgument, match="TextgenCallback's"):
         TextgenCallback(**options)
 
@@ -194,7 +194,7 @@ def test_texts_cannot_be_made_of_nothing(options):
 
 
 class Deep(nn.Module):
-    """Layers with confusable names, and a parameter that belongs to no submodule."""
+    """Layers with similar names, and a parameter outside of submodules."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ class Deep(nn.Module):
 
 
 def norms_by_hand(task):
-    """Of the whole-batch loss, by autograd, module by module."""
+    """Gradient norms of the full-batch loss per module, by autograd."""
     x, y = classes()
     named = dict(task.model.named_parameters())
     grads = torch.autograd.grad(F.cross_entropy(task.model(x), y), list(named.values()))
@@ -222,7 +222,7 @@ def norms_by_hand(task):
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
-def test_norms_are_those_of_the_gradients_before_clipping(clip):
+def test_grad_logger_norms_are_those_before_clipping(clip):
     task = MeanTask(Deep().double())
     layers = norms_by_hand(task)
     trainer = fit(
@@ -244,7 +244,7 @@ def test_norms_are_those_of_the_gradients_before_clipping(clip):
     assert scalars("tb", "grad_norm/layer.0") == [(1, pytest.approx(layers["layer.0"], rel=1e-5))]
 
 
-def test_without_a_trainer_that_tells_the_norm_they_are_what_is_there():
+def test_without_a_norm_before_clipping_norms_are_those_after():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = classes()
@@ -258,7 +258,7 @@ def test_without_a_trainer_that_tells_the_norm_they_are_what_is_there():
     assert {"grad_norm/0", "grad_norm/2"} < logs.keys()
 
 
-def test_it_looks_only_when_it_is_time_and_once(monkeypatch):
+def test_grad_logger_syncs_once_per_record(monkeypatch):
     looks = []
     for name in ("tolist", "item", "__float__", "cpu", "numpy", "__bool__"):
         plain = getattr(torch.Tensor, name)
@@ -278,28 +278,28 @@ def test_it_looks_only_when_it_is_time_and_once(monkeypatch):
     assert seen == [[], [], ["tolist"], [], [], ["tolist"]]
 
 
-def test_a_step_without_a_log_record_gets_one_of_its_own():
+def test_a_step_without_a_log_record_gets_a_separate_one():
     trainer = fit(GradLogger(log_frequency=3), max_steps=7, log_every=4)
     found = {r["step"]: r["grad_norm_total"] for r in read_jsonl("run/metrics.jsonl") if "grad_norm_total" in r}
     assert sorted(found) == [3, 6]
     assert [r["step"] for r in trainer.state.log_history] == [1, 4, 7]
 
 
-def test_layers_that_vanish_or_explode_are_named_seldom_enough(caplog):
+def test_warnings_about_vanishing_and_exploding_layers_become_rarer(caplog):
     model = mlp()
-    model[2].weight.data.zero_()  # nothing flows back through it
+    model[2].weight.data.zero_()  # no gradient flows back through it
     callback = GradLogger(log_frequency=1, exploding_threshold=0.2)
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         fit(callback, task=MeanTask(model), max_steps=9, lr=1e-12)
-    said = [r.getMessage() for r in caplog.records if "GradLogger" in r.getMessage()]
-    vanishing = [m for m in said if "vanishing" in m]
+    warnings = [r.getMessage() for r in caplog.records if "GradLogger" in r.getMessage()]
+    vanishing = [m for m in warnings if "vanishing" in m]
     assert "vanishing gradients at step 1, below 1e-07: 0 (0)" in vanishing[0]
-    exploding = [m.split(", above")[0] for m in said if "exploding" in m]
+    exploding = [m.split(", above")[0] for m in warnings if "exploding" in m]
     assert exploding == [f"GradLogger: exploding gradients at step {step}" for step in (1, 2, 4, 8)]
-    assert all(": 2 (" in m for m in said if "exploding" in m)
+    assert all(": 2 (" in m for m in warnings if "exploding" in m)
 
 
-def test_layers_that_do_not_exist_are_found_before_training():
+def test_unknown_layers_are_errors_before_training():
     with pytest.raises(BadArgument, match=r"'layers\.0'.*Did you mean 'layer\.0'"):
         fit(GradLogger(track_layers=["layers.0"]), task=MeanTask(Deep().double()))
     with pytest.raises(BadArgument, match="track_layers"):
@@ -307,7 +307,7 @@ def test_layers_that_do_not_exist_are_found_before_training():
 
 
 @pytest.mark.parametrize("options", [{"log_frequency": 0}, {"vanishing_threshold": 1.0, "exploding_threshold": 0.5}])
-def test_gradients_cannot_be_watched_like_that(options):
+def test_grad_logger_rejects_invalid_arguments(options):
     with pytest.raises(BadArgument, match="GradLogger's"):
         GradLogger(**options)
 
@@ -315,8 +315,8 @@ def test_gradients_cannot_be_watched_like_that(options):
 # -- divergence --------------------------------------------------------------------------------------------
 
 
-def told(detector, values, start=1):
-    """At which record each flag was set first."""
+def flags_set(detector, values, start=1):
+    """The record at which each flag was first set."""
     flags = {}
     for number, value in enumerate(values, start=start):
         control = TrainerControl()
@@ -328,7 +328,7 @@ def told(detector, values, start=1):
 
 
 def reference(values, factor, patience, smoothing, min_rise, warmup):
-    """The rule, written out over the whole list."""
+    """A direct implementation over the whole list."""
     above, averages = 0, []
     for number in range(1, len(values) + 1):
         if not math.isfinite(values[number - 1]):
@@ -359,19 +359,19 @@ CURVES = {
     "options", [{}, {"patience": 1, "smoothing": 0.0, "warmup": 0}, {"min_rise": 0.0, "warmup": 2}]
 )
 @pytest.mark.parametrize("curve", CURVES)
-def test_it_speaks_where_the_rule_says(curve, options):
+def test_divergence_is_detected_at_the_right_record(curve, options):
     rule = {"factor": 2.0, "patience": 3, "smoothing": 0.8, "min_rise": 0.1, "warmup": 5, **options}
     wanted = reference(CURVES[curve], **rule)
-    assert told(DivergenceDetector(**options), CURVES[curve]).get("should_abort_without_save") == wanted
+    assert flags_set(DivergenceDetector(**options), CURVES[curve]).get("should_abort_without_save") == wanted
 
 
-def test_the_defaults_tell_trouble_from_noise():
-    found = {name: bool(told(DivergenceDetector(), values)) for name, values in CURVES.items()}
+def test_the_defaults_distinguish_divergence_from_noise():
+    found = {name: bool(flags_set(DivergenceDetector(), values)) for name, values in CURVES.items()}
     assert found == {"fine": False, "a spike": False, "away": True, "nan": True, "small": False, "negative": True}
 
 
 class Away(MeanTask):
-    """Its loss grows from the tenth step on."""
+    """Its loss grows from step 10 on."""
 
     steps = 0
 
@@ -381,7 +381,7 @@ class Away(MeanTask):
 
 
 @pytest.mark.parametrize("action", ["abort", "stop"])
-def test_a_run_that_diverges_ends_and_says_who_ended_it(action, caplog):
+def test_a_diverging_run_ends_and_names_the_callback(action, caplog):
     detector = DivergenceDetector(action=action, patience=2)
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         trainer = fit(detector, task=Away(), max_steps=50, save_every=5, save_best=0)
@@ -393,25 +393,25 @@ def test_a_run_that_diverges_ends_and_says_who_ended_it(action, caplog):
     assert newest == (10 if action == "abort" else ended)
 
 
-def test_a_warning_lets_it_go_on(caplog):
+def test_action_warn_continues_the_run(caplog):
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         trainer = fit(DivergenceDetector(action="warn"), task=Away(), max_steps=30)
     assert trainer.state.step == 30
     assert len([r for r in caplog.records if "DivergenceDetector" in r.getMessage()]) == 1
 
 
-def test_it_goes_on_where_it_was():
+def test_the_state_of_the_detector_is_restored():
     values = CURVES["away"]
     for cut in range(1, len(values)):
         first, second = DivergenceDetector(), DivergenceDetector()
-        before = told(first, values[:cut])
+        before = flags_set(first, values[:cut])
         second.load_state_dict(first.state_dict())
-        after = told(second, values[cut:], start=cut + 1)
-        assert before or after == told(DivergenceDetector(), values)
+        after = flags_set(second, values[cut:], start=cut + 1)
+        assert before or after == flags_set(DivergenceDetector(), values)
 
 
-def test_other_metrics_can_be_watched():
-    assert told(DivergenceDetector("eval_loss"), [math.inf]) == {"should_abort_without_save": 1}
+def test_other_metrics():
+    assert flags_set(DivergenceDetector("eval_loss"), [math.inf]) == {"should_abort_without_save": 1}
     control = TrainerControl()
     DivergenceDetector("eval_loss").on_log(None, TrainerState(), control, logs={"loss": math.nan})
     assert control == TrainerControl()
@@ -421,7 +421,7 @@ def test_other_metrics_can_be_watched():
     "options",
     [{"action": "halt"}, {"factor": 1.0}, {"patience": 0}, {"smoothing": 1.0}, {"min_rise": -1}, {"warmup": -1}],
 )
-def test_divergence_cannot_be_told_like_that(options):
+def test_divergence_detector_rejects_invalid_arguments(options):
     with pytest.raises(BadArgument, match=f"DivergenceDetector's {next(iter(options))}"):
         DivergenceDetector(**options)
 
@@ -429,7 +429,7 @@ def test_divergence_cannot_be_told_like_that(options):
 # -- memory ------------------------------------------------------------------------------------------------
 
 
-def test_the_peak_of_the_process_is_in_every_record_of_training():
+def test_peak_resident_memory_is_in_every_training_record():
     import resource
 
     class Greedy:
@@ -447,7 +447,7 @@ def test_the_peak_of_the_process_is_in_every_record_of_training():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reset", [True, False])
-def test_peaks_on_a_gpu_are_those_since_the_last_record(reset):
+def test_peaks_on_a_gpu_are_reset_at_each_record(reset):
     class Greedy:
         def on_step_end(self, trainer, step, loss):
             if step == 2:
@@ -460,7 +460,7 @@ def test_peaks_on_a_gpu_are_those_since_the_last_record(reset):
 
 
 @pytest.mark.gpu
-def test_gradients_on_a_gpu_are_waited_for_once_per_record():
+def test_grad_logger_on_a_gpu_syncs_once_per_record():
     model = mlp().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4, dtype=torch.float64, device="cuda")).sum().backward()
