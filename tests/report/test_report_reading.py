@@ -22,7 +22,7 @@ from trainformer.report.events import happenings
 from trainformer.report.reading import read_run
 from trainformer.report.series import clock_of, kept_points, plots_of, series_of
 from trainformer.sweep import choice, grid, sweep
-from trainformer.tasks.confusion import confusion_record
+from trainformer.tasks.classification_report import confusion_record
 
 
 def content_of(path):

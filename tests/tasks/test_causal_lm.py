@@ -77,7 +77,7 @@ def test_packing_is_refused_where_it_is_not_exact(task):
         def forward(self, position_ids=None, **inputs):
             return self.inner(**inputs)
 
-    with pytest.raises(BadArgument, match="packed documents do not see each other"):
+    with pytest.raises(BadArgument, match="keeps packed documents apart"):
         trainer_for(task(Sees(AutoModelForCausalLM.from_config(llama())), packing=True))
     with pytest.raises(BadArgument, match="pack"):
         task(packing=True, adapter=PrefixTuning(4))
@@ -189,4 +189,4 @@ def test_wrong_arguments(tokenizer):
     with pytest.raises(BadArgument, match="a folder that exists"):
         assert CausalLM("./no/such/folder", tokenizer=tokenizer).model
     with pytest.raises(BadArgument, match="without the name of one"):
-        assert CausalLM(llama()).text
+        assert CausalLM(llama()).text_tokenizer

@@ -233,7 +233,7 @@ def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path):
 def test_tokens_are_taken_as_they_are(task, tokenizer):
     data = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     assert same(batches_of(trainer_for(task(), data)), batches_of(trainer_for(task())))
-    with pytest.raises(DataError, match="whose words are not known"):
+    with pytest.raises(DataError, match="whose words are unknown"):
         trainer_for(task(whole_word=True), data)
 
 
@@ -245,7 +245,7 @@ def test_wrong_arguments(task, tokenizer):
         trainer_for(task(max_length=2))
     with pytest.raises(DataError, match="a record with a 'text'"):
         trainer_for(task(), [{"source": "a", "target": "b"}] * 4)
-    with pytest.raises(DataError, match="special tokens alone: 4"):
+    with pytest.raises(DataError, match="only special tokens: 4"):
         trainer_for(task(), ["[SEP]"] * 4)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="[PAD]")
     with pytest.raises(BadArgument, match="a tokenizer with a mask token"):

@@ -506,7 +506,7 @@ def test_queries_are_known_for_data_that_is_prepared(form: str) -> None:
 def test_all_or_no_queries_are_refused(marked: int) -> None:
     data = TensorDataset(*samples(30), torch.arange(30) < marked)
     trainer = Trainer(plain_task(), samples(), val_data=data, **settings())
-    with pytest.raises(BadArgument, match=rf"both queries and others.*{marked} queries among 30"):
+    with pytest.raises(BadArgument, match=rf"both queries and gallery samples.*{marked} queries among 30"):
         trainer.evaluate()
 
 

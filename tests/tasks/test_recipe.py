@@ -289,7 +289,7 @@ def test_both_heads_of_a_distilled_model_are_trained() -> None:
 
 
 def test_a_module_without_a_known_classifier_cannot_be_frozen() -> None:
-    with pytest.raises(BadArgument, match=r"which of its layers is the classifier.*'Tiny'.*requires_grad=False"):
+    with pytest.raises(BadArgument, match=r"a model with get_classifier.*'Tiny'.*requires_grad=False"):
         ImageClassification(Tiny(), 3, freeze_backbone=True)
 
 

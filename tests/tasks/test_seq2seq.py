@@ -169,7 +169,7 @@ def test_padded_sources_give_what_single_ones_give(task, config):
     assert all(b.startswith(a) for a, b in zip(short, long, strict=True))
     rows = trainer.predict(PAIRS[:5])
     assert [row["generated"].shape for row in rows] == [(12,)] * 5
-    decoded = made.text.batch_decode([row["generated"] for row in rows], skip_special_tokens=True)
+    decoded = made.text_tokenizer.batch_decode([row["generated"] for row in rows], skip_special_tokens=True)
     assert decoded == made.generate([pair["source"] for pair in PAIRS[:5]])
 
 

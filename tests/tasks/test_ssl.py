@@ -21,7 +21,7 @@ from trainformer.core import BadArgument, DataError
 from trainformer.data import load_images
 from trainformer.tasks import SSL, ImageClassification
 from trainformer.tasks.base import Task
-from trainformer.tasks.vision.ssl.method import Views
+from trainformer.tasks.vision.ssl.methods import Views
 
 # -- options -----------------------------------------------------------------------------------------------
 
@@ -92,9 +92,9 @@ def test_what_a_task_records_makes_the_same_task_again() -> None:
     ("make", "message"),
     [
         (lambda: SSL("simcrl", "test_vit"), "method to be one of .*received 'simcrl'. Did you mean 'simclr'"),
-        (lambda: SSL.simclr("test_vit", momentum=0.9), "momentum is no option of simclr .*It has: proj_dim"),
-        (lambda: SSL.byol("test_vit", queue_size=8), "queue_size is no option of byol"),
-        (lambda: SSL.mae("test_vit", temperature=0.1), "temperature is no option of mae"),
+        (lambda: SSL.simclr("test_vit", momentum=0.9), "simclr has no option momentum .*It has: proj_dim"),
+        (lambda: SSL.byol("test_vit", queue_size=8), "byol has no option queue_size"),
+        (lambda: SSL.mae("test_vit", temperature=0.1), "mae has no option temperature"),
         (lambda: SSL.moco("test_vit", version="v4"), "version to be 'v2' or 'v3', received 'v4'"),
         (lambda: SSL.byol("test_vit", version="v3"), "version with method 'moco' only"),
         (lambda: SSL("moco_v3", "test_vit", version="v2"), "version with method 'moco' only"),
@@ -545,11 +545,11 @@ def test_a_collapse_is_seen_and_stops_the_run(caplog: pytest.LogCaptureFixture) 
 
 
 def test_feature_std_is_one_for_all_directions_and_zero_for_one() -> None:
-    from trainformer.tasks.vision.features import spread
+    from trainformer.tasks.vision.batch import feature_spread
 
     torch.manual_seed(0)
-    assert spread(torch.randn(4000, 32)).item() == pytest.approx(1.0, abs=0.01)
-    assert spread(torch.randn(1, 32).expand(8, -1) * torch.rand(8, 1)).item() == pytest.approx(0.0, abs=1e-3)
+    assert feature_spread(torch.randn(4000, 32)).item() == pytest.approx(1.0, abs=0.01)
+    assert feature_spread(torch.randn(1, 32).expand(8, -1) * torch.rand(8, 1)).item() == pytest.approx(0.0, abs=1e-3)
 
 
 def test_teacher_entropy_is_logged_and_labels_change_nothing() -> None:

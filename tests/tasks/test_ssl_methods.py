@@ -28,7 +28,7 @@ from trainformer.core import BadArgument
 from trainformer.run import run_of
 from trainformer.tasks import SSL
 from trainformer.tasks.vision.ssl.dino import DINO
-from trainformer.tasks.vision.ssl.method import Views
+from trainformer.tasks.vision.ssl.methods import Views
 from trainformer.tasks.vision.ssl.moco import KeyQueue
 
 # -- against independent implementations -------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_losses_gradients_and_memory_are_those_of_an_independent_implementation(
                 p.grad = None
         task.on_step_end(step + 1, STEPS)
         twin.after(step)
-    slow = getattr(task.model, "slow", None)
+    slow = getattr(task.model, "target", None)
     if slow is not None:
         for name, value in twin.slow.backbone.state_dict().items():  # with the statistics of BatchNorm
             torch.testing.assert_close(slow.module.backbone.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -321,7 +321,7 @@ def test_slow_networks_are_never_optimized(method: str) -> None:
 
 
 def slow_network(task: SSL) -> nn.Module:
-    return task.model.slow.module
+    return task.model.target.module
 
 
 @pytest.mark.parametrize("method", toys.MOMENTUM)
@@ -597,7 +597,7 @@ def test_the_dino_encoder_is_the_teacher() -> None:
     assert task.model.encoder is slow_network(task).backbone
     images = toys.pixels(3)
     before = task.embed(images)
-    task.model.slow.update(task.model.online, 0.0)
+    task.model.target.update(task.model.online, 0.0)
     assert not torch.allclose(before, task.embed(images))
 
 

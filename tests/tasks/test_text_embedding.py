@@ -259,8 +259,8 @@ def test_padding_changes_nothing(task, config, pooling):
 def test_padding_may_be_on_either_side(task):
     made = task(llama(), tokenizer=chat_tokenizer(), pooling="last", normalize=False)
     wanted = made.embed(TEXTS)
-    made.text.padding_side = "left"
-    batch = made.text(TEXTS, padding=True, return_tensors="pt")
+    made.text_tokenizer.padding_side = "left"
+    batch = made.text_tokenizer(TEXTS, padding=True, return_tensors="pt")
     assert not bool(batch["attention_mask"][:, 0].all())
     with torch.no_grad():
         found = made._embedded(batch)
@@ -285,7 +285,7 @@ def test_prompts_and_widths(task):
         ("negative_", "the ", "negative"),
     ):
         ids = batch[f"{name}input_ids"].flatten(0, -2)[2].tolist()
-        wanted_ids = made.text(prompt + TRIPLETS[2][key])["input_ids"]
+        wanted_ids = made.text_tokenizer(prompt + TRIPLETS[2][key])["input_ids"]
         assert ids[: len(wanted_ids)] == wanted_ids
     short = made.embed(TEXTS, dim=8)
     assert short.shape == (24, 8)
@@ -309,7 +309,7 @@ def test_forms_of_records(task):
     assert batches[0]["negative_input_ids"].shape[:2] == (2, 1)
     several = [{"anchor": "a", "positive": "b", "negative_2": "dog", "negative_10": "fox", "negative_1": "pies"}] * 2
     batch = all_of(trainer_for(task(), several))
-    found = task().text.batch_decode(batch["negative_input_ids"][0], skip_special_tokens=True)
+    found = task().text_tokenizer.batch_decode(batch["negative_input_ids"][0], skip_special_tokens=True)
     assert found == ["pies", "dog", "fox"]
 
 
@@ -420,7 +420,7 @@ def test_wrong_data_and_arguments(task):
         task(temperature=0.0)
     with pytest.raises(BadArgument, match="at most 32"):
         trainer_for(task(matryoshka_dims=[64, 32]), PAIRS)
-    with pytest.raises(BadArgument, match="reads texts alone"):
+    with pytest.raises(BadArgument, match="encoder-only or decoder-only model"):
         trainer_for(task(t5(), tokenizer=chat_tokenizer()), PAIRS)
     with pytest.raises(BadArgument, match="negatives of shape"):
         multiple_negatives_loss(torch.ones(2, 4), torch.ones(2, 4), torch.ones(2, 4))

@@ -32,8 +32,8 @@ def test_evaluation_does_not_depend_on_the_batch(family):
     for name in ("val/loss", "val/accuracy", "val/perplexity", "val/exact_match"):
         assert [result[name] for result in results] == pytest.approx([results[0][name]] * 2, rel=1e-4)
     answers = [example["answer"] for example in examples_of(task, train=False)]
-    wanted = task.text.batch_decode(answers, skip_special_tokens=True)
-    found = [task.text.decode(row["generated"], skip_special_tokens=True) for row in trainer.predict(RECORDS)]
+    wanted = task.text_tokenizer.batch_decode(answers, skip_special_tokens=True)
+    found = [task.text_tokenizer.decode(row["generated"], skip_special_tokens=True) for row in trainer.predict(RECORDS)]
     right = sum(a.strip() == b.strip() for a, b in zip(found, wanted, strict=True))
     assert results[0]["val/exact_match"] == pytest.approx(right / len(RECORDS))
 
@@ -53,7 +53,7 @@ def test_padded_prompts_are_answered_like_single_ones(family):
     text = task.preprocessor.apply_chat_template(messages, add_generation_prompt=True)
     inputs = task.preprocessor(images=[images[0]], text=text, return_tensors="pt")
     made = task.model.eval().generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert task.text.decode(made, skip_special_tokens=True).strip() == together[0]
+    assert task.text_tokenizer.decode(made, skip_special_tokens=True).strip() == together[0]
     with pytest.raises(BadArgument, match="each of 2 prompts"):
         task.generate(images[0], prompts[:2])
 
@@ -62,7 +62,7 @@ def test_prompts_without_answers_can_be_predicted_but_not_learned():
     task = toys.make(generate_options={"max_new_tokens": 3})
     asked = [ask(prompt="which shape is it?"), ask(question="what colour is the shape?")]
     rows = trainer_for(task).predict(asked)
-    texts = [task.text.decode(row["generated"], skip_special_tokens=True).strip() for row in rows]
+    texts = [task.text_tokenizer.decode(row["generated"], skip_special_tokens=True).strip() for row in rows]
     said = ["which shape is it?", "what colour is the shape?"]
     assert texts == task.generate([record["image"] for record in asked], said)
     with pytest.raises(DataError, match="without an answer: 2"):

@@ -20,9 +20,9 @@ class OnlineLinear:
 
     An upper trend of ``val/online_linear`` says that the features get better, long before a proper probe is trained.
     The layer has its own optimizer (SGD with momentum) and never touches the run: its features are without gradients.
-    It needs data with labels, and a task that keeps the features of its latest training step as `task.step_features`
-    (`SSL` does, except for MAE, which has no features of whole images in training). Batch statistics take the place of a normalisation, since
-    features change their scale all through a run. Several processes train the same layer, on the features of all.
+    It needs data with labels, and a task that keeps the features of its latest step as `task.step_features` (`SSL`
+    does, except for MAE, which has no features of whole images in training). Batch statistics replace normalisation,
+    since features change their scale during a run. All ranks train the same layer, on the features of all ranks.
     """
 
     needs_torch = True
@@ -43,13 +43,13 @@ class OnlineLinear:
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
         """One step of the classifier."""
-        step = getattr(trainer.task, "step_features", None)
-        if step is None:
+        latest = getattr(trainer.task, "step_features", None)
+        if latest is None:
             raise BadArgument(
-                "OnlineLinear needs features and labels of each step: a task that keeps them as `step_features` (SSL does, "
-                "except for MAE) and data with labels."
+                "OnlineLinear needs features and labels of each step: a task that keeps them as `step_features` (SSL "
+                "does, except for MAE) and data with labels."
             )
-        features, labels = _of_all_ranks(step.features.detach().float(), step.labels.long())
+        features, labels = _of_all_ranks(latest.features.detach().float(), latest.labels.long())
         if len(features) < 2:  # nothing to take batch statistics of
             return
         classifier, optimizer = self._ready(trainer, features)

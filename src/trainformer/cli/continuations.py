@@ -45,8 +45,8 @@ def _prompt(record: Any, task: Any, place: int) -> str:
         for name in ("prompt", "text"):
             if isinstance(record.get(name), str) and record[name]:
                 return record[name]
-        if isinstance(record.get("messages"), list) and getattr(task.text, "chat_template", None):
-            return task.text.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
+        if isinstance(record.get("messages"), list) and getattr(task.text_tokenizer, "chat_template", None):
+            return task.text_tokenizer.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
     do = 'Write prompts as lines of a .txt file, or as {"prompt": ...} in a .jsonl file.'
     found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise DataError(expected(f"record {place} to have a prompt, a text or messages", found, do))

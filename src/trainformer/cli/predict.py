@@ -83,7 +83,7 @@ def _predictions(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, A
 
 def rows_of(task: Any, predictions: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Predictions as plain values, one after the other."""
-    names, tokenizer = getattr(task, "class_names", None), cast(Any, getattr(task, "text", None))
+    names, tokenizer = getattr(task, "class_names", None), cast(Any, getattr(task, "text_tokenizer", None))
     for index, prediction in enumerate(predictions):
         row = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in prediction.items()}
         if "generated" in row and hasattr(tokenizer, "decode"):
