@@ -1,8 +1,7 @@
-"""The server that tests fork processes from: it has imported everything, so that one starts in milliseconds.
+"""The fork server that tests start processes from. It has imported everything, so a process starts in milliseconds.
 
-Importing torch, jax and transformers anew takes a process some ten seconds. The server has no threads, so forking is
-safe, and the processes are its children, so that none stays behind as a zombie. There is one such server for a whole
-test process, whoever asks first; so what it imports is listed here and nowhere else.
+Importing torch, jax and transformers takes some ten seconds per process. The server has no threads, so forking is safe,
+and it reaps its children. There is one server per test process, so everything it preloads is listed here.
 """
 
 import multiprocessing
@@ -24,12 +23,12 @@ SERVER.set_forkserver_preload(
         "trainformer.hf.trainer",
         "trainformer.tasks",
         "trainformer.trainer",
-        # Of jax what looks for no devices: it does so at the first computation, in the process that was forked.
+        # Only modules of jax that do not initialise devices: that happens at the first computation, after the fork.
         "jax.numpy",
         "flax.nnx",
         "optax",
         "trainformer.jax.base_trainer",
         "trainformer.jax.sft",
-        "trainformer.checkpointing.orbax_files",
+        "trainformer.checkpointing.jax_files",
     ]
 )

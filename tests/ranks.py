@@ -1,4 +1,4 @@
-"""Processes that compute something together: starting them, waiting for them, and what each of them found."""
+"""Run a function in several processes that share a process group, and collect what each returns."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from torch import Tensor
 
 from forking import SERVER
 
+#: Only a failing test waits this long: two cores may be shared by ten other jobs.
+MAX_SECONDS = 1200
+
 Results = Callable[[int, int], dict[str, Tensor]]
 
 
 def on_ranks(results: Results, world: int, folder: Path) -> list[dict[str, Tensor]]:
-    """What ``results(rank, world)`` returns in each of `world` processes; the processes import it by its name.
+    """What ``results(rank, world)`` returns in each of `world` processes, which import it by name.
 
-    They work in the folder, and leave there what they return.
+    They work in the folder, and save there what they return.
     """
     args = results, world, str(folder), dict(os.environ)
     context = mp.start_processes(_worker, args, nprocs=world, join=False, start_method=SERVER.get_start_method())
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + MAX_SECONDS
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            pytest.fail(f"the {world} processes did not end within two minutes")
+            pytest.fail(f"the {world} processes did not end within {MAX_SECONDS} s")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 def named(found: dict[str, Tensor], beginning: str) -> dict[str, Tensor]:
-    """What was found under names that begin so, by the rest of the name.
+    """Entries whose names start with a prefix, by the rest of the name.
 
     >>> named({"a/x": 1, "a/y": 2, "b/x": 3}, "a/")
     {'x': 1, 'y': 2}
@@ -45,10 +48,10 @@ def named(found: dict[str, Tensor], beginning: str) -> dict[str, Tensor]:
     return {key.removeprefix(beginning): value for key, value in found.items() if key.startswith(beginning)}
 
 
-def say_rank(rank: int, world: int) -> None:
-    """Tell this process what a launcher would: some libraries look nowhere else."""
-    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in told.items()})
+def set_rank_variables(rank: int, world: int) -> None:
+    """Set the environment variables of torchrun: some libraries look nowhere else."""
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def share_of(count: int, rank: int, world: int) -> slice:
@@ -61,25 +64,27 @@ def share_of(count: int, rank: int, world: int) -> slice:
     return slice(first, last)
 
 
-def added_up(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values, replaced in place by their sums over ranks."""
+def all_reduced(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All-reduce the values in place."""
     for value in values.values() if dist.is_initialized() else ():
         dist.all_reduce(value)
     return values
 
 
 def _worker(rank: int, results: Results, world: int, folder: str, environment: dict[str, str]) -> None:
-    """Join the group, compute, and leave the results in the folder. An exception reaches the parent as it is."""
+    """Join the process group, compute, and save the results. An exception reaches the parent."""
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=MAX_SECONDS)
+    )
     torch.save(results(rank, world), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of autograd and gloo that ask for the GIL of an interpreter on its way out are ended by Python 3.11 in a
-    # way that C++ takes for a failure ("terminate called without an active exception"). All is done: no way out.
+    # Skip interpreter shutdown: Python 3.11 ends autograd and gloo threads that ask for the GIL during it in a way that
+    # C++ takes for a failure ("terminate called without an active exception").
     os._exit(0)

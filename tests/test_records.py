@@ -16,7 +16,7 @@ from trainformer.callbacks import EarlyStopping, LRFinder, TextSamples
 from trainformer.checkpointing import CheckpointStore
 from trainformer.core.errors import BadArgument
 from trainformer.loggers import read_jsonl
-from trainformer.run.records import RecordFile, current_commit
+from trainformer.run.logging import RecordFile, current_commit
 
 
 def trainer_for(task=None, **options):
@@ -66,7 +66,7 @@ def test_a_run_tells_how_it_began_what_was_saved_and_how_it_ended():
         *((16, "evaluated"), (16, "saved"), (16, "ended")),
     ]
     began = records("began")[0]
-    assert (began["epochs"], began["steps_planned"], began["world_size"]) == (2, trainer.max_steps_planned, 1)
+    assert (began["epochs"], began["steps_planned"], began["world_size"]) == (2, trainer.total_steps, 1)
     assert (began["device"], began["precision"]) == ("cpu", "fp32")
     assert began["versions"]["torch"] == torch.__version__
     assert began["versions"]["trainformer"] == trainformer.__version__
@@ -97,7 +97,7 @@ def test_saves_say_why():
 
     trainer_for(save_every=5, callbacks=[Asks()]).fit()
     reasons = {r["step"]: r["reason"] for r in records("saved")}
-    assert reasons == {3: "asked for", 5: "due", 8: "best", 10: "due", 14: "stopped"}
+    assert reasons == {3: "requested", 5: "due", 8: "best", 10: "due", 14: "stopped"}
     trainer_for(run_dir="b", save_every="1epochs", save_best=0, val_data=None).fit()
     assert [(r["step"], r["reason"]) for r in records("saved", "b")] == [(8, "due"), (16, "end")]
 
@@ -264,7 +264,7 @@ def test_records_of_ones_own():
             trainer.record("note", text="ünïcode", values=[epoch, float("inf")])
 
     trainer = trainer_for(callbacks=[Notes()])
-    with pytest.raises(BadArgument, match="a run that has begun"):
+    with pytest.raises(BadArgument, match="a run that has started"):
         trainer.record("too early")
     trainer.fit()
     trainer.record("after", of={"it": True})

@@ -11,12 +11,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.checkpointing": ["Checkpoint", "InvalidCheckpoint"],
-        "trainformer.checkpointing.tools.places": ["list_checkpoints", "protect", "unprotect"],
-        # The modules are not named like their functions: importing one would put it in the function's place.
-        "trainformer.checkpointing.tools.verifying": ["verify"],
+        "trainformer.checkpointing.tools.listing": ["list_checkpoints", "protect", "unprotect", "verify"],
+        # Modules must not be named like their functions: importing one would shadow the function.
         "trainformer.checkpointing.tools.summary": ["Part", "Summary", "inspect"],
         "trainformer.checkpointing.tools.comparison": ["Comparison", "Difference", "PartComparison", "compare"],
-        "trainformer.checkpointing.tools.weights": ["export_weights"],
+        "trainformer.checkpointing.tools.states": ["export_weights"],
         "trainformer.checkpointing.tools.finalizing": ["Finalized", "finalize"],
     },
 )

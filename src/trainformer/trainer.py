@@ -14,8 +14,9 @@ from torch import Tensor
 from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
-from trainformer.distributed import is_first_process
+from trainformer.distributed import is_main_process
 from trainformer.run import RunSettings, TorchRun
+from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.tasks.base import provides
@@ -60,8 +61,8 @@ class Trainer(RunSettings, TorchTrainerApi):
 
     def __post_init__(self) -> None:
         callbacks = CallbackList(self.callbacks)
-        console = Console(quiet=not is_first_process())
-        if is_first_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
+        console = Console(quiet=not is_main_process())
+        if is_main_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
         self._run = TorchRun(
             self,
@@ -77,13 +78,13 @@ class Trainer(RunSettings, TorchTrainerApi):
         self._run.connect()
 
     def __repr__(self) -> str:
-        return f"Trainer({type(self.task).__name__}, step {self.state.step} of {self.max_steps_planned})"
+        return f"Trainer({type(self.task).__name__}, step {self.state.step} of {self.total_steps})"
 
     # -- doing ---------------------------------------------------------------------------------------------
 
     def fit(self) -> Trainer:
         """Train. Called again, it goes on: after more `epochs`, or from where it was stopped."""
-        self._run.fit()
+        fit(self._run)
         return self
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
@@ -113,7 +114,7 @@ class Trainer(RunSettings, TorchTrainerApi):
         `input_shape` is that of one sample, without the batch; it is taken from the data where they have one.
         """
         shape = input_shape or getattr(self.task, "input_shape", None) or self._run.info.input_shape
-        model = self._run.whole_model()
+        model = self._run.unsharded_model()
         if provides(self.task, "export_module"):
             model = self.task.export_module(model)
         return self._run.process_group.run_on_main(lambda: str(export_model(model, Path(path), format, shape)))

@@ -89,7 +89,7 @@ def test_every_adapter_on_every_architecture(name, choice, tmp_path):
     onto_adapted = adapter.load(adapter.apply(tiny.make(), kind=tiny.kind), tmp_path / "adapter")
     by_peft = peft.PeftModel.from_pretrained(tiny.make(), tmp_path / "adapter")
     for loaded in (onto_plain, onto_adapted, by_peft):
-        assert torch.equal(says(loaded, batch), after)
+        torch.testing.assert_close(says(loaded, batch), after)
     assert adapter.trainable(onto_plain) == trained
 
     if choice == "prefix":
@@ -177,8 +177,10 @@ def test_gradient_checkpointing_changes_no_gradient(name):
         output(model.train(), {**tiny.batch()}).square().mean().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     for one, other in zip(*(g.values() for g in gradients), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-5)
-        assert one.abs().max() > 0
+        # Recomputed activations may lie at another memory alignment, so sums round differently.
+        rounding = 64 * torch.finfo(one.dtype).eps * one.abs().max().item()
+        torch.testing.assert_close(one, other, atol=rounding, rtol=1e-5)
+        assert rounding > 0
 
 
 def test_lora_runs_in_mixed_precision_with_its_own_weights_in_fp32():

@@ -48,10 +48,12 @@ def test_qlora_on_every_architecture(name, tmp_path):
     after = says(shaken(adapted), batch)
 
     adapter.save(adapted, tmp_path / "adapter")
-    assert torch.equal(says(adapter.load(loaded(name, tmp_path / "base", adapter), tmp_path / "adapter"), batch), after)
+    torch.testing.assert_close(
+        says(adapter.load(loaded(name, tmp_path / "base", adapter), tmp_path / "adapter"), batch), after
+    )
     base = loaded(name, tmp_path / "base", adapter)
     prepare_quantised(base)
-    assert torch.equal(says(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), batch), after)
+    torch.testing.assert_close(says(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), batch), after)
 
     merge_and_export(adapted, tmp_path / "merged")
     merged = getattr(transformers, tiny.auto).from_pretrained(tmp_path / "merged")
@@ -96,7 +98,7 @@ def test_an_evaluation_does_not_change_what_is_trained(tmp_path):
             says(model, batch)
         output(model.train(), batch).square().mean().backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    torch.testing.assert_close(*gradients)
 
 
 def test_the_norms_of_a_half_precision_model_compute_in_fp32(tmp_path):
@@ -152,7 +154,7 @@ def test_the_head_of_a_classifier_is_neither_quantised_nor_frozen(tmp_path):
     assert len(heads) == 4
     before = says(shaken(adapted), batch)
     adapter.save(adapted, tmp_path / "adapter")
-    assert torch.equal(says(adapter.load(fresh(), tmp_path / "adapter"), batch), before)
+    torch.testing.assert_close(says(adapter.load(fresh(), tmp_path / "adapter"), batch), before)
     torch.testing.assert_close(says(adapter.merge(adapted), batch), before, atol=1e-5, rtol=1e-5)
 
 

@@ -75,7 +75,7 @@ def test_the_schedule_runs_out_exactly_at_the_end_also_when_accumulating(batch, 
                       log="none", save_best=0, callbacks=[Look()])  # fmt: skip
     trainer.fit()
     batches = math.ceil(61 / batch)
-    assert len(rates) == trainer.state.step == trainer.max_steps_planned == 3 * math.ceil(batches / accumulation)
+    assert len(rates) == trainer.state.step == trainer.total_steps == 3 * math.ceil(batches / accumulation)
     assert max(rates) <= 0.1
     assert max(rates) > 0.09
     assert rates[-1] == pytest.approx(0.1 / 25e4, rel=1e-3)
@@ -86,10 +86,10 @@ def test_a_scheduler_of_torch_as_factory_or_instance():
         seen = []
 
         class Look:
-            def on_before_update(self, trainer, step):
+            def on_before_optimizer_step(self, trainer, step):
                 pass
 
-            def on_after_update(self, trainer, step):
+            def on_after_optimizer_step(self, trainer, step):
                 seen.append(trainer.active_optimizer.param_groups[0]["lr"])
 
         task = options.pop("task", None) or MeanTask()

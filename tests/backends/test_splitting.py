@@ -7,7 +7,7 @@ import torch
 
 from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
 from trainformer import Trainer
-from trainformer.backends.torch.splitting import MemorySplitter
+from trainformer.backends.torch.accumulation import MemorySplitter
 from trainformer.core.types import DeviceBatch
 from trainformer.data.sharding import slice_batch
 from trainformer.run import run_of
@@ -89,7 +89,7 @@ def test_cutting_keeps_every_sample_in_order():
         20,
         bad=1,
     )
-    parts = splitter.cut(batch)
+    parts = splitter.split(batch)
     assert torch.equal(torch.cat([p.data["x"] for p in parts]), torch.arange(10))
     assert "".join("".join(p.data["names"]) for p in parts) == "abcdefghij"
     assert [p.size for p in parts] == [2, 3, 2, 3]

@@ -127,7 +127,7 @@ def test_the_reported_norm_is_that_before_clipping():
     seen = []
 
     class Look:
-        def on_before_update(self, trainer, step):
+        def on_before_optimizer_step(self, trainer, step):
             clipped = torch.stack([p.grad.norm() for p in trainer.task.model.parameters()]).norm()
             seen.append((float(trainer.grad_norm), float(clipped)))
 

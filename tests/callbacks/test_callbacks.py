@@ -1,8 +1,9 @@
-"""Every callback, in real runs."""
+"""The built-in callbacks in real runs, and callbacks given by name."""
 
 import copy
 import logging
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,12 @@ from trainformer.callbacks import (
     LRMonitor,
     ModelCheckpoint,
     Throughput,
+    make_callback,
 )
+from trainformer.core import plugins
 from trainformer.core.errors import BadArgument
 from trainformer.loggers import read_jsonl
+from trainformer.run import run_of
 
 
 def fit(*callbacks, task=None, data=None, **options):
@@ -77,18 +81,18 @@ def test_early_stopping_on_an_unknown_metric_names_the_known_ones():
         fit(EarlyStopping(monitor="val/acc"), val_data=classes(8))
 
 
-def test_early_stopping_counts_on_after_a_restart():
+def test_early_stopping_continues_counting_after_resume():
     stopper = EarlyStopping(patience=3)
     fit(stopper, task=Scripted([1, 2, 2]), val_data=classes(8), epochs=3)
     other = EarlyStopping(patience=3)
     other.load_state_dict(stopper.state_dict())
-    assert other._best == 1
+    assert other.state_dict()["best"] == 1
     trainer = fit(other, task=Scripted([2, 2, 2]), val_data=classes(8), epochs=3, run_dir="b")
     assert trainer.state.epoch == 1
 
 
 @pytest.mark.parametrize("bad", [{"mode": "best"}, {"patience": 0}])
-def test_early_stopping_refuses_nonsense(bad):
+def test_early_stopping_rejects_invalid_arguments(bad):
     with pytest.raises(BadArgument):
         EarlyStopping(**bad)
 
@@ -104,13 +108,13 @@ def test_model_checkpoint_keeps_the_best_files():
     assert keeper.best_path.name == names[0]
 
 
-def test_model_checkpoint_maximising_and_with_a_name_of_ones_own():
+def test_model_checkpoint_with_mode_max_and_a_custom_filename():
     keeper = ModelCheckpoint(mode="max", save_top_k=1, save_dir="best", filename="s{step}.pt")
     fit(keeper, task=Scripted([0.1, 0.3, 0.2]), val_data=classes(8))
     assert [p.name for p in Path("best").iterdir()] == ["s16.pt"]
     again = ModelCheckpoint(mode="max", save_top_k=1, save_dir="best")
     again.load_state_dict(keeper.state_dict())
-    assert again._best_scores == [(0.3, Path("best/s16.pt"))]
+    assert again.state_dict() == {"best_scores": [(0.3, str(Path("best/s16.pt")))]}
 
 
 def test_files_of_model_checkpoint_can_be_loaded():
@@ -133,11 +137,11 @@ def test_lr_monitor_logs_every_group():
     assert all(r["train/lr"] == 0.1 and r["train/lr_1"] == pytest.approx(0.2) for r in trainer.state.log_history)
 
 
-def test_gradient_monitor_sees_gradients_before_they_are_gone():
+def test_gradient_monitor_logs_norms_before_clipping():
     norms = []
 
     class Reference:
-        def on_before_update(self, trainer, step):
+        def on_before_optimizer_step(self, trainer, step):
             norms.append(float(trainer.grad_norm))
 
     fit(Reference(), GradientMonitor(log_every=6, clip_percentile=50), gradient_clip=0.01, epochs=3)
@@ -165,8 +169,8 @@ def test_throughput_adds_flops_and_steps():
     x, y = classes(dtype=torch.float32)
     meter = Throughput(peak_flops=1e12)
     trainer = fit(meter, task=MeanTask(mlp(dtype=torch.float32)), data=(x, y), log_every=5)
-    # Two linear layers, 4x8 and 8x3: 2 FLOPs per weight forward, and for the weights' and the inputs' gradients
-    # each again, less the gradient of the first inputs, which nobody needs.
+    # Two linear layers, 4x8 and 8x3: 2 FLOPs per weight for the forward pass, the weight gradients and the input
+    # gradients each, minus the gradient of the first inputs, which is not computed.
     want = 2 * (4 * 8 + 8 * 3) * 3 - 2 * 4 * 8
     assert meter.flops_per_sample == want
     record = trainer.state.log_history[-1]
@@ -186,18 +190,18 @@ class Noisy(MeanTask):
         return super().train_step((x + 0.1 * torch.randn_like(x), y))
 
 
-def test_lr_finder_leaves_no_trace_when_the_rate_was_set():
+def test_lr_finder_has_no_side_effects_if_lr_was_set():
     plain, searched = Noisy(), Noisy()
     fit(task=plain, lr=1e-4, run_dir="a")
     finder = LRFinder(num_steps=30)
     trainer = fit(finder, task=searched, lr=1e-4, run_dir="b")
-    assert trainer.lr == 1e-4  # set to the default's value, but set
+    assert trainer.lr == 1e-4  # the default value, but passed explicitly
     assert same(plain.model.state_dict(), searched.model.state_dict())
     assert len(finder.lrs) <= 30
     assert trainer.context.config["suggested_lr"] == finder.suggested_lr
 
 
-def test_lr_finder_sets_the_rate_that_was_left_alone():
+def test_lr_finder_sets_lr_if_it_was_not_passed():
     finder = LRFinder(num_steps=60, smoothing=0.2)
     trainer = Trainer(
         MeanTask(), classes(), batch_size=8, epochs=2, callbacks=[finder], log="none", run_dir="run", log_every=1
@@ -230,7 +234,7 @@ def test_lr_finder_stops_when_the_loss_explodes():
 
 
 @pytest.mark.parametrize("bad", [{"min_lr": 1, "max_lr": 0.1}, {"num_steps": 2}, {"smoothing": 0}])
-def test_lr_finder_refuses_nonsense(bad):
+def test_lr_finder_rejects_invalid_arguments(bad):
     with pytest.raises(BadArgument):
         LRFinder(**bad)
 
@@ -238,7 +242,7 @@ def test_lr_finder_refuses_nonsense(bad):
 # -- EMA ---------------------------------------------------------------------------------------------------
 
 
-def test_ema_is_that_of_timm():
+def test_ema_matches_timm():
     reference = {}
 
     class Reference:
@@ -258,13 +262,13 @@ def test_ema_is_that_of_timm():
         assert torch.allclose(got[key].double(), want[key].double(), atol=1e-12), key
 
 
-def test_ema_runs_once_per_optimizer_step_not_micro_batch():
+def test_ema_updates_once_per_optimizer_step_not_micro_batch():
     ema = EMA(decay=0.9)
     fit(ema, accumulation_steps=4, epochs=2)
     assert ema.updates == 4
 
 
-def test_ema_is_evaluated_without_touching_the_trained_weights():
+def test_evaluation_uses_the_ema_and_leaves_the_trained_weights_alone():
     task = MeanTask()
     ema = EMA(decay=0.99, warmup=False)
     trainer = fit(ema, task=task, val_data=classes(32, seed=1), lr=0.1)
@@ -281,7 +285,7 @@ def test_ema_is_evaluated_without_touching_the_trained_weights():
     assert kept.evaluate()["val/loss"] == pytest.approx(raw, rel=1e-12)
 
 
-def test_the_trained_model_is_back_even_if_evaluation_fails():
+def test_the_trained_model_is_restored_if_evaluation_fails():
     class Fails(MeanTask):
         def eval_step(self, batch):
             raise RuntimeError("evaluation broke")
@@ -293,7 +297,7 @@ def test_the_trained_model_is_back_even_if_evaluation_fails():
     assert task.model is model
 
 
-def test_ema_survives_a_restart():
+def test_ema_is_restored_on_resume():
     whole, half, rest = EMA(decay=0.9), EMA(decay=0.9), EMA(decay=0.9)
     fit(whole, max_steps=9, scheduler=None, run_dir="a")
     fit(half, max_steps=5, scheduler=None, run_dir="b").save("five.pt")
@@ -308,7 +312,7 @@ def test_ema_keeps_fp32_for_a_bf16_model():
     assert all(p.dtype == torch.float32 for p in ema.model.parameters())
 
 
-def test_ema_is_exported_and_predicted_with():
+def test_the_ema_is_exported():
     ema = EMA(decay=0.99, warmup=False)
     trainer = fit(ema, lr=0.1)
     path = trainer.export("m")
@@ -316,17 +320,18 @@ def test_ema_is_exported_and_predicted_with():
     assert torch.equal(exported["0.weight"], ema.model.state_dict()["0.weight"].float())
 
 
-# -- the list ----------------------------------------------------------------------------------------------
+# -- CallbackList ------------------------------------------------------------------------------------------
 
 
-def test_two_of_a_class_have_states_of_their_own():
+def test_two_instances_of_a_class_have_separate_states():
     a, b = EarlyStopping(patience=2), EarlyStopping(patience=9)
-    a._counter, b._counter = 1, 5
+    a.load_state_dict({"best": 1.0, "counter": 1})
+    b.load_state_dict({"best": 1.0, "counter": 5})
     saved = CallbackList([a, b]).state_dict()
     assert set(saved) == {"EarlyStopping", "EarlyStopping#2"}
     c, d = EarlyStopping(patience=2), EarlyStopping(patience=9)
     CallbackList([c, d]).load_state_dict(saved)
-    assert (c._counter, d._counter) == (1, 5)
+    assert (c.state_dict()["counter"], d.state_dict()["counter"]) == (1, 5)
 
 
 def test_callbacks_run_in_the_order_given():
@@ -341,3 +346,74 @@ def test_callbacks_run_in_the_order_given():
 
     fit(Named("first"), Named("second"), Named("third"), max_steps=1)
     assert order == ["first", "second", "third"]
+
+
+# -- callbacks by name -------------------------------------------------------------------------------------
+
+
+def test_callbacks_can_be_given_by_name():
+    named = fit("lr_monitor", {"name": "ema", "decay": 0.9}, run_dir="a")
+    assert [type(callback) for callback in run_of(named).callbacks] == [LRMonitor, EMA]
+    assert same(weights(named.task), weights(fit(LRMonitor(), EMA(decay=0.9), run_dir="b").task))
+
+
+def test_every_built_in_callback_has_a_name():
+    needs_options = {"text_samples": {"prompts": ["a"]}}
+    names = """collapse_monitor early_stopping ema gradient_monitor image_samples lr_finder lr_monitor model_checkpoint
+    online_knn online_linear progress_bar text_samples throughput"""
+    for name in names.split():
+        assert callable(type(make_callback({"name": name, **needs_options.get(name, {})})))
+    with pytest.raises(BadArgument, match=", ".join(names.split())):
+        make_callback("no such callback")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("early_stoping", "Did you mean 'early_stopping'"),
+        ({"name": "ema", "decey": 0.9}, "'ema' do not fit EMA.*'decey'"),
+        ({"decay": 0.9}, "{'name': ..., options}"),
+        ({"name": "text_samples"}, "missing a required argument: 'prompts'"),
+    ],
+)
+def test_wrong_names_and_options_are_explained(spec, message):
+    with pytest.raises(BadArgument, match=message):
+        CallbackList([spec])
+
+
+PLUGIN = """
+class StepPrinter:
+    def __init__(self, every=1):
+        self.every = every
+
+    def on_step_end(self, trainer, step, loss):
+        if step % self.every == 0:
+            trainer.log_metrics({"train/printed": float(step)})
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """An installed package that registers callbacks, one of them broken."""
+    (tmp_path / "step_printer.py").write_text(PLUGIN)
+    info = tmp_path / "step_printer-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: step-printer\nVersion: 1.0\n")
+    lines = ["[trainformer.callbacks]", "step_printer = step_printer:StepPrinter", "broken = step_printer:Missing"]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins._registered.cache_clear()
+    yield
+    plugins._registered.cache_clear()
+    sys.modules.pop("step_printer", None)
+
+
+def test_a_callback_of_another_package_is_found_by_name(plugin):
+    fit({"name": "step_printer", "every": 4}, max_steps=8)
+    assert [r["step"] for r in read_jsonl("run/metrics.jsonl") if "train/printed" in r] == [4, 8]
+    with pytest.raises(BadArgument, match="Did you mean 'step_printer'"):
+        make_callback("step_pinter")
+    with pytest.raises(
+        BadArgument, match=r"'broken' \(trainformer.callbacks, step_printer:Missing\) cannot be imported"
+    ):
+        make_callback("broken")

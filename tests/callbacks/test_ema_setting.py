@@ -1,4 +1,4 @@
-"""`ema=` as a setting: the callback without writing it down."""
+"""The setting `ema=`, a shortcut for the EMA callback."""
 
 import pytest
 import torch
@@ -15,18 +15,18 @@ def run(**options):
     return Trainer(task, data, val_data=data, epochs=2, batch_size=8, lr=1e-2, log="none", **options).fit()
 
 
-def test_the_setting_is_the_callback():
+def test_the_setting_equals_the_callback():
     by_setting, by_callback, without = run(ema=0.9), run(callbacks=[EMA(decay=0.9)]), run()
     assert by_setting.evaluate() == by_callback.evaluate()
     assert by_setting.evaluate() != without.evaluate()
-    assert by_setting.evaluate_trained() == without.evaluate()
+    assert by_setting.evaluate_without_ema() == without.evaluate()
 
 
-def test_a_callback_of_the_users_counts_more():
+def test_an_explicit_callback_takes_precedence():
     trainer = run(ema=0.5, callbacks=[EMA(decay=0.9)])
     assert trainer.evaluate() == run(callbacks=[EMA(decay=0.9)]).evaluate()
 
 
-def test_a_decay_of_one_would_never_move():
+def test_a_decay_of_one_is_rejected():
     with pytest.raises(BadArgument, match="ema to be a number from 0 and below 1"):
         run(ema=1.0)

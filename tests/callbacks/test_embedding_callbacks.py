@@ -1,4 +1,4 @@
-"""OnlineKNN and CollapseMonitor beside metric learning."""
+"""OnlineKNN and CollapseMonitor in metric learning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trainer_with(*callbacks: Any, loss: str = "arcface", **more: Any) -> Trainer
 
 
 class Evaluations:
-    """Keeps the metrics of every evaluation."""
+    """Collects the metrics of every evaluation."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -46,7 +46,7 @@ class Evaluations:
 
 
 @pytest.mark.parametrize("k", [5, 20])
-def test_the_vote_is_that_of_lightly(k: int) -> None:
+def test_online_knn_matches_lightly(k: int) -> None:
     noted = Evaluations()
     trainer = trainer_with(OnlineKNN(k=k, temperature=0.1), noted, epochs=1, max_steps=None).fit()
     bank, queries = trainer.embed("train"), trainer.embed("val")
@@ -56,7 +56,7 @@ def test_the_vote_is_that_of_lightly(k: int) -> None:
     assert 0.2 < want < 1
 
 
-def test_it_can_be_monitored_and_leaves_the_run_alone() -> None:
+def test_it_can_be_monitored_and_does_not_affect_the_run() -> None:
     plain = trainer_with(eval_every="2steps").fit()
     watched = trainer_with(
         OnlineKNN(k=3), eval_every="2steps", monitor_metric="val/online_knn", monitor_mode="max"
@@ -66,27 +66,27 @@ def test_it_can_be_monitored_and_leaves_the_run_alone() -> None:
         assert torch.equal(a, b)
 
 
-def test_every_so_many_evaluations() -> None:
+def test_every_second_evaluation() -> None:
     noted = Evaluations()
     trainer_with(OnlineKNN(k=3, every=2), noted, eval_every="1steps").fit()
     assert ["val/online_knn" in metrics for metrics in noted.metrics] == [False, True] * 3
 
 
-def test_a_part_of_the_training_data_is_enough() -> None:
+def test_max_train_below_k() -> None:
     noted = Evaluations()
-    trainer_with(OnlineKNN(k=50, max_train=10), noted).fit()  # more neighbours than there are
+    trainer_with(OnlineKNN(k=50, max_train=10), noted).fit()  # fewer samples than neighbours
     assert 0 <= noted.metrics[-1]["val/online_knn"] <= 1
 
 
 class Named(TensorDataset):
-    """With names of its classes."""
+    """A dataset with class names."""
 
     def __init__(self, names: str, *tensors: Tensor) -> None:
         super().__init__(*tensors)
         self.classes = list(names)
 
 
-def test_classes_that_training_never_saw_cannot_be_voted_for() -> None:
+def test_validation_classes_that_are_not_in_the_training_data() -> None:
     data = {"data": Named("abcde", *samples()), "val_data": Named("vwxyz", *samples(40, seed=1))}
     noted = Evaluations()
     try:
@@ -97,7 +97,7 @@ def test_classes_that_training_never_saw_cannot_be_voted_for() -> None:
 
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"every": 0}, {"temperature": 0.0}])
-def test_wrong_numbers(options: dict[str, Any]) -> None:
+def test_online_knn_rejects_invalid_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(BadArgument, match=f"OnlineKNN's {next(iter(options))}"):
         OnlineKNN(**options)
 
@@ -117,7 +117,7 @@ def same_image(n: int = 60) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("loss", ["arcface", "triplet"])
-def test_a_collapse_is_told_and_stops_the_run(loss: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collapse_is_logged_and_stops_the_run(loss: str, caplog: pytest.LogCaptureFixture) -> None:
     monitor = CollapseMonitor(patience=3, stop=True)
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         trainer = trainer_with(monitor, loss=loss, data=same_image(), val_data=None, log_every=1, max_steps=9).fit()
@@ -126,7 +126,7 @@ def test_a_collapse_is_told_and_stops_the_run(loss: str, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("loss", ["arcface", "triplet", "supcon"])
-def test_embeddings_that_differ_are_no_collapse(loss: str) -> None:
+def test_different_embeddings_are_not_a_collapse(loss: str) -> None:
     loader = DataLoader(TensorDataset(*samples()), batch_size=10)
     trainer = trainer_with(
         CollapseMonitor(patience=1, stop=True), loss=loss, data=loader, sampler=None, log_every=1
@@ -135,6 +135,6 @@ def test_embeddings_that_differ_are_no_collapse(loss: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"threshold": 0.0}, {"threshold": 1.0}, {"patience": 0}])
-def test_wrong_limits(options: dict[str, Any]) -> None:
+def test_collapse_monitor_rejects_invalid_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(BadArgument, match=f"CollapseMonitor's {next(iter(options))}"):
         CollapseMonitor(**options)

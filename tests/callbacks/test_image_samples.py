@@ -1,4 +1,4 @@
-"""Validation images with what they are taken for: the very pixels, the very predictions, and no trace in training."""
+"""ImageSamples: exact pixels, exact predictions, and no effect on training."""
 
 import base64
 import io
@@ -44,7 +44,7 @@ def opened(shown):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_they_are_the_images_with_true_and_predicted_class(channels):
+def test_images_are_recorded_with_true_and_predicted_class(channels):
     images, labels = pictures(channels=channels)
     trainer = fit(ImageSamples(n=5), channels=channels)
     first, last = recorded()
@@ -56,7 +56,7 @@ def test_they_are_the_images_with_true_and_predicted_class(channels):
         pixels = opened(shown)
         pixels = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
         place = int((images.float() - torch.tensor(pixels.copy()).float()).abs().flatten(1).amax(1).argmin())
-        assert np.array_equal(images[place].numpy(), pixels)  # normalising and undoing it gives the same bytes
+        assert np.array_equal(images[place].numpy(), pixels)  # normalisation is undone exactly
         prediction, sure = int(rows[place]["prediction"]), float(rows[place]["probability"])
         assert shown["caption"] == f"true {int(labels[place])}, predicted {prediction} ({sure:.2f})"
         seen.add(int(labels[place]))
@@ -64,18 +64,18 @@ def test_they_are_the_images_with_true_and_predicted_class(channels):
     assert seen == {0, 1}  # evenly over the set
 
 
-def test_large_ones_are_made_small():
+def test_large_images_are_downscaled():
     fit(ImageSamples(n=2, size=16), images=pictures(8, 40), epochs=1)
     assert [opened(shown).shape for shown in recorded()[0]["images"]] == [(16, 16, 3)] * 2
 
 
-def test_floats_that_the_user_has_prepared():
+def test_float_images():
     images, labels = pictures()
     fit(ImageSamples(n=2), images=(images.float() / 255, labels), epochs=1)
     assert np.array_equal(opened(recorded()[0]["images"][0]), images[0].permute(1, 2, 0).numpy())
 
 
-def test_training_goes_on_as_if_nothing_had_happened():
+def test_training_is_not_affected():
     without = fit(run_dir="without")
     assert same(weights(without.task), weights(fit(ImageSamples()).task))
 
@@ -91,7 +91,7 @@ def test_bad_arguments(options):
         ImageSamples(**options)
 
 
-def test_what_are_no_images():
+def test_data_other_than_images_is_rejected():
     task = MeanTask()
     task.predict_step = lambda batch: {"prediction": task.model(batch[0]).argmax(-1)}
     trainer = Trainer(task, classes(), val_data=classes(16), max_steps=2, log="none", callbacks=[ImageSamples()])

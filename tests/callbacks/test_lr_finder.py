@@ -1,4 +1,4 @@
-"""The rate that a range test suggests, when single batches say more about themselves than about the rate."""
+"""The learning rate that LRFinder suggests if batch losses are noisy."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from trainformer.callbacks import LRFinder
 
 
 def noisy(seed, noise):
-    """A trainer whose loss falls between rates of 1e-4 and 1e-1, and rises above; each batch has a loss of its own."""
+    """A trainer whose loss falls between learning rates of 1e-4 and 1e-1 and rises above, with noise per batch."""
     draw = random.Random(seed)
 
     def step(batch, lr):
@@ -23,14 +23,22 @@ def noisy(seed, noise):
     def sandbox():
         yield SimpleNamespace(batches=lambda: itertools.repeat(None), step=step)
 
-    return SimpleNamespace(sandbox=sandbox)
+    config = SimpleNamespace(set_derived=lambda *args: None)
+    return SimpleNamespace(
+        sandbox=sandbox,
+        state=SimpleNamespace(step=0),
+        record=lambda kind, **content: None,
+        context=SimpleNamespace(config=config),
+        was_set=lambda name: True,
+        lr=1e-3,
+    )
 
 
 @pytest.mark.parametrize("steps", [40, 100])
-def test_the_noise_of_the_first_batches_suggests_no_rate(steps):
+def test_noise_of_the_first_batches_does_not_determine_the_suggestion(steps):
     found = []
     for seed in range(40):
         finder = LRFinder(num_steps=steps)
-        finder._sweep(noisy(seed, 0.15))
-        found.append(finder._steepest())
+        finder.on_train_begin(noisy(seed, 0.15))
+        found.append(finder.suggested_lr)
     assert all(1e-4 < lr < 1.0 for lr in found), sorted(found)

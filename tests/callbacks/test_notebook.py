@@ -1,4 +1,4 @@
-"""A run in a notebook: one display, drawn anew, whose curves are what was logged. Also in a real kernel."""
+"""Runs in a notebook: one display that is redrawn and plots the logged metrics. Also in a real kernel."""
 
 import math
 import re
@@ -11,21 +11,21 @@ import pytest
 from toys import MeanTask, classes
 from trainformer import Trainer
 from trainformer.callbacks import ProgressBar, notebook
-from trainformer.callbacks.curves import Series, line_chart, thinned, ticks
+from trainformer.callbacks.notebook import Series, downsample, line_chart, ticks
 from trainformer.loggers import ConsoleLogger, read_jsonl
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def lines_in(html):
-    """The polylines of a display by name, each as an array (points, 2); what is not well-formed XML is an error."""
+    """The polylines of a display by name, as arrays (points, 2). Raises if the XML is not well-formed."""
     (svg,) = re.findall(r"<svg.*?</svg>", html, re.S)
     found = ET.fromstring(svg).iter(f"{SVG}polyline")
     return {one.get("data-name"): np.array([p.split(",") for p in one.get("points").split()], float) for one in found}
 
 
 def assert_drawn(points, steps, values):
-    """Places in the picture are steps and values on straight scales, the second upside down; to a tenth of a pixel."""
+    """Pixels are linear in steps and values (the y axis points down), to a tenth of a pixel."""
     assert len(points) == len(steps)
     for column, wanted in zip(points.T, (steps, values), strict=True):
         slope, shift = np.polyfit(wanted, column, 1)
@@ -35,7 +35,7 @@ def assert_drawn(points, steps, values):
 
 
 class Shown(list):
-    """Stands for a front end: what was published, in order."""
+    """A fake frontend that keeps what was published."""
 
     def __call__(self, bundle):
         self.append(bundle)
@@ -47,9 +47,9 @@ class Shown(list):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """As in a kernel: rich says that this is one, and displays are caught."""
+    """Pretend to run in a kernel, and catch displays."""
     caught = Shown()
-    monkeypatch.setattr(notebook, "_in_notebook", lambda: caught)
+    monkeypatch.setattr(notebook, "_cell_output", lambda: caught)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda segments, text: None)
     return caught
@@ -65,11 +65,11 @@ def logged(name):
     return [step for step, _ in found], [value for _, value in found]
 
 
-# -- the display of a run ------------------------------------------------------------------------------------
+# -- display -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("monitor", ["val/loss", "val/accuracy"])
-def test_curves_are_what_was_logged(shown, monitor):
+def test_curves_show_the_logged_metrics(shown, monitor):
     trainer_for(monitor_metric=monitor).fit()
     lines = lines_in(shown.html)
     assert_drawn(lines["train/loss"], *logged("train/loss"))
@@ -80,14 +80,14 @@ def test_curves_are_what_was_logged(shown, monitor):
     assert "width:100.0%" in shown.html
 
 
-def test_a_run_that_goes_on_shows_its_whole_curve(shown):
+def test_a_resumed_run_shows_its_whole_curve(shown):
     trainer_for().fit()
     trainer_for(epochs=5).fit()
     assert_drawn(lines_in(shown.html)["train/loss"], *logged("train/loss"))
     assert logged("train/loss")[0][-1] == 40
 
 
-def test_it_is_drawn_twice_a_second_at_most(shown, monkeypatch):
+def test_it_redraws_at_most_twice_a_second(shown, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(notebook.time, "perf_counter", lambda: now[0])
     display = notebook.NotebookDisplay()
@@ -97,10 +97,10 @@ def test_it_is_drawn_twice_a_second_at_most(shown, monkeypatch):
         display.move(step)
         display.log(step, {"train/loss": 1 / step})
     display.end(1000)
-    assert 18 <= len(shown) <= 23  # ten seconds, the beginning and the end
+    assert 18 <= len(shown) <= 23  # ten seconds, plus start and end
 
 
-def test_a_failure_leaves_the_last_state_and_says_so(shown):
+def test_a_failure_is_shown_with_the_last_state(shown):
     class Fails(MeanTask):
         calls = 0
 
@@ -117,7 +117,7 @@ def test_a_failure_leaves_the_last_state_and_says_so(shown):
     assert logged("train/loss")[0][-1] == 12
 
 
-def test_an_interruption_is_no_failure(shown):
+def test_an_interruption_is_not_a_failure(shown):
     class Interrupted:
         def on_step_end(self, trainer, step, loss):
             if step == 10:
@@ -129,7 +129,7 @@ def test_an_interruption_is_no_failure(shown):
     assert "failed" not in shown.html
 
 
-def test_who_stopped_it(shown):
+def test_the_stop_reason_is_shown(shown):
     class Stops:
         def on_step_end(self, trainer, step, loss):
             if step == 10:
@@ -139,7 +139,7 @@ def test_who_stopped_it(shown):
     assert "stopped by Stops: enough" in shown.html
 
 
-def test_losses_that_are_not_finite_have_no_place_in_the_picture(shown):
+def test_non_finite_losses_are_not_plotted(shown):
     display = notebook.NotebookDisplay()
     for step, loss in enumerate([1.0, math.nan, 0.5, math.inf, 0.25]):
         display.log(step, {"train/loss": loss})
@@ -147,19 +147,19 @@ def test_losses_that_are_not_finite_have_no_place_in_the_picture(shown):
     assert len(lines_in(shown.html)["train/loss"]) == 3
 
 
-def test_evaluations_outside_of_a_run_leave_no_display(shown):
+def test_evaluations_outside_of_training_show_no_display(shown):
     trainer_for().evaluate()
     assert shown == []
 
 
-def test_there_is_none_without_the_console_nor_outside_of_a_kernel(shown, monkeypatch):
+def test_there_is_no_display_without_console_or_kernel(shown, monkeypatch):
     trainer_for(log="none").fit()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: False)
     trainer_for(run_dir="other", callbacks=[ProgressBar()]).fit()
     assert shown == []
 
 
-def test_lines_of_training_are_left_to_the_display(monkeypatch, capsys):
+def test_the_console_logger_prints_no_training_lines_in_a_notebook(monkeypatch, capsys):
     from rich.console import Console
 
     printed = []
@@ -174,12 +174,12 @@ def test_lines_of_training_are_left_to_the_display(monkeypatch, capsys):
 # -- charts --------------------------------------------------------------------------------------------------
 
 
-def test_many_points_become_few_that_look_the_same():
+def test_downsampling_keeps_extremes():
     values = np.sin(np.arange(20_000) / 3000)
     values[12_345] = 9.0  # a spike of one step
     values[777] = -7.0
     points = [(step, float(value)) for step, value in enumerate(values)]
-    few = thinned(points, 300)
+    few = downsample(points, 300)
     assert len(few) <= 300
     assert few == sorted(few)
     assert set(few) <= set(points)
@@ -187,7 +187,7 @@ def test_many_points_become_few_that_look_the_same():
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 17), (1e-9, 3e-9), (99_999, 100_001), (0.1, 0.10001)])
-def test_marks_are_round_and_few(low, high):
+def test_ticks_are_few_round_numbers(low, high):
     marks = ticks(low, high)
     assert 2 <= len(marks) <= 5
     assert all(low - 1e-12 <= mark <= high + 1e-12 for mark in marks)
@@ -199,7 +199,7 @@ def test_nothing_to_draw_yet(points):
     assert line_chart([Series("a", points)]) == ""
 
 
-def test_a_flat_line_and_a_strange_name():
+def test_a_flat_line_and_a_name_with_special_characters():
     chart = line_chart([Series('<"&>', [(0, 0.0), (10, 0.0)])])
     ((name, points),) = lines_in(chart).items()
     assert name == '<"&>'
@@ -226,10 +226,10 @@ def test_in_a_notebook(tmp_path):
     place = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=place).execute()
     pages = [one["data"]["text/html"] for one in cell.outputs if "text/html" in one.get("data", {})]
-    (page,) = [page for page in pages if "<svg" in page]  # one display, whatever was drawn how often
+    (page,) = [page for page in pages if "<svg" in page]  # one display, however often it was redrawn
     assert_drawn(lines_in(page)["train/loss"], *logged("train/loss"))
     assert "step 24 of 24" in page
     assert "done" in page
     texts = "".join(one["data"]["text/plain"] for one in cell.outputs if "data" in one)
     assert "val     24" in texts
-    assert "step     2" not in texts  # lines of training are left to the display
+    assert "step     2" not in texts  # no training lines from the console logger

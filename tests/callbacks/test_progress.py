@@ -1,4 +1,4 @@
-"""The progress bar: on a terminal only, and never left behind."""
+"""The progress bar: on terminals only, and always closed."""
 
 import io
 
@@ -26,25 +26,25 @@ def test_it_shows_epoch_steps_and_values_on_a_terminal():
     text = file.getvalue()
     for part in ("epoch 2", "16/16", "loss", "lr", "samples/s", "evaluating"):
         assert part in text
-    assert bar._bar is None
+    assert not bar.is_open
 
 
-def test_it_is_silent_elsewhere():
+def test_it_prints_nothing_to_files():
     trainer, _, file = run(False)
     trainer.fit()
     trainer.evaluate()
     assert file.getvalue() == ""
 
 
-def test_an_evaluation_on_its_own_has_a_bar_that_goes_away():
+def test_the_bar_of_a_separate_evaluation_disappears():
     trainer, bar, file = run(True)
     trainer.evaluate()
     assert "evaluating" in file.getvalue()
-    assert bar._bar is None
+    assert not bar.is_open
 
 
 @pytest.mark.parametrize("where", ["train_step", "eval_step"])
-def test_the_terminal_is_given_back_after_an_error(where):
+def test_the_bar_is_closed_after_an_error(where):
     task = MeanTask()
 
     def fail(batch):
@@ -54,14 +54,14 @@ def test_the_terminal_is_given_back_after_an_error(where):
     trainer, bar, file = run(True, task)
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit()
-    assert bar._bar is None
+    assert not bar.is_open
     assert file.getvalue().endswith("\x1b[?25h")  # the cursor is visible again
 
 
-def test_it_reads_no_loss():
+def test_it_does_not_read_the_loss():
     class Unreadable:
         def __float__(self):
-            raise AssertionError("the bar looked at the loss")
+            raise AssertionError("the bar read the loss")
 
     _, bar, _ = run(True)
     assert bar.on_step_end(None, 1, Unreadable()) is None

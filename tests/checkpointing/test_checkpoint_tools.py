@@ -28,7 +28,7 @@ from trainformer.checkpoint import (
 )
 from trainformer.core import BadArgument, DataError
 
-EVERY_COMPONENT = ["model", "optimizer", "schedule", "backend", "run", "rng", "context", "loggers", "callback.EMA"]
+EVERY_COMPONENT = ["model", "optimizer", "schedule", "backend", "run", "context", "loggers", "rng", "callback.EMA"]
 
 
 def train(run_dir="runs/a", steps=6, task=None, **options):
@@ -86,7 +86,7 @@ def test_looking_needs_no_torch(folder):
 
 @pytest.mark.parametrize("path", ["runs/a", "runs/a/checkpoints"])
 @pytest.mark.usefixtures("trainer")
-def test_listing_a_run_or_its_folder_of_checkpoints(path):
+def test_listing_a_run_or_its_checkpoints_folder(path):
     assert [c.step for c in list_checkpoints(path)] == [2, 4, 6]
 
 

@@ -198,7 +198,7 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside():
     trainer = make(save_every=5, max_steps=13, resume="run/checkpoints/step_00000005").fit()
     assert trainer.state.step == 13
     assert saved_steps() == [13]
-    assert len(list(Path("run/checkpoints/given-up-1").iterdir())) == 3
+    assert len(list(Path("run/checkpoints/abandoned-1").iterdir())) == 3
     steps = [r["step"] for r in read_jsonl("run/metrics.jsonl")]
     assert steps == sorted(set(steps))
 
@@ -464,8 +464,8 @@ def test_the_same_command_with_a_path_goes_on_after_a_crash():
     trainer = make(resumed, resume="start", save_every=3)
     trainer.fit()
     assert same(weights(whole), weights(resumed))
-    assert not Path("run/checkpoints/given-up-1").exists()
-    assert "going on from run/checkpoints/step_00000012" in Path("run/log.txt").read_text()
+    assert not Path("run/checkpoints/abandoned-1").exists()
+    assert "resuming from run/checkpoints/step_00000012" in Path("run/log.txt").read_text()
 
 
 def test_other_data_or_another_model_is_another_command():

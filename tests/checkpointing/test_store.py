@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainformer.checkpointing import (
-    BackgroundWriter,
     Checkpoint,
     CheckpointStore,
     InvalidCheckpoint,
@@ -25,6 +24,7 @@ from trainformer.checkpointing import (
     StateComponent,
     protect,
 )
+from trainformer.checkpointing.checkpointer import BackgroundWriter
 
 
 def fill(content=b"weights"):
@@ -98,7 +98,7 @@ def test_checkpoints_can_have_the_names_of_huggingface(tmp_path):
     assert (tmp_path / "checkpoint-7").is_dir()
     assert (tmp_path / "checkpoint-x").is_dir()
     store.set_aside(after=900)
-    assert (tmp_path / "given-up-1" / "checkpoint-1000").is_dir()
+    assert (tmp_path / "abandoned-1" / "checkpoint-1000").is_dir()
 
 
 def damage(path, kind):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from trainformer.checkpointing.torch_components import read_component, write_component
+from trainformer.checkpointing.torch_files import read_component, write_component
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.utils.tensor_files import read_weights, write_weights
 

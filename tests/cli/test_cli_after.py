@@ -110,7 +110,7 @@ def test_evaluate_gives_what_the_trainer_of_the_run_gives(pets, capsys):
     found = answer(capsys, "evaluate", pets.run)
     assert found["metrics"] == pytest.approx(pets.trainer.evaluate())
     assert found["step"] == 6
-    assert found["metrics"] != pytest.approx(pets.trainer.evaluate_trained())
+    assert found["metrics"] != pytest.approx(pets.trainer.evaluate_without_ema())
     other = answer(capsys, "evaluate", pets.run, "--data", pets.test, "--batch-size", "5")
     assert other["metrics"] == pytest.approx(pets.trainer.evaluate(pets.test), rel=1e-5)
     assert files_of(pets.root) == before
@@ -221,7 +221,7 @@ def test_the_formats_are_those_there_are():
 def test_export_writes_what_the_trainer_would(pets, capsys):
     assert main(["export", pets.run, "weights"]) == 0
     assert "was exported as pytorch to weights.pt" in capsys.readouterr().out
-    own, theirs = torch.load("weights.pt"), run_of(pets.trainer).whole_model().state_dict()
+    own, theirs = torch.load("weights.pt"), run_of(pets.trainer).unsharded_model().state_dict()
     assert own.keys() == theirs.keys()
     assert all(torch.equal(own[name], theirs[name]) for name in own)
     words = ["--format", "torchscript", "--input-shape", "3,32,32"]
@@ -229,7 +229,7 @@ def test_export_writes_what_the_trainer_would(pets, capsys):
     images = torch.randn(3, 3, 32, 32)
     program = torch.jit.load("net.pt")
     with torch.no_grad():
-        assert torch.allclose(program(images), run_of(pets.trainer).whole_model().eval()(images), atol=1e-5)
+        assert torch.allclose(program(images), run_of(pets.trainer).unsharded_model().eval()(images), atol=1e-5)
     assert main(["export", pets.run, "weights"]) == 1
     assert "weights.pt" in capsys.readouterr().err
 

@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from trainformer.cli import completion, frame
-from trainformer.cli.flags import catalogue
+from trainformer.cli import catalogue, completion, frame
 
 ASK = r"""
 source script.sh

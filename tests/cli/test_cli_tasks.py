@@ -11,8 +11,7 @@ import torch
 from trainformer import adapters, callbacks, loggers, tasks
 from trainformer.backends.torch.optimizer_names import _BNB, _TORCH
 from trainformer.backends.torch.schedules import SCHEDULES
-from trainformer.cli import frame
-from trainformer.cli.flags import catalogue
+from trainformer.cli import catalogue, frame
 
 PACKAGES = {"tasks": tasks, "adapters": adapters, "callbacks": callbacks, "loggers": loggers}
 

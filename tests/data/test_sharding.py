@@ -124,12 +124,12 @@ def test_a_batch_that_cannot_be_divided_is_refused():
 class Hands:
     """Rank 0 of two, and what it would have handed to the other."""
 
-    is_main, count = True, 2
+    is_main, dp_world_size = True, 2
 
     def __init__(self):
         self.other = []
 
-    def hand_out(self, parts):
+    def scatter(self, parts):
         self.other.append(parts[1])
         return parts[0]
 

@@ -104,7 +104,7 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
     backend.drop_step()
     probe.gradients(next(batches))
     strategy = backend.strategy
-    look = getattr(strategy, "gradient_of", lambda parameter: parameter.grad.clone())
+    look = getattr(strategy, "full_gradient", lambda parameter: parameter.grad.clone())
     return {name: look(p) for name, p in trainer.task.model.named_parameters()}
 
 

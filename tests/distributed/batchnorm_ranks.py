@@ -11,9 +11,9 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks import added_up, share_of
+from ranks import all_reduced, share_of
 from trainformer.core.errors import DataError
-from trainformer.distributed.shared_batchnorm import share_batchnorm
+from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm
 from trainformer.models.heads import BNNeck, MLPHead, single_sample_batchnorm
 from trainformer.models.momentum import MomentumCopy
 from trainformer.utils.distributed import padding
@@ -44,7 +44,7 @@ def layer_of(name: str) -> nn.Module:
     layer = LAYERS[name][0]().to(HOME["device"], torch.float64)
     for place, parameter in enumerate(layer.parameters()):
         parameter.data.copy_(torch.linspace(0.5, 1.5 + place, 5))
-    assert share_batchnorm(layer) == 1
+    assert convert_sync_batchnorm(layer) == 1
     return layer
 
 
@@ -84,7 +84,7 @@ def trained(name: str, rank: int, world: int) -> dict[str, Tensor]:
             found[f"rows.{name}.{step}.gradient"] = rows.grad  # type: ignore[assignment]
         found[f"rows.{name}.{step}.output"] = output.detach()
     learned = {f"{name}.{key}.gradient": p.grad for key, p in layer.named_parameters() if p.grad is not None}
-    found |= added_up(learned) | {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+    found |= all_reduced(learned) | {f"{name}.{key}": value for key, value in layer.state_dict().items()}
     if name == "untracked":
         return found  # evaluates with the statistics of what it is given, as ever
     return found | {f"rows.{name}.evaluated": layer.eval()(rows).detach()}
@@ -95,7 +95,7 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(MLPHead([5, 8, 6], last_norm=True), nn.Tanh(), nn.Linear(6, 1))
     model = model.to(HOME["device"], torch.float64)
-    assert share_batchnorm(model) == 2
+    assert convert_sync_batchnorm(model) == 2
     return model
 
 
@@ -129,7 +129,7 @@ def with_padding(rank: int, world: int) -> dict[str, Tensor]:
         assert output.isfinite().all()
         (output.sum() * 0).backward()
     gradients = {f"padded.{name}.gradient": p.grad for name, p in model.named_parameters()}
-    return added_up(gradients) | {f"padded.{name}": value for name, value in model.state_dict().items()}  # type: ignore[arg-type]
+    return all_reduced(gradients) | {f"padded.{name}": value for name, value in model.state_dict().items()}  # type: ignore[arg-type]
 
 
 def with_one_sample(rank: int, world: int) -> dict[str, Tensor]:
@@ -149,14 +149,14 @@ def with_one_sample(rank: int, world: int) -> dict[str, Tensor]:
     output.sum().backward()
     found = {f"single.{name}": value.clone() for name, value in model.state_dict().items()}
     found["single.output"] = output.detach() if rank == 0 else torch.zeros(1, 1, dtype=torch.float64)
-    found = added_up(found)
+    found = all_reduced(found)
     found = {name: value / (1 if name.endswith("output") else world) for name, value in found.items()}
     if world > 1:
         with single_sample_batchnorm(model, size=1):
             found["several"] = model(images(world, 5, seed=6)[rank : rank + 1]).detach()
         # Not one value per channel more than a variance needs, and nothing to go by: all ranks say so.
         bare = nn.BatchNorm1d(5, track_running_stats=False).double()
-        share_batchnorm(bare)
+        convert_sync_batchnorm(bare)
         if rank == 0:
             with pytest.raises(DataError, match="more than one value per channel"):
                 bare(sample)

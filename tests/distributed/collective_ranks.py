@@ -12,14 +12,14 @@ from torch import Tensor
 from trainformer.core.errors import DataError
 from trainformer.losses import nt_xent_loss
 from trainformer.utils.distributed import (
+    all_reduce_sum,
+    gather_row_counts,
     gather_rows,
     padding,
     rank,
-    row_shares,
+    set_data_parallel_group,
     shuffle_rows,
-    sum_over_ranks,
     unshuffle_rows,
-    use_group,
     world_size,
 )
 
@@ -46,7 +46,7 @@ def gathered(index: int) -> dict[str, Tensor]:
     for kind in KINDS:
         found[f"rows.{kind}"] = gather_rows(rows_of(index, COUNTS[index], kind))
     own = rows_of(index, COUNTS[index]).requires_grad_()
-    shares = row_shares(own)
+    shares = gather_row_counts(own)
     every = gather_rows(own, shares)
     (every.square().sum((1, 2)) * loss_weights(index)).sum().backward()
     assert own.grad is not None
@@ -73,7 +73,7 @@ def padded(index: int) -> dict[str, Tensor]:
     if index < 2:
         every, first, back = _exchanged(rows)
     else:
-        with padding(takes_part=True):
+        with padding(participates=True):
             every, first, back = _exchanged(rows)
     every.sum().backward()
     assert rows.grad is not None
@@ -81,7 +81,7 @@ def padded(index: int) -> dict[str, Tensor]:
 
 
 def _exchanged(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    shares = row_shares(rows)
+    shares = gather_row_counts(rows)
     dealt, shuffle = shuffle_rows(rows)
     return gather_rows(rows, shares), torch.tensor(shares.first), unshuffle_rows(dealt, shuffle)
 
@@ -89,7 +89,7 @@ def _exchanged(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def grouped(index: int) -> dict[str, Tensor]:
     """Two models of two ranks each: ranks 0 and 1 compute the same samples, and 2 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    use_group(groups[index % 2])
+    set_data_parallel_group(groups[index % 2])
     rows = rows_of(index, 1 + index).requires_grad_()
     torch.manual_seed(index)
     dealt, shuffle = shuffle_rows(rows)
@@ -98,11 +98,11 @@ def grouped(index: int) -> dict[str, Tensor]:
     found = {
         "group": torch.tensor([world_size(), rank()]),
         "group_rows": every.detach(),
-        "group_sum": sum_over_ranks(torch.tensor(index)),
+        "group_sum": all_reduce_sum(torch.tensor(index)),
         "group_back": unshuffle_rows(dealt, shuffle),
         "group_gradient": rows.grad,
     }
-    use_group(None)
+    set_data_parallel_group(None)
     return found | {"all": torch.tensor([world_size(), rank()])}
 
 

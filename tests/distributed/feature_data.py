@@ -130,7 +130,7 @@ def shuffled_stream(rank: int, world: int) -> Values:
     """Every sample once, though the stream draws from random numbers that ranks have of their own."""
     task = Noting()
     run = trainer("shuffling", world, task, Shuffling(), epochs=1).fit()
-    return {"seen": sorted(place for one in run_of(run).process_group.gather(task.seen) for place in one)}
+    return {"seen": sorted(place for one in run_of(run).process_group.all_gather_object(task.seen) for place in one)}
 
 
 def divided(rank: int, world: int) -> Values:
@@ -139,7 +139,7 @@ def divided(rank: int, world: int) -> Values:
     loader = DataLoader(data, 4, sampler=DistributedSampler(data, world, rank) if world > 1 else None)
     task = Noting()
     run = trainer("divided", world, task, loader, epochs=1).fit()
-    return {"seen": sorted({place for one in run_of(run).process_group.gather(task.seen) for place in one})}
+    return {"seen": sorted({place for one in run_of(run).process_group.all_gather_object(task.seen) for place in one})}
 
 
 def divided_and_dispatched(rank: int, world: int) -> Values:

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from toys import MeanTask, TokenTask, classes, tokens
 from trainformer import Loss
-from trainformer.backends.torch.state_trees import gathered
+from trainformer.backends.torch.state import gathered
 from trainformer.callbacks import (
     EMA,
     EarlyStopping,
@@ -148,7 +148,7 @@ class StopsLate:
 class Adds:
     """Adds a callback on one rank, while the run goes on."""
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, does: bool) -> None:
         self.does = does
@@ -315,7 +315,7 @@ def dropped_out(rank: int, world: int) -> Values:
     whole, rest = Noisy(), Noisy()
     run = trainer("dropout", world, whole, max_steps=10, callbacks=[Saves()]).fit()
     trainer("dropout-rest", world, rest, max_steps=10).load(f"dropout-{world}.pt").fit()
-    masks = run_of(run).process_group.gather(whole.masks)
+    masks = run_of(run).process_group.all_gather_object(whole.masks)
     same = all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters(), strict=True))
     return {"own masks": world == 1 or masks[0] != masks[1], "the same again": rest.masks == whole.masks[6:] and same}
 

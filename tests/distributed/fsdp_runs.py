@@ -16,12 +16,13 @@ from transformers import LlamaForCausalLM
 from text_toys import llama
 from toys import MeanTask, classes, mlp, tokens
 from trainformer import Loss, Trainer
-from trainformer.backends.torch.backend import TorchBackend, TorchSettings
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.backend import TorchBackend
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import DeviceBatch
 from trainformer.distributed.fsdp import FSDP
-from trainformer.distributed.sharded_state import ShardedState, fitted, write_sharded
+from trainformer.distributed.sharded_state import ShardedState, resharded, write_sharded
+from trainformer.run import RunSettings
 
 LR, DECAY, CLIP, STEPS, HALF = 0.05, 0.1, 0.3, 6, 3
 # Each rank divides its sums by 8 / ranks. Parts of Llama compute in fp32 always: by another number than that, times a
@@ -195,7 +196,7 @@ def all_weights(task):
             named |= {f"{key}.{k}": v for k, v in value.items()}
         elif isinstance(value, torch.Tensor):
             named[key] = value
-    return {k: (v.full_tensor() if is_divided(v) else v).detach().clone() for k, v in named.items()}
+    return {k: (v.full_tensor() if is_dtensor(v) else v).detach().clone() for k, v in named.items()}
 
 
 # -- ranks -------------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def backend_of(task, precision="no", optimizer="adamw", **options):
 
 
 def backend_with(strategy, task, precision="no", optimizer="adamw"):
-    settings = TorchSettings(
+    settings = RunSettings(
         lr=LR,
         weight_decay=DECAY,
         gradient_clip=CLIP,
@@ -221,7 +222,7 @@ def backend_with(strategy, task, precision="no", optimizer="adamw"):
 
 def part_of(batch, ranks, more):
     """The samples of this rank; one of others' that counts nothing, where there are too few."""
-    mine = [torch.tensor_split(t, ranks.count)[ranks.index] for t in batch]
+    mine = [torch.tensor_split(t, ranks.dp_world_size)[ranks.dp_rank] for t in batch]
     size = len(mine[0])
     return DeviceBatch(tuple(mine) if size else tuple(t[:1] for t in batch), size, more=more)
 
@@ -269,7 +270,7 @@ def resume(backend, folder):
     strategy.check_model_state(opened(folder, "model"), task.model.state_dict)
     strategy.load_model_state(opened(folder, "model"), task.model.load_state_dict)
     strategy.load_optimizer_state(backend.optimizer, opened(folder, "optimizer"))
-    task.load_beside(fitted(opened(folder, "beside"), task.beside()))
+    task.load_beside(resharded(opened(folder, "beside"), task.beside()))
 
 
 def fresh(name):
@@ -302,7 +303,7 @@ def on_two(rank, world, folder):
         resume(backend, folder / f"{name}-four")
         found |= named_results(f"{name}-resumed", train(backend, HALF, STEPS), backend.task)
     save(backend, folder / "telling-two")
-    torch.save(backend.strategy.whole_model().state_dict(), folder / f"whole-{rank}.pt")
+    torch.save(backend.strategy.unsharded_model().state_dict(), folder / f"whole-{rank}.pt")
     trainer_of(folder, "fsdp", steps=5).fit()
     return found | from_one(folder) | beside_training() | with_fewer_bits() | other_optimizers() | refusals()
 
@@ -325,12 +326,12 @@ def from_one(folder):
     strategy.load_model_state(ordinary["model"], task.model.load_state_dict)
     strategy.check_optimizer_state(backend.optimizer, ordinary["optimizer"])
     strategy.load_optimizer_state(backend.optimizer, ordinary["optimizer"])
-    task.load_beside(fitted(ordinary["beside"], task.beside()))
+    task.load_beside(resharded(ordinary["beside"], task.beside()))
     kept = copies_of(parts_of_run(backend))
     train(backend, 0, 2)
     strategy.load_model_state(kept["model"], task.model.load_state_dict)
     strategy.load_optimizer_state(backend.optimizer, kept["optimizer"])
-    task.load_beside(fitted(kept["beside"], task.beside()))
+    task.load_beside(resharded(kept["beside"], task.beside()))
     return named_results("from-one", train(backend, HALF, STEPS), task)
 
 
@@ -356,11 +357,11 @@ def beside_training():
             found[f"{name}/eval-average"] = torch.stack(strategy.infer(task.eval_step, batch)["loss"])
             task.model = trained
         every = [*task.model.parameters(), *average.parameters()]
-        here = [p.to_local() for p in every if is_divided(p)]
-        found[f"{name}/divided"] = torch.tensor([is_divided(p) for p in every])
+        here = [p.to_local() for p in every if is_dtensor(p)]
+        found[f"{name}/divided"] = torch.tensor([is_dtensor(p) for p in every])
         found[f"{name}/held"] = torch.tensor([sum(p.numel() for p in parts) for parts in (here, every)])
     found["flag"] = torch.tensor(float(backend.process_group.rank == 1))
-    strategy.agree_on_overflow(found["flag"])
+    strategy.sync_found_inf(found["flag"])
     return found
 
 
@@ -412,9 +413,9 @@ def refusals():
     quantized.model.head.weight = nn.Parameter(torch.zeros(3, 7, dtype=torch.uint8), requires_grad=False)
     made = fresh("teaching")
     cases = [
-        (mixed, {}, "trained parameters of one type"),
+        (mixed, {}, "trainable parameters of one dtype"),
         (quantized, {}, "model.head.weight of torch.uint8"),
-        (made, {"optimizer": torch.optim.SGD(made.parameters())}, "made after the model is divided"),
+        (made, {"optimizer": torch.optim.SGD(made.parameters())}, "created after sharding"),
         (fresh("teaching"), {"optimizer": "adafactor"}, "received 'Adafactor'"),
         (fresh("teaching"), {"param_dtype": "bf16"}, "Pass precision='bf16'"),
         (fresh("teaching"), {"blocks": "Blok"}, "Did you mean 'Block'"),

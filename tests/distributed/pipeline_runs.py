@@ -134,10 +134,10 @@ def by_hand(task: Any, windows: Windows, optimizer: torch.optim.Optimizer | None
         optimizer.step()
         optimizer.zero_grad()
         losses.append((total / weight).detach())
-    return {"losses": torch.stack(losses), "norms": torch.stack(norms), **whole(task.model)}
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), **unsharded(task.model)}
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
+def unsharded(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -147,11 +147,11 @@ class Run:
     def __init__(self, make: Callable[[], Any], *, autocast: bool = False, **options: Any) -> None:
         self.autocast = autocast
         self.strategy = Pipeline(**options)
-        device = self.strategy.join("cpu", 60)
+        device = self.strategy.setup_environment("cpu", 60)
         self.task = make()
         self.strategy.prepare(self.task, device)
         named = {"name": "adamw", "eps": 1e-3}
-        self.optimizer = self.strategy.connect(make_optimizer(named, self.task, lr=0.01, weight_decay=0.1))
+        self.optimizer = self.strategy.prepare_optimizer(make_optimizer(named, self.task, lr=0.01, weight_decay=0.1))
         self.strategy.reference = 7.0
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
@@ -164,17 +164,17 @@ class Run:
             total = weight = torch.zeros((), dtype=torch.float64)
             for i, batch in enumerate(window):
                 is_last = i == len(window) - 1
-                apart = nullcontext() if is_last else self.strategy.apart()
+                apart = nullcontext() if is_last else self.strategy.no_sync()
                 with apart, torch.autocast("cpu", enabled=self.autocast, dtype=torch.bfloat16):
                     done = step(batch)
                 total, weight = total + done.sum, weight + done.weight
                 self.metrics.append(done.metrics)
-            self.strategy.send(None, torch.stack([weight, total, torch.ones(())]))
+            self.strategy.piggyback_stats(None, torch.stack([weight, total, torch.ones(())]))
             self._step(weight)
         return {"losses": torch.stack(self.losses), "norms": torch.stack(self.norms), **self.weights()}
 
     def _step(self, weight: Tensor) -> None:
-        sums = self.strategy.received(None)
+        sums = self.strategy.reduced_stats(None)
         assert sums is not None
         assert sums[0] == weight
         assert sums[2] == self.strategy.process_group.world_size
@@ -264,7 +264,7 @@ def results(folder: str, rank: int, world: int) -> dict[str, Tensor]:
     run = Run(lambda: NextToken(checkpointed_gpt2()), split=[1, 3] if world == 2 else None)
     found |= labelled("gpt2", run.train(windows_of_tokens(packed=True)))
     found |= seen_by_others(run)
-    model = run.strategy.whole_model()
+    model = run.strategy.unsharded_model()
     if rank == 0:
         found["gpt2 exported"] = NextToken(model).train_step(windows_of_tokens()[0][0]).sum.detach()
         found["gpt2 tied"] = torch.tensor(model.lm_head.weight is model.transformer.wte.weight)
@@ -302,7 +302,7 @@ def resumed(folder: str, rank: int, world: int) -> dict[str, Tensor]:
     by_hand(alone, windows[:2], optimizer)
     states = {
         "same": run.strategy.process_group.broadcast(state),
-        "one": {"weights": whole(alone.model), "optimizer": optimizer.state_dict()},
+        "one": {"weights": unsharded(alone.model), "optimizer": optimizer.state_dict()},
         "two": torch.load(f"{folder}/2.state", weights_only=True) if world > 2 else None,
     }
     found: dict[str, Tensor] = {}
@@ -319,7 +319,7 @@ def refusals() -> dict[str, Tensor]:
     run = Run(lambda: Drawing(tower()))
     with pytest.raises(BadArgument, match="draw no random numbers"):
         run.train(windows_of_samples())
-    with pytest.raises(BadArgument, match="no average of the weights"):
+    with pytest.raises(BadArgument, match="no weight averaging"):
         run.strategy.copy_model()
     return {"refused": torch.tensor(2)}
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from trainformer.distributed.process_group import TorchProcessGroup
-from trainformer.distributed.sharded_state import ShardedState, fitted, write_sharded
+from trainformer.distributed.sharded_state import ShardedState, resharded, write_sharded
 
 COUNTS = (1, 2, 4)
 
@@ -71,7 +71,7 @@ def every_pair(rank, world, folder):
                 blank = {name: torch.zeros_like(value) for name, value in truth().items()}
                 state = divided(blank, m, (flat[m], grid))
                 saved = ShardedState(folder / str(n), [path.name for path in (folder / str(n)).iterdir()])
-                wrong += as_expected(fitted(saved, state))
-                whole = fitted({"tensors": {**truth(), "tied": truth()["uneven"]}, "plain": state["plain"]}, state)
+                wrong += as_expected(resharded(saved, state))
+                whole = resharded({"tensors": {**truth(), "tied": truth()["uneven"]}, "plain": state["plain"]}, state)
                 wrong += as_expected(whole) + sum(not isinstance(t, DTensor) for t in whole["tensors"].values())
     return {"wrong": torch.tensor(wrong), "wrote": torch.tensor(wrote)}

@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3C
 
 from text_toys import llama
 from toys import TokenTask
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument
 from trainformer.distributed.tensor_parallel import TensorParallel
 from trainformer.utils import distributed
@@ -175,7 +175,7 @@ def on_two(rank, world, folder):
     """Two ranks that hold one model, and once a model each."""
     folder = Path(folder)
     results, backend = whole_run("untied", 2, folder / "untied-two")
-    torch.save(backend.strategy.whole_model().state_dict(), folder / f"whole-{rank}.pt")
+    torch.save(backend.strategy.unsharded_model().state_dict(), folder / f"whole-{rank}.pt")
     results |= taken_back(backend, folder / "untied-two") | copied(backend)
     for name in ("qwen2", "qwen3"):
         results |= whole_run(name, None)[0]
@@ -203,7 +203,7 @@ def copied(backend):
     before = model(input_ids=ids).logits
     for p in model.parameters():
         p.add_(1.0)
-    held = [[p.to_local() if here and is_divided(p) else p for p in model.parameters()] for here in (True, False)]
+    held = [[p.to_local() if here and is_dtensor(p) else p for p in model.parameters()] for here in (True, False)]
     numbers = [sum(p.numel() for p in parameters) for parameters in held]
     results = {"copy": copy(input_ids=ids).logits, "copied": before, "held": torch.tensor(numbers)}
     return results | {"tied": torch.tensor(tied)}
@@ -224,7 +224,7 @@ def refuses_a_wrong_plan():
     try:
         train(backend, 0, 1)
     except BadArgument as error:
-        return "others for between.weight" in str(error)
+        return "different ones for between.weight" in str(error)
     return False
 
 

@@ -14,8 +14,8 @@ from training_runs import found, run_mlp
 from ranks import on_ranks
 from trainformer.core.errors import BadArgument
 from trainformer.distributed import make_strategy
-from trainformer.distributed.accelerate import launched_strategy
-from trainformer.distributed.accelerate_engine import check_config
+from trainformer.distributed.accelerate import strategy_from_environment
+from trainformer.distributed.deepspeed import check_config
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def weights_of(results):
     return {key: value for key, value in results.items() if key.startswith("weight")}
 
 
-def apart(results, others):
+def difference(results, others):
     assert results.keys() == others.keys()
     assert len(results) > 3
     return max((results[key] - others[key]).abs().max().item() for key in results)
@@ -47,14 +47,14 @@ def test_it_trains_as_without_it_and_as_one_process(tmp_path, monkeypatch):
     alone = found(run_mlp("single", accumulation_steps=2).fit())
     for rank in on_ranks(accelerated, 2, tmp_path):
         for way in ("made", "given", "ddp"):
-            assert apart(of(rank, way), alone) < 1e-8, way
-        assert apart(weights_of(of(rank, "resumed")), weights_of(alone)) < 1e-8
-        assert apart(of(rank, "short"), of(rank, "likewise")) == 0
+            assert difference(of(rank, way), alone) < 1e-8, way
+        assert difference(weights_of(of(rank, "resumed")), weights_of(alone)) < 1e-8
+        assert difference(of(rank, "short"), of(rank, "likewise")) == 0
         # Gradients that are rounded on their way change the weights a little, and what is said of a step not at all.
         rounded = of(rank, "rounded")
         assert rounded["train/loss"][0] == pytest.approx(alone["train/loss"][0].item(), abs=1e-12)
         assert torch.equal(rounded["counts"], alone["counts"])
-        assert 1e-8 < apart(rounded, alone) < 1.0
+        assert 1e-8 < difference(rounded, alone) < 1.0
         assert rank["wrapped"] == ["DistributedDataParallel"] * 2
         assert rank["knows"].all()
 
@@ -64,7 +64,7 @@ def test_one_process_needs_no_wrapper(tmp_path, monkeypatch):
     made = run_mlp("accelerate", epochs=1, run_dir="a").fit()
     given = run_mlp(Accelerator(cpu=True), epochs=1, run_dir="b").fit()
     alone = found(run_mlp("single", epochs=1, run_dir="c").fit())
-    assert apart(found(made), alone) == apart(found(given), alone) == 0
+    assert difference(found(made), alone) == difference(found(given), alone) == 0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_one_process_needs_no_wrapper(tmp_path, monkeypatch):
         ({"gradient_accumulation_steps": 4}, {}, "accumulation_steps=4"),
         ({"mixed_precision": "bf16"}, {}, "precision='bf16' to the trainer"),
         ({"mixed_precision": "bf16"}, {"precision": "fp16"}, "precision of the run"),
-        ({"mixed_precision": "fp16"}, {"precision": "fp16"}, "scales the losses itself"),
+        ({"mixed_precision": "fp16"}, {"precision": "fp16"}, "does the loss scaling"),
     ],
 )
 def test_what_an_accelerator_may_not_say_is_refused(arguments, settings, said, tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_options_and_devices_are_looked_at():
     with pytest.raises(BadArgument, match="no options"):
         make_strategy({"name": "accelerate", "accelerator": Accelerator(cpu=True), "cpu": True})
     with pytest.raises(BadArgument, match="device to be that of the Accelerator"):
-        make_strategy(Accelerator(cpu=True)).join("cuda", 10.0)
+        make_strategy(Accelerator(cpu=True)).setup_environment("cuda", 10.0)
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("FSDP", "strategy='fsdp'"), ("MEGATRON_LM", "strategy='tp'")])
@@ -108,7 +108,7 @@ PROGRAM = """
 import os, torch
 from accelerate_runs import run_tokens
 from training_runs import found
-from trainformer.distributed.accelerate import launched_strategy
+from trainformer.run import run_of
 
 trainer = run_tokens("auto", "out").fit()
 kind = {"ddp": 0, "fsdp": 1}[run_of(trainer).backend.strategy.name]
@@ -134,7 +134,7 @@ def test_accelerate_launch_starts_the_strategy_that_it_was_told_to(words, kind, 
     for rank in (0, 1):
         here = torch.load(f"{rank}.pt", weights_only=True)
         assert here.pop("kind") == kind
-        assert apart(here, alone) < 1e-5
+        assert difference(here, alone) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_what_the_launcher_was_told_is_done_or_refused(environment, asked, monke
         monkeypatch.setenv(name, value)
     if isinstance(asked, str):
         with pytest.raises(BadArgument, match=asked):
-            launched_strategy()
+            strategy_from_environment()
     else:
-        assert launched_strategy() == asked
+        assert strategy_from_environment() == asked
         assert make_strategy(asked or "ddp").name == asked.get("name", "ddp")
     if "ACCELERATE_USE_FSDP" in environment:
         with pytest.raises(BadArgument):
@@ -190,18 +190,18 @@ def test_deepspeed_trains_as_ddp_does_and_shares_its_checkpoints(tmp_path, monke
     for rank in on_ranks(divided, 2, tmp_path):
         plain = of(rank, "ddp")
         for way in ("zero1", "zero2"):
-            assert apart(of(rank, way), plain) < 1e-5, way
+            assert difference(of(rank, way), plain) < 1e-5, way
         for way in ("from ddp", "from zero"):
-            assert apart(weights_of(of(rank, way)), weights_of(plain)) < 1e-5, way
-        assert apart(weights_of(of(rank, "again")), weights_of(of(rank, "zero1"))) == 0
+            assert difference(weights_of(of(rank, way)), weights_of(plain)) < 1e-5, way
+        assert difference(weights_of(of(rank, "again")), weights_of(of(rank, "zero1"))) == 0
         # The run's precision reaches the model, though DeepSpeed has one of its own.
-        assert apart(of(rank, "zero in bf16"), of(rank, "bf16")) < 1e-5 < apart(of(rank, "bf16"), plain)
-        assert apart(of(rank, "zero's"), of(rank, "ddp's")) < 1e-6
+        assert difference(of(rank, "zero in bf16"), of(rank, "bf16")) < 1e-5 < difference(of(rank, "bf16"), plain)
+        assert difference(of(rank, "zero's"), of(rank, "ddp's")) < 1e-6
         # A step that is left out leaves nothing behind.
-        assert apart(weights_of(of(rank, "zero skipped")), weights_of(of(rank, "skipped"))) < 1e-5
-        assert apart(weights_of(of(rank, "skipped")), weights_of(plain)) > 1e-3
+        assert difference(weights_of(of(rank, "zero skipped")), weights_of(of(rank, "skipped"))) < 1e-5
+        assert difference(weights_of(of(rank, "skipped")), weights_of(plain)) > 1e-3
     alone = run_tokens("single", "alone", resume="zero2/checkpoints/step_00000002").fit()
-    assert apart(weights_of(found(alone)), weights_of(plain)) < 1e-5
+    assert difference(weights_of(found(alone)), weights_of(plain)) < 1e-5
     assert not list((tmp_path / "zero2").rglob("*zero_pp_rank*"))
 
 

@@ -7,7 +7,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGene
 
 from text_toys import gpt2, llama, t5
 from trainformer.core.errors import BadArgument
-from trainformer.distributed.blocks import find_blocks
+from trainformer.distributed.fsdp import find_blocks
 
 
 def kinds(model, wanted=None):
@@ -61,9 +61,9 @@ def test_a_wrong_choice_is_named():
     model = LlamaForCausalLM(llama())
     with pytest.raises(BadArgument, match="'LlamaDecoderLayr'\\. Did you mean 'LlamaDecoderLayer'"):
         find_blocks(model, "LlamaDecoderLayr")
-    with pytest.raises(BadArgument, match="names of classes, classes or a function"):
+    with pytest.raises(BadArgument, match="class names, classes or a function"):
         find_blocks(model, [3])
-    with pytest.raises(BadArgument, match="a list is never called"):
+    with pytest.raises(BadArgument, match="a list has no forward pass"):
         find_blocks(model, nn.ModuleList)
-    with pytest.raises(BadArgument, match="a function that chose none"):
+    with pytest.raises(BadArgument, match="a function that selected none"):
         find_blocks(model, lambda name, module: False)

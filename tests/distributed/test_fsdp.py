@@ -25,8 +25,7 @@ from ranks import named, on_ranks
 from toys import MeanTask, largest_difference, weights
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.distributed.fsdp import FSDP
-from trainformer.distributed.mesh import sharding_mesh
-from trainformer.distributed.optimizer_state import NamedParameters, whole_optimizer_state
+from trainformer.distributed.optimizer_state import NamedParameters, unsharded_optimizer_state
 from trainformer.distributed.process_group import TorchProcessGroup
 
 TOLERANCE = 1e-8
@@ -94,9 +93,9 @@ def test_what_four_ranks_saved_goes_on_in_one_process(name, alone, four, folder)
     task = TASKS[name](seed=5)
     optimizer = optimizer_by_hand(task)
     saved = folder / f"{name}-four"
-    task.model.load_state_dict(opened(saved, "model").whole())
-    optimizer.load_state_dict(whole_optimizer_state(opened(saved, "optimizer")))
-    task.load_beside(opened(saved, "beside").whole())
+    task.model.load_state_dict(opened(saved, "model").unsharded())
+    optimizer.load_state_dict(unsharded_optimizer_state(opened(saved, "optimizer")))
+    task.load_beside(opened(saved, "beside").unsharded())
     losses = by_hand(task, optimizer, HALF, STEPS)
     assert largest_difference({"losses": losses, **all_weights(task)}, alone.after(name, HALF)) < TOLERANCE
 
@@ -110,7 +109,7 @@ def test_what_one_process_saved_goes_on_on_two(alone, two):
 @pytest.mark.slow
 def test_the_whole_model_is_that_of_the_files_and_has_its_tied_weights(alone, two, folder):
     whole = [torch.load(folder / f"whole-{rank}.pt", weights_only=True) for rank in range(2)]
-    saved = opened(folder / "telling-two", "model").whole()
+    saved = opened(folder / "telling-two", "model").unsharded()
     for found in whole:
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[key], saved[key]) for key in saved)
@@ -191,13 +190,13 @@ def test_what_cannot_be_divided_is_refused_in_words(two):
 
 def test_alone_it_is_the_strategy_of_a_single_process():
     task, strategy = MeanTask(), FSDP(cpu_offload=True)
-    strategy.join("cpu", 1.0)
+    strategy.setup_environment("cpu", 1.0)
     before = task.model
     strategy.prepare(task, torch.device("cpu"))
-    optimizer = strategy.connect(torch.optim.SGD(task.model.parameters(), lr=0.1))
+    optimizer = strategy.prepare_optimizer(torch.optim.SGD(task.model.parameters(), lr=0.1))
     assert task.model is before
-    assert strategy.whole_model() is before
-    assert not strategy.divides_state
+    assert strategy.unsharded_model() is before
+    assert not strategy.shards_state
     assert strategy.train_step() is None
     assert strategy.optimizer_state(optimizer).keys() == optimizer.state_dict().keys()
     assert strategy.infer(lambda batch: batch + 1, 2) == 3
@@ -216,9 +215,11 @@ def test_bad_options_are_named(options, words):
         FSDP(**options)
 
 
-def test_replicas_must_divide_the_ranks():
+def test_replicas_must_divide_the_world_size():
+    strategy = FSDP(replicas=3)
+    strategy.process_group = TorchProcessGroup(0, 4)
     with pytest.raises(BadArgument, match="4 processes can hold 1, 2, 4 replicas"):
-        sharding_mesh(TorchProcessGroup(0, 4), torch.device("cpu"), replicas=3)
+        strategy.prepare(MeanTask(), torch.device("cpu"))
 
 
 # -- the optimizer's state by names ------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_a_state_by_names_fits_other_groups_in_another_order():
     other_names.load(other, names.state_of(optimizer))
     for p in model.parameters():
         assert torch.equal(other.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
-    back = whole_optimizer_state(names.state_of(optimizer))
+    back = unsharded_optimizer_state(names.state_of(optimizer))
     assert [group["params"] for group in back["param_groups"]] == [[0, 1, 2, 3]]
     assert torch.equal(back["state"][2]["exp_avg"], optimizer.state[model[1].weight]["exp_avg"])
 
@@ -264,5 +265,5 @@ def test_a_state_of_other_parameters_or_shapes_is_refused_and_changes_nothing():
 
 def test_an_optimizer_of_other_parameters_is_refused():
     model = nn.Linear(2, 3)
-    with pytest.raises(BadArgument, match="made after the model is divided"):
+    with pytest.raises(BadArgument, match="created after sharding"):
         NamedParameters(torch.optim.SGD(nn.Linear(2, 3).parameters()), dict(model.named_parameters()))

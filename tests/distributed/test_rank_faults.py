@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_is_replaced_and_the_run_ends_bitwise_the_same(tmp
     code, printed = torchrun(killed, 2, "--dropout", "0.3", "--kill", place, restarts=1)
     assert code == 0, printed
     assert (killed / "had-kill").exists()
-    assert "going on from" in printed
+    assert "resuming from" in printed
     for rank in (0, 1):
         assert same(end_of(whole, 2), end_of(killed, 2, rank))
     assert torch.equal(end_of(whole, 2)["history"], end_of(killed, 2)["history"])

@@ -85,9 +85,9 @@ def test_what_goes_wrong_is_said_on_every_rank(results, case, words):
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK does not say"),
+        ({"WORLD_SIZE": "2"}, "received no RANK"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "below WORLD_SIZE"),
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "whole number"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "integer"),
         ({"SLURM_STEP_NUM_TASKS": "2(x3)", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_launcher_that_says_nonsense_is_told_so(environment, said):
 
 def test_slurm_counts_the_processes_of_the_step():
     srun = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "99"}
-    assert Launch.find(srun) == Launch(rank=5, world=8, local_rank=1)
+    assert Launch.find(srun) == Launch(rank=5, world_size=8, local_rank=1)
     assert Launch.find({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Launch(0, 1, 0)  # sbatch without srun
 
 

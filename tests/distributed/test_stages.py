@@ -16,8 +16,8 @@ from toys import largest_difference
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import Loss, Mean
 from trainformer.distributed.pipeline import Pipeline
-from trainformer.distributed.pipeline_parts import cut, weighed
-from trainformer.distributed.stages import Chain, balanced
+from trainformer.distributed.pipeline.microbatches import loss_terms, split_batch
+from trainformer.distributed.pipeline.stages import StagedModel, balanced_boundaries
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
@@ -59,16 +59,16 @@ def gradients_of(model, loss):
 @pytest.mark.parametrize("family", [*FAMILIES, "GPT2"])
 def test_stages_of_a_decoder_compute_what_the_model_does(family):
     model = decoder(family)
-    chain = Chain(model)
-    chain.divide(3, None)
-    assert chain.edges == [0, 1, 3, 4]
+    staged = StagedModel(model)
+    staged.split(3, None)
+    assert staged.boundaries == [0, 1, 3, 4]
     for batch in batches():
         step = lambda batch: model(**batch).loss  # noqa: E731
         whole = step(batch)
         wanted = gradients_of(model, whole)
         hidden = None
         for stage in range(3):
-            hidden = chain.run(stage, step, batch, hidden)
+            hidden = staged.run(stage, step, batch, hidden)
         assert torch.equal(hidden, whole)
         found = gradients_of(model, hidden)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -76,9 +76,9 @@ def test_stages_of_a_decoder_compute_what_the_model_does(family):
 
 def test_what_other_ranks_hold_has_no_memory_here_and_every_name_stays():
     model, whole = decoder("Llama"), decoder("Llama")
-    chain = Chain(model)
-    chain.divide(2, [1, 3])
-    chain.keep({1})
+    staged = StagedModel(model)
+    staged.split(2, [1, 3])
+    staged.keep_stages({1})
     names = set(model.state_dict())
     assert names < set(whole.state_dict())
     assert "model.embed_tokens.weight" not in names
@@ -89,22 +89,22 @@ def test_what_other_ranks_hold_has_no_memory_here_and_every_name_stays():
     handle = hidden.register_forward_hook(lambda layer, args, output: received.update(hidden=output))
     wanted = whole(**batch).loss
     handle.remove()
-    assert torch.equal(chain.run(1, lambda batch: model(**batch).loss, batch, received["hidden"]), wanted)
+    assert torch.equal(staged.run(1, lambda batch: model(**batch).loss, batch, received["hidden"]), wanted)
     with pytest.raises(BadArgument, match="on another rank"):
         model(**batch)
-    with pytest.raises(BadArgument, match="cut into stages already"):
-        Chain(model)
+    with pytest.raises(BadArgument, match="another trainer has split into stages"):
+        StagedModel(model)
 
 
 def test_a_split_can_be_given_in_numbers_or_names():
-    chain = Chain(tower())
-    chain.divide(3, [4, 4, 8])
-    assert chain.edges == [0, 4, 8, 16]
-    chain.divide(3, ["3", "9"])
-    assert chain.edges == [0, 3, 9, 16]
-    nested = Chain(decoder("GPT2"))
-    nested.divide(2, ["transformer.h.0", "transformer.h.3"])
-    assert nested.edges == [0, 3, 4]
+    staged = StagedModel(tower())
+    staged.split(3, [4, 4, 8])
+    assert staged.boundaries == [0, 4, 8, 16]
+    staged.split(3, ["3", "9"])
+    assert staged.boundaries == [0, 3, 9, 16]
+    nested = StagedModel(decoder("GPT2"))
+    nested.split(2, ["transformer.h.0", "transformer.h.3"])
+    assert nested.boundaries == [0, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_a_split_can_be_given_in_numbers_or_names():
 )
 def test_a_bad_split_is_refused(stages, split, message):
     with pytest.raises(BadArgument, match=message):
-        Chain(tower()).divide(stages, split)
+        StagedModel(tower()).split(stages, split)
 
 
 def test_stages_are_balanced_by_parameters():
     sizes = [7, 1, 1, 3, 3, 9, 2, 2]
-    edges = balanced(sizes, [True] * 8, 3)
+    edges = balanced_boundaries(sizes, [True] * 8, 3)
     largest = max(sum(sizes[low:high]) for low, high in pairwise(edges))
     ways = [[0, a, b, 8] for a in range(1, 7) for b in range(a + 1, 8)]
     assert largest == min(max(sum(sizes[w[i] : w[i + 1]]) for i in range(3)) for w in ways)
@@ -158,7 +158,7 @@ def test_what_cannot_be_cut_is_refused_with_what_can(make):
     }
     model = models[make]() if isinstance(make, str) else make()
     with pytest.raises(BadArgument, match=r"Sequential|output_router_logits=False"):
-        Chain(model)
+        StagedModel(model)
 
 
 def decoder_with_router():
@@ -168,35 +168,35 @@ def decoder_with_router():
 
 def test_a_model_around_one_sequential_is_cut_there():
     model = Wrapped()
-    chain = Chain(model)
-    chain.divide(2, None)
+    staged = StagedModel(model)
+    staged.split(2, None)
     x = torch.randn(3, 2, 2, dtype=torch.float64)
-    assert torch.equal(chain.run(1, model, x, chain.run(0, model, x, None)), model(x))
-    assert chain.names()[0] == "layers.0"
+    assert torch.equal(staged.run(1, model, x, staged.run(0, model, x, None)), model(x))
+    assert staged.names()[0] == "layers.0"
 
 
 def test_a_task_that_calls_the_model_twice_or_never_is_refused():
     model = tower()
-    chain = Chain(model)
-    chain.divide(2, None)
+    staged = StagedModel(model)
+    staged.split(2, None)
     x = torch.zeros(2, 4, dtype=torch.float64)
-    hidden = chain.run(0, model, x, None)
+    hidden = staged.run(0, model, x, None)
     with pytest.raises(BadArgument, match="a second call"):
-        chain.run(1, lambda x: model(x) + model(x), x, hidden)
+        staged.run(1, lambda x: model(x) + model(x), x, hidden)
     for stage, received in ((0, None), (1, hidden)):
         with pytest.raises(BadArgument, match="to call the model"):
-            chain.run(stage, lambda x: x.sum(), x, received)
-    assert torch.equal(chain.run(1, model, x, hidden), model(x))  # nothing is left behind by the failures
+            staged.run(stage, lambda x: x.sum(), x, received)
+    assert torch.equal(staged.run(1, model, x, hidden), model(x))  # nothing is left behind by the failures
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"schedule": "gpip"}, "Did you mean 'gpipe'"),
-        ({"microbatches": 0}, "microbatches to be a whole number of at least 1"),
-        ({"stages_per_rank": True}, "stages_per_rank to be a whole number"),
+        ({"microbatches": 0}, "microbatches to be an integer of at least 1"),
+        ({"stages_per_rank": True}, "stages_per_rank to be an integer"),
         ({"stages_per_rank": 2}, "schedule='interleaved'"),
-        ({"split": "layers.3"}, "a list of numbers"),
+        ({"split": "layers.3"}, "a list of layer counts"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -235,11 +235,11 @@ def test_a_compiled_model_is_refused():
 
 def test_one_process_alone_is_an_ordinary_run():
     strategy, task = Pipeline(), Classify(tower())
-    strategy.join("cpu", 60)
+    strategy.setup_environment("cpu", 60)
     strategy.prepare(task, torch.device("cpu"))
     assert strategy.train_step() is None
     assert list(strategy.model_state(task.model.state_dict)) == list(tower().state_dict())
-    assert strategy.whole_model() is task.model
+    assert strategy.unsharded_model() is task.model
     copied = strategy.copy_model()
     assert copied is not task.model
     assert largest_difference(copied.state_dict(), task.model.state_dict()) == 0
@@ -247,17 +247,17 @@ def test_one_process_alone_is_an_ordinary_run():
 
 def test_batches_are_cut_into_micro_batches_of_nearly_one_size():
     batch = {"x": torch.arange(10), "names": list("abcdefghij")}
-    pieces = cut(batch, 4)
+    pieces = split_batch(batch, 4)
     assert [piece.rows for piece in pieces] == [2, 3, 2, 3]
     assert torch.equal(torch.cat([piece.data["x"] for piece in pieces]), batch["x"])
     assert "".join(name for piece in pieces for name in piece.data["names"]) == "abcdefghij"
-    assert [piece.rows for piece in cut({"x": torch.arange(2)}, 4)] == [0, 1, 0, 1]
+    assert [piece.rows for piece in split_batch({"x": torch.arange(2)}, 4)] == [0, 1, 0, 1]
 
 
 def test_every_kind_of_loss_becomes_a_sum_and_a_weight():
     two = torch.tensor(2.0)
     for output, total, weight in ((two, 6, 3), (Loss(two, 5), 2, 5), (Mean(two, torch.tensor(5)), 10, 5)):
-        value, result = weighed(output, 3)
+        value, result = loss_terms(output, 3)
         assert (value, result.sum, result.weight) == (total, total, weight)
     with pytest.raises(BadArgument, match="NoneType"):
-        weighed(None, 3)
+        loss_terms(None, 3)

@@ -8,6 +8,7 @@ from fsdp_runs import HALF, STEPS, all_weights, by_hand, opened, optimizer_by_ha
 from tensor_parallel_runs import MAKE, Divisible, fresh, on_four, on_two, tied_llama, untied_llama
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+from trainformer.distributed.tp_plans import plan_layers
 from training_runs import average_of, found, run_llama
 from transformers import GPT2LMHeadModel
 
@@ -15,9 +16,8 @@ from ranks import named, on_ranks
 from text_toys import gpt2
 from toys import MeanTask, largest_difference, same
 from trainformer.core.errors import BadArgument
-from trainformer.distributed.optimizer_state import whole_optimizer_state
+from trainformer.distributed.optimizer_state import unsharded_optimizer_state
 from trainformer.distributed.tensor_parallel import TensorParallel
-from trainformer.distributed.tp_plans import plan_layers
 
 TOLERANCE = 1e-10
 
@@ -86,8 +86,8 @@ def test_what_ranks_saved_goes_on_in_one_process(run, alone, four, folder):
     name = run.partition("-")[0]
     task = fresh(name, seed=5)
     optimizer = optimizer_by_hand(task)
-    task.model.load_state_dict(opened(folder / run, "model").whole())
-    optimizer.load_state_dict(whole_optimizer_state(opened(folder / run, "optimizer")))
+    task.model.load_state_dict(opened(folder / run, "model").unsharded())
+    optimizer.load_state_dict(unsharded_optimizer_state(opened(folder / run, "optimizer")))
     losses = by_hand(task, optimizer, HALF, STEPS)
     assert largest_difference({"losses": losses, **all_weights(task)}, second_half(alone[name])) < TOLERANCE
 
@@ -148,11 +148,11 @@ def test_the_trainer_goes_on_alone_with_what_ranks_saved(four, folder, tmp_path,
 
 def test_alone_it_is_the_strategy_of_a_single_process():
     task, strategy = MeanTask(), TensorParallel()
-    strategy.join("cpu", 1.0)
+    strategy.setup_environment("cpu", 1.0)
     strategy.prepare(task, torch.device("cpu"))
     assert type(task.model[0]) is nn.Linear
-    assert strategy.whole_model() is task.model
-    assert not strategy.divides_state
+    assert strategy.unsharded_model() is task.model
+    assert not strategy.shards_state
     assert strategy.train_step() is None
     with pytest.raises(BadArgument, match="size to divide the number of processes"):
         TensorParallel(size=2).join("cpu", 1.0)
@@ -177,14 +177,14 @@ def test_a_models_own_plan_is_found_and_a_layer_that_shares_a_weight_follows():
 @pytest.mark.parametrize(
     ("plan", "size", "words"),
     [
-        ("auto", 2, "for dividing the layers of Divisible over ranks, received 'a model that says nothing"),
-        ({"up.*": "colwise", "dwon.*": "rowwise"}, 2, "by the name of the plan's 'dwon.\\*'.*down.0"),
+        ("auto", 2, "a tensor-parallel plan for the layers of Divisible, received 'a model without one"),
+        ({"up.*": "colwise", "dwon.*": "rowwise"}, 2, "that match 'dwon.\\*' of the plan.*down.0"),
         ({"up.*": "columnwise"}, 2, "the style of up.\\* to be one of .* received 'columnwise'.*'colwise'"),
         ({"up.*": "moe_tp_experts"}, 2, "the style of up.\\* to be one of .* received 'moe_tp_experts'"),
-        ({"between": "colwise"}, 2, "between to be a Linear or an Embedding, to divide it, received 'LayerNorm'"),
-        ({"up.*": "colwise"}, 3, "up.0 to have a width that 3 ranks can divide, received 16. 2, 4, 8, 16 ranks"),
-        ({"down.*": "rowwise"}, 5, "down.0 to have a width that 5 ranks"),
-        ({"up.1": "colwise", "again": "rowwise"}, 2, "up.1 and again, which share a weight, to be divided alike"),
+        ({"between": "colwise"}, 2, "between to be a Linear or an Embedding, to shard it, received 'LayerNorm'"),
+        ({"up.*": "colwise"}, 3, "up.0 to have a width that 3 divides, received 16. 2, 4, 8, 16 ranks"),
+        ({"down.*": "rowwise"}, 5, "down.0 to have a width that 5 divides"),
+        ({"up.1": "colwise", "again": "rowwise"}, 2, "up.1 and again, which share a weight, to be sharded alike"),
         ({"up.1": "colwise", "again": SequenceParallel()}, 2, "up.1 and again, which share a weight"),
     ],
 )
@@ -197,14 +197,14 @@ def test_plans_that_cannot_be_are_refused_before_anything_is_divided(plan, size,
 
 def test_models_of_transformers_that_cannot_be_divided_so_are_refused():
     with pytest.raises(
-        BadArgument, match=r"k_proj to have a number of heads that 4 ranks.*received '2 heads'\. 2 ranks"
+        BadArgument, match=r"k_proj to have a number of heads that 4 divides, received '2 heads'\. 2 ranks"
     ):
         plan_layers(tied_llama().model, "auto", 4)
     assert len(plan_layers(untied_llama().model, "auto", 4)) == 16
     gpt = GPT2LMHeadModel(gpt2())
-    with pytest.raises(BadArgument, match="dividing the layers of GPT2LMHeadModel"):
+    with pytest.raises(BadArgument, match="tensor-parallel plan for the layers of GPT2LMHeadModel"):
         plan_layers(gpt, "auto", 2)
-    with pytest.raises(BadArgument, match="c_fc to be a Linear or an Embedding, to divide it, received 'Conv1D'"):
+    with pytest.raises(BadArgument, match="c_fc to be a Linear or an Embedding, to shard it, received 'Conv1D'"):
         plan_layers(gpt, {"transformer.h.*.mlp.c_fc": "colwise"}, 2)
 
 

@@ -16,7 +16,7 @@ from text_toys import chat_tokenizer, llama
 from toys import MeanTask, classes
 from trainformer import Trainer
 from trainformer.adapters import LoRA
-from trainformer.backends.torch.state_trees import gathered
+from trainformer.backends.torch.state import gathered
 from trainformer.run import run_of
 from trainformer.tasks import CausalLM
 
@@ -102,7 +102,7 @@ def found(trainer: Trainer) -> dict[str, Tensor]:
     history = trainer.state.log_history
     names = ("train/loss", "train/grad_norm", "val/loss", "val/pair", "val/rows", "val/ordered")
     values = {name: [record[name] for record in history if name in record] for name in names}
-    state = run_of(trainer).backend.strategy.whole_model().state_dict()
+    state = run_of(trainer).backend.strategy.unsharded_model().state_dict()
     tensors = {name: torch.tensor(series, dtype=torch.float64) for name, series in values.items() if series}
     # A model whose layers are on different ranks is put together on the first.
     tensors |= {f"weight {name}": value.detach().clone() for name, value in state.items() if not value.is_meta}
@@ -132,9 +132,9 @@ def kept(rank: int, world: int) -> dict[str, Tensor]:
     trainer = run_llama("fsdp", ema=0.9, run_dir="divided", save_every=2, epochs=1).fit()
     trainer.save("all.pt")
     trainer.export("average")
-    whole = run_of(trainer).backend.strategy.whole_model().state_dict()
+    whole = run_of(trainer).backend.strategy.unsharded_model().state_dict()
     found = {f"weight {name}": value.clone() for name, value in whole.items()}
     small = run_llama("fsdp", LoRA(r=4), run_dir="adapted", epochs=1, save_every=2).fit()
-    adapted = run_of(small).backend.strategy.whole_model().state_dict()
+    adapted = run_of(small).backend.strategy.unsharded_model().state_dict()
     found |= {f"adapted {name}": value.clone() for name, value in adapted.items()}
     return found | average_of(trainer)

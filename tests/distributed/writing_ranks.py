@@ -29,7 +29,7 @@ def writing(rank, world):
             ended.append(0)
         except OSError as error:
             ended.append(1 if f"rank {who}: no space left here" in str(error) else 2)
-        ranks.gather(None)
+        ranks.all_gather_object(None)
     return {"ended": torch.tensor(ended), "told": told_by_main(ranks)}
 
 

@@ -52,7 +52,7 @@ def test_events_of_one_epoch_come_in_the_documented_order():
     run = Run(
         plan(accumulation=2, eval_every=Cadence(1, "epochs"), save_every=Cadence(2, "steps")), source=FakeSource(4)
     ).go()
-    step = ["step_begin", "substep_end", "substep_end", "before_update", "after_update", "step_end"]
+    step = ["step_begin", "substep_end", "substep_end", "before_optimizer_step", "after_optimizer_step", "step_end"]
     assert run.names() == [
         "train_begin", "epoch_begin",
         *step, "log",
@@ -83,7 +83,7 @@ def test_numbers_of_events(batches, accumulation, epochs, log, evaluate, save):
     steps = epochs * -(-batches // accumulation)
     assert run.state.step == steps == run.count(Event.STEP_BEGIN) == run.count(Event.STEP_END)
     assert run.count(Event.SUBSTEP_END) == epochs * batches
-    assert run.count(Event.BEFORE_UPDATE) == run.count(Event.AFTER_UPDATE) == steps
+    assert run.count(Event.BEFORE_OPTIMIZER_STEP) == run.count(Event.AFTER_OPTIMIZER_STEP) == steps
     assert run.count(Event.EPOCH_BEGIN) == run.count(Event.EPOCH_END) == epochs
     assert run.count(Event.TRAIN_BEGIN) == run.count(Event.TRAIN_END) == 1
     assert run.count(Event.EVAL_END) == run.services.count("evaluate") == steps // evaluate

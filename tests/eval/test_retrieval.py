@@ -142,7 +142,7 @@ def test_ivf_finds_98_percent_on_clustered_data() -> None:
     assert hits > 0.98
     assert not (got.indices == own.unsqueeze(1)).any()
     assert index._faiss.nprobe < index._faiss.nlist / 2  # it is not exact by looking everywhere
-    assert index._pays
+    assert not index.is_exact
 
 
 def test_ivf_searches_exactly_where_there_are_no_clusters() -> None:
@@ -150,7 +150,7 @@ def test_ivf_searches_exactly_where_there_are_no_clusters() -> None:
     index = NeighbourIndex(rows, "ivf")
     got = index.search(rows[:100], 10)
     assert torch.equal(got.indices, nearest(rows[:100], rows, 10, index="torch").indices)
-    assert not index._pays
+    assert index.is_exact
 
 
 def test_ivf_fills_lists_longer_than_what_it_probes() -> None:
@@ -265,7 +265,7 @@ def test_small_parts_do_not_change_the_metrics(monkeypatch: pytest.MonkeyPatch) 
 def test_every_query_is_in_one_part_with_a_list_long_enough() -> None:
     relevant = torch.tensor([1, 1, 2, 3, 9, 50, 51, 4000, 900_000])
     rows = torch.arange(len(relevant)) + 5
-    parts = list(retrieval._parts(rows, relevant, least=3))
+    parts = list(retrieval._query_chunks(rows, relevant, least=3))
     assert torch.equal(torch.cat([p for p, _ in parts]), rows)
     assert all(k >= max(3, relevant[part - 5].max()) for part, k in parts)
     assert all(len(part) == 1 or len(part) * k <= retrieval._CELLS for part, k in parts)
@@ -363,7 +363,7 @@ def test_kmeans_is_as_good_as_sklearn(clusters: int) -> None:
 def test_kmeans_of_duplicates_and_of_many_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.eye(4).repeat(10, 1)
     for limit in (512, 2):  # k-means++, and rows at random: two of which may be the same
-        monkeypatch.setattr("trainformer.eval.clustering._CAREFUL_CLUSTERS", limit)
+        monkeypatch.setattr("trainformer.eval.clustering._PLUSPLUS_CLUSTERS", limit)
         assert kmeans(rows, 4).inertia == pytest.approx(0, abs=1e-8)
         assert math.isfinite(kmeans(rows, 7).inertia)  # more clusters than different rows
     assert kmeans(rows, 40).assignment.shape == (40,)

@@ -16,7 +16,7 @@ from victim import SAMPLES, Case, start
 
 from forking import SERVER
 from trainformer.checkpointing import CheckpointStore
-from trainformer.checkpointing.torch_components import read_component
+from trainformer.checkpointing.torch_files import read_component
 from trainformer.loggers.jsonl import read_jsonl
 
 _MOST_SECONDS = 120

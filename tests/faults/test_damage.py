@@ -78,7 +78,7 @@ def test_the_checkpoint_before_is_used(tmp_path, reference, killed, harm, name):
     # A folder without its manifest is no checkpoint at all; else the very file is named.
     assert f"step_00000012/{name}" in said or (name, harm) == ("manifest.json", delete)
     assert "step_00000012 is not a complete checkpoint" in said or (name, harm) != ("manifest.json", delete)
-    assert "going on from run/checkpoints/step_00000009" in said
+    assert "resuming from run/checkpoints/step_00000009" in said
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -100,7 +100,7 @@ def test_several_damaged_checkpoints_and_rubbish(tmp_path, reference, killed):
     (checkpoints / "latest").write_text("nowhere")
     complete(Case(), folder)
     assert differences(reference, folder) == []
-    assert "going on from run/checkpoints/step_00000008" in (folder / "run/log.txt").read_text()
+    assert "resuming from run/checkpoints/step_00000008" in (folder / "run/log.txt").read_text()
 
 
 # -- malice ------------------------------------------------------------------------------------------------

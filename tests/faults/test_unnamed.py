@@ -60,7 +60,7 @@ def test_an_unfinished_run_of_another_command_is_left_alone(tmp_path):
     assert content(first) == before
     complete(UNNAMED, tmp_path)
     assert [status(run) for run in runs(tmp_path)] == ["finished", "finished"]
-    assert "going on from" in (first / "log.txt").read_text()
+    assert "resuming from" in (first / "log.txt").read_text()
 
 
 def test_a_run_that_somebody_is_working_on_is_left_alone(tmp_path):

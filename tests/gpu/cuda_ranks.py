@@ -26,6 +26,6 @@ def trainings(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Tensor
         history = [record for record in trainer.state.log_history if "train/loss" in record]
         for key in ("train/loss", "train/grad_norm"):
             found[f"{name} {key}"] = torch.tensor([record[key] for record in history], dtype=torch.float64)
-        model = run_of(trainer).whole_model()
+        model = run_of(trainer).unsharded_model()
         found |= {f"{name} {key}": value.detach().cpu() for key, value in model.state_dict().items()}
     return found

@@ -30,7 +30,7 @@ class NoSync:
     """Makes CUDA raise on any synchronisation inside a step that is not a log point."""
 
     def on_step_begin(self, trainer, step):
-        quiet = step > 1 and (step + 1) % 10 and step + 1 != trainer.max_steps_planned
+        quiet = step > 1 and (step + 1) % 10 and step + 1 != trainer.total_steps
         torch.cuda.set_sync_debug_mode("error" if quiet else "default")
 
     def on_log(self, trainer, metrics):

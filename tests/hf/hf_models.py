@@ -107,7 +107,7 @@ def causal():
     return transformers.LlamaForCausalLM(llama_config())
 
 
-# name: how the model is made, its data, and what else the trainer gets
+# name: model factory, data, and further arguments of the trainer
 CASES = {
     "one label": (seq_cls(num_labels=3), classes, padding),
     "a number": (seq_cls(num_labels=1), regression, padding),

@@ -1,4 +1,4 @@
-"""Trainers of `trainformer.hf` on several ranks, and what each of them found; the same runs in one process."""
+"""Runs of `trainformer.hf` on several ranks with their results, and the same runs in one process."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hf_toys import Classifier, examples, llama, losses, make, make_theirs, padded, parameters, sequences
 from transformers import GPT2LMHeadModel
 
-from ranks import say_rank
+from ranks import set_rank_variables
 from text_toys import chat_tokenizer, gpt2, sentences
 from trainformer import hf
 
@@ -18,7 +18,7 @@ SAMPLES, TESTED = 43, 13  # neither is divisible by anything
 
 
 def small(folder, share, trainer=hf.Trainer, callbacks=(), **arguments):
-    """Two epochs with accumulation, and a last batch of unequal parts; `share` is the batch size per process."""
+    """Two epochs with gradient accumulation and an uneven last batch; `share` is the batch size per process."""
     return make(
         folder, Classifier(dtype=WIDE), train=examples(SAMPLES, dtype=WIDE), evaluation=examples(TESTED, 5, WIDE),
         trainer=trainer, callbacks=callbacks,
@@ -32,7 +32,7 @@ def small(folder, share, trainer=hf.Trainer, callbacks=(), **arguments):
 
 
 def written(folder, share, trainer=hf.Trainer, callbacks=()):
-    """A small Llama, whose loss is a mean over tokens of unequal texts."""
+    """A small Llama, whose loss averages over tokens of texts of different lengths."""
     return make(
         folder, llama().double(), train=sequences(22), trainer=trainer, callbacks=callbacks, learning_rate=0.01,
         per_device_train_batch_size=share, num_train_epochs=1, logging_steps=1, lr_scheduler_type="constant",
@@ -41,7 +41,7 @@ def written(folder, share, trainer=hf.Trainer, callbacks=()):
 
 
 def curve(trainer):
-    """Losses, norms and rates of every step, the mean of all, weights, and what evaluations found."""
+    """Losses, gradient norms and learning rates of every step, mean loss, weights, and metrics."""
     out = trainer.train()
     history = trainer.state.log_history
     return {
@@ -51,26 +51,26 @@ def curve(trainer):
         "mean": out.training_loss,
         "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch],
         "evaluated": [r[n] for r in history for n in ("eval_loss", "eval_right") if n in r],
-        "weights": dict(trainer.whole_model().state_dict()),
+        "weights": dict(trainer.unsharded_model().state_dict()),
     }
 
 
 class Witness(hf.TrainerCallback):
-    """Notes what callbacks are told of processes, and of gradients."""
+    """Records what callbacks see of ranks and gradients."""
 
     def __init__(self):
-        self.said, self.norms = [], []
+        self.rank_info, self.norms = [], []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.norms += [logs["grad_norm_max"]] if "grad_norm_max" in logs else []
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.said = [state.is_world_process_zero, state.is_local_process_zero]
+        self.rank_info = [state.is_world_process_zero, state.is_local_process_zero]
 
 
 def data_parallel(rank, world):
     """Data parallelism against one process, and against transformers."""
-    say_rank(rank, world)
+    set_rank_variables(rank, world)
     witness, shown = Witness(), io.StringIO()
     with contextlib.redirect_stdout(shown):
         watchers = [witness, hf.JsonLogger(path="ddp/log.jsonl"), hf.TBLogger("ddp/board"), hf.PeakMemory("ddp/peaks")]
@@ -84,7 +84,7 @@ def data_parallel(rank, world):
         trainer.save_state()
     trainer.save_model("ddp/final")
     saved = trainer.save_checkpoint("ddp/by_hand")
-    again = small("again", 4, max_steps=8)  # by itself: there are two processes
+    again = small("again", 4, max_steps=8)  # DDP by default: there are two processes
     again.load_checkpoint(saved)
     resumed = small("ddp", 4, hf.DDPTrainer, resume_from_checkpoint=True, max_steps=8, num_train_epochs=3)
     args = trainer.args
@@ -92,7 +92,7 @@ def data_parallel(rank, world):
     return found | {
         "facts": [args.world_size, args.process_index, args.local_process_index, args.local_rank, args.should_save],
         "words": [args.parallel_mode.value, type(trainer.unwrapped_model()).__name__, *trainer.get_process_groups()],
-        "said": [*witness.said, trainer.is_world_process_zero(), trainer.num_processes, args.logging_dir],
+        "rank_info": [*witness.rank_info, trainer.is_world_process_zero(), trainer.num_processes, args.logging_dir],
         "best": os.path.basename(str(trainer.state.best_model_checkpoint)),
         "shown": shown.getvalue(),
         "metrics": {k: v for k, v in metrics.items() if "second" not in k and "runtime" not in k},
@@ -109,7 +109,7 @@ def data_parallel(rank, world):
 
 
 def divisible(maker, folder, **arguments):
-    """A run that transformers computes right on several ranks: every rank has as much as the others."""
+    """A run that transformers computes exactly on several ranks: all have equal batches."""
     return maker(
         folder, Classifier(dtype=WIDE), train=examples(48, dtype=WIDE), per_device_train_batch_size=4,
         max_grad_norm=0.5, gradient_accumulation_steps=2, learning_rate=0.03, logging_steps=1, num_train_epochs=2,
@@ -118,7 +118,7 @@ def divisible(maker, folder, **arguments):
 
 
 def _theirs(folder):
-    # In the order of the data, as ours.
+    # In dataset order, as ours.
     trainer = divisible(make_theirs, folder, train_sampling_strategy="sequential")
     out = trainer.train()
     mean = {"mean": out.training_loss, "steps": [out.global_step, trainer.state.max_steps, trainer.state.epoch]}
@@ -126,7 +126,7 @@ def _theirs(folder):
 
 
 def _in_turn(args, rank):
-    """Who went first, where one is to."""
+    """The order of main_process_first."""
     if os.path.exists(f"seen{rank}"):
         os.remove(f"seen{rank}")
     dist.barrier()
@@ -136,9 +136,9 @@ def _in_turn(args, rank):
     return found
 
 
-def divided(rank, world):
-    """Strategies that divide the model: its weights are nowhere whole, and callbacks run it all the same."""
-    say_rank(rank, world)
+def model_parallel(rank, world):
+    """Strategies that shard the model, with callbacks that run it."""
+    set_rank_variables(rank, world)
     watchers = [hf.GradLogger(log_frequency=1), Witness()]
     fsdp = small("fsdp", 4, hf.FSDPTrainer, watchers, save_strategy="steps", save_steps=4, save_total_limit=1)
     found = curve(fsdp)
@@ -147,9 +147,9 @@ def divided(rank, world):
     predicted = fsdp.predict(examples(TESTED, 6, WIDE)).predictions
     try:
         fsdp.train()
-        refused = ""
+        error_text = ""
     except ValueError as error:
-        refused = str(error)
+        error_text = str(error)
     resumed = small("fsdp", 4, hf.FSDPTrainer, resume_from_checkpoint=True)
     resumed_steps = resumed.train().global_step
     tokenizer = chat_tokenizer()
@@ -164,8 +164,8 @@ def divided(rank, world):
     talking.train()
     return found | {
         "predicted": torch.from_numpy(predicted),
-        "refused": refused,
+        "error": error_text,
         "resumed": resumed_steps,
-        "talked": talking.state.global_step,
+        "generations": talking.state.global_step,
         "pipeline": curve(written("pipeline", 6, hf.PipelineTrainer)),
     }

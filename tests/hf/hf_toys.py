@@ -1,4 +1,4 @@
-"""Models, data and recorders for tests of `trainformer.hf`, that run in transformers' Trainer just as well."""
+"""Models, data and recorders for tests of `trainformer.hf` that also run in the Trainer of transformers."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from trainformer import hf
 
 
 class Classifier(nn.Module):
-    """Returns what models of transformers return, without being one."""
+    """Returns the outputs of a transformers model, without being one."""
 
     def __init__(self, dropout=0.0, dtype=torch.float32):
         super().__init__()
@@ -38,7 +38,7 @@ def llama(seed=3):
 
 
 def sequences(n=24, seed=0):
-    """Texts of unequal lengths, of which some of the tokens are not supervised."""
+    """Texts of different lengths, with some unsupervised tokens."""
     g = torch.Generator().manual_seed(seed)
     made = []
     for i in range(n):
@@ -68,7 +68,7 @@ EVENTS = (
 
 
 def recorder(base=hf.TrainerCallback):
-    """A callback that notes every event, and where the run was."""
+    """A callback that records every event and the state of the run."""
 
     class Recorder(base):
         def __init__(self):
@@ -103,7 +103,7 @@ def make(folder, model=None, *, train=None, evaluation=None, callbacks=(), train
 
 
 def make_theirs(folder, model=None, *, train=None, evaluation=None, callbacks=(), trainer=None, more=None, **arguments):
-    """The same of transformers, which reads the data in their order, as ours does with train_sampling_strategy."""
+    """The same for transformers, with data in order, as ours with train_sampling_strategy."""
     defaults = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "report_to": "none"}
     options = {**defaults, "per_device_train_batch_size": 8, "dataloader_pin_memory": False, **arguments}
     made = (trainer or transformers.Trainer)(
@@ -127,7 +127,7 @@ def parameters(model):
 
 
 def train_in_process(folder, step=None, number=None):
-    """The body of a process that trains with workers; after a step it sends itself a signal, if one is given."""
+    """A process that trains with DataLoader workers and optionally sends itself a signal after a step."""
 
     class Signal(hf.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

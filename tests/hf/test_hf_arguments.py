@@ -1,4 +1,4 @@
-"""Arguments: HuggingFace's names and defaults, and what is said of those that are wrong or not here."""
+"""TrainingArguments: HF's names and defaults, and the errors for wrong or unsupported ones."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from transformers import HfArgumentParser
 
 from trainformer import hf
 from trainformer.core.errors import BadArgument
-from trainformer.hf.foreign_fields import _FOREIGN
+from trainformer.hf.arguments import UNSUPPORTED_FIELDS
 from trainformer.hf.settings import optimizer_spec, settings_of
 
 THEIRS = {f.name: f for f in dataclasses.fields(transformers.TrainingArguments)}
@@ -20,12 +20,12 @@ WANT_METRICS = ("reduce_lr_on_plateau", "greedy")
 OURS = {f.name: f for f in dataclasses.fields(hf.TrainingArguments)}
 
 
-def test_every_field_of_huggingface_is_here_or_refused_with_a_pointer():
-    assert THEIRS.keys() - OURS.keys() == set(_FOREIGN)
-    assert all(len(pointer) > 20 for _, pointer in _FOREIGN.values())
+def test_every_hf_field_is_supported_or_has_a_replacement():
+    assert THEIRS.keys() - OURS.keys() == set(UNSUPPORTED_FIELDS)
+    assert all(len(pointer) > 20 for _, pointer in UNSUPPORTED_FIELDS.values())
 
 
-def test_shared_defaults_are_theirs():
+def test_shared_defaults_match_hf():
     plain, ours = transformers.TrainingArguments("out", use_cpu=True), hf.TrainingArguments("out", use_cpu=True)
 
     def value(args, name):
@@ -39,17 +39,17 @@ def test_shared_defaults_are_theirs():
     assert plain.report_to == [] or plain.report_to == "none"
 
 
-@pytest.mark.parametrize("name", sorted(_FOREIGN))
-def test_a_field_that_is_not_here_is_refused_unless_it_asks_for_nothing(name):
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
+def test_unsupported_fields_are_errors_unless_they_have_their_default(name):
     default = THEIRS[name].default
     if default is dataclasses.MISSING:
         default = THEIRS[name].default_factory()
     assert hf.TrainingArguments("out", **{name: default}).output_dir == "out"
-    with pytest.raises(BadArgument, match=f"have {name}, these have not"):
+    with pytest.raises(BadArgument, match=f"does not support the argument {name} of HF"):
         hf.TrainingArguments("out", **{name: "something else"})
 
 
-def test_every_field_of_the_reference_is_here():
+def test_every_field_of_forgather_is_supported():
     words = """default_dtype max_eval_steps preserve_best_model best_model_metric best_model_greater_is_better
     preserve_n_best eval_on_save enable_activation_offloading detect_anomaly sdpa_backend sdpa_set_priority
     float32_matmul_precision dynamo_recompile_limit mixed_precision fp8_recipe fp8_dim_alignment qat_recipe"""
@@ -100,7 +100,7 @@ def test_mistakes_are_explained(options, message):
     assert isinstance(caught.value, BadArgument)
 
 
-def test_what_is_settled_when_they_are_made(tmp_path):
+def test_derived_fields(tmp_path):
     args = hf.TrainingArguments(str(tmp_path), mixed_precision="no", torch_compile_mode="max-autotune")
     assert args.mixed_precision is None
     assert args.torch_compile
@@ -116,7 +116,7 @@ def test_what_is_settled_when_they_are_made(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"warmup_steps": 7}, {"warmup_steps": 0.07}, {"warmup_steps": 0.5}])
-def test_warm_up_is_counted_as_there(options):
+def test_warmup_steps_match_transformers(options):
     ours, theirs = (
         hf.TrainingArguments("out", **options),
         transformers.TrainingArguments("out", use_cpu=True, **options),
@@ -125,17 +125,17 @@ def test_warm_up_is_counted_as_there(options):
     assert [ours.get_warmup_steps(n) for n in totals] == [theirs.get_warmup_steps(n) for n in totals]
 
 
-def test_a_share_of_warm_up_by_its_old_name():
+def test_warmup_ratio():
     assert hf.TrainingArguments("out", warmup_ratio=0.25).get_warmup_steps(100) == 25
 
 
-def test_command_lines_are_parsed_by_transformers_parser():
+def test_hf_argument_parser():
     words = "--output_dir out --learning_rate 1e-3 --bf16 --eval_strategy steps --eval_steps 20 --sdpa_backend flash"
     (args,) = HfArgumentParser(hf.TrainingArguments).parse_args_into_dataclasses(words.split())
     assert (args.learning_rate, args.mixed_precision, args.eval_steps, args.sdpa_backend) == (1e-3, "bf16", 20, "flash")
 
 
-def test_they_can_be_written_down():
+def test_serialisation():
     args = hf.TrainingArguments("out", eval_strategy="epoch", sdpa_backend=["math"])
     written = json.loads(args.to_json_string())
     assert written["eval_strategy"] == "epoch"
@@ -144,7 +144,7 @@ def test_they_can_be_written_down():
     assert all(isinstance(v, (bool, int, float, str)) for v in args.to_sanitized_dict().values())
 
 
-def test_a_subclass_of_the_user():
+def test_user_defined_subclass():
     @dataclasses.dataclass(kw_only=True)
     class Mine(hf.TrainingArguments):
         temperature: float = 1.0
@@ -155,21 +155,21 @@ def test_a_subclass_of_the_user():
         Mine(output_dir="out", deepspeed="ds.json")
 
 
-# -- what they mean to a run -------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------
 
 
 def settings(batches=10, **options):
     return settings_of(hf.TrainingArguments("out", **options), batches, None)
 
 
-def test_steps_epochs_and_shares():
+def test_steps_epochs_and_fractions():
     assert (settings(num_train_epochs=2).epochs, settings(num_train_epochs=2).max_steps) == (2, None)
     assert settings(num_train_epochs=1.25).max_steps == 13
     assert settings(num_train_epochs=1.25, gradient_accumulation_steps=3).max_steps == 5
     assert settings(max_steps=7).max_steps == 7
     cadences = settings(logging_steps=0.1, eval_strategy="epoch", save_strategy="no", num_train_epochs=2)
     assert (cadences.log_every, cadences.eval_every, cadences.save_every) == ("2steps", "1epochs", None)
-    with pytest.raises(BadArgument, match="whole numbers of steps"):
+    with pytest.raises(BadArgument, match="a number of steps for data without a length"):
         settings(batches=None, logging_steps=0.1)
 
 
@@ -183,8 +183,8 @@ def test_which_checkpoint_is_best():
     )
     assert (forgather.save_best, forgather.monitor_metric, forgather.monitor_mode) == (3, "val/perplexity", "min")
     assert forgather.save_last == 2
-    told = settings(preserve_best_model=True, best_model_metric="loss", best_model_greater_is_better=True)
-    assert told.monitor_mode == "max"
+    explicit = settings(preserve_best_model=True, best_model_metric="loss", best_model_greater_is_better=True)
+    assert explicit.monitor_mode == "max"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_optimizers(options, expected):
 
 
 @pytest.mark.parametrize("name", [n.value for n in transformers.SchedulerType if n.value not in WANT_METRICS])
-def test_schedules_are_those_of_transformers(name):
+def test_schedulers_match_transformers(name):
     more = {
         "warmup_stable_decay": {"num_decay_steps": 4},
         "cosine_with_min_lr": {"min_lr": 1e-5},
@@ -231,12 +231,12 @@ def test_schedules_are_those_of_transformers(name):
     ("options", "message"),
     [
         ({"lr_scheduler_type": "linearly"}, "lr_scheduler_type to be one of linear"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "a function of the step"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "depends on the step only"),
         ({"report_to": "comet_ml"}, "pass the callback of transformers"),
         ({"optim": "sgd", "optim_args": "momentum"}, "optim_args like"),
     ],
 )
-def test_what_cannot_be_made_of_them(options, message):
+def test_settings_that_cannot_work_are_explained(options, message):
     with pytest.raises(BadArgument, match=re.escape(message)):
         settings(**options)
     assert settings(report_to=["tensorboard", "none"]).log == ["tensorboard"]
@@ -261,5 +261,5 @@ def test_what_cannot_be_made_of_them(options, message):
         ({"eval_on_save": True}, "eval_on_save", True),
     ],
 )
-def test_what_else_they_mean(options, field, expected):
+def test_translation_to_settings(options, field, expected):
     assert getattr(settings(**options), field) == expected

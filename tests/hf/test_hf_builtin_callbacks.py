@@ -1,4 +1,4 @@
-"""Built-in callbacks that show and record: progress, summary, TensorBoard, JSON."""
+"""ProgressCallback, InfoCallback, TBLogger and JsonLogger."""
 
 import dataclasses
 import io
@@ -20,11 +20,11 @@ from trainformer import Trainer
 from trainformer.callbacks import ProgressBar
 from trainformer.core.errors import BadArgument
 from trainformer.hf.callbacks import InfoCallback, JsonLogger, ProgressCallback, TBLogger
-from trainformer.hf.callbacks.arguments import changed_arguments
+from trainformer.hf.callbacks.common import changed_arguments
 
 
 def trainer_with(*callbacks, task=None, **options):
-    """16 steps of 8 samples, with two evaluations, unless the options say otherwise."""
+    """By default 16 steps of 8 samples, with two evaluations."""
     defaults = {"batch_size": 8, "epochs": 2, "lr": 1e-2, "log": "none", "log_every": 4, "run_dir": "run"}
     data = {"data": classes(), "val_data": classes(16)}
     return Trainer(task or MeanTask(), callbacks=list(callbacks), **data, **{**defaults, **options})
@@ -54,17 +54,17 @@ def progress(terminal):
     return ProgressCallback(Console(file=file, force_terminal=terminal, width=120)), file
 
 
-def test_a_terminal_gets_bars_and_lines():
+def test_bars_and_lines_on_a_terminal():
     callback, file = progress(True)
     trainer_with(callback).fit()
     text = file.getvalue()
     for part in ("epoch 2", "16/16", "evaluating", "lr", "samples/s", "━"):
         assert part in text
-    assert "val     16  loss" in text  # lines stand above the bar
+    assert "val     16  loss" in text  # lines are printed above the bar
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is visible again
 
 
-def test_elsewhere_there_are_plain_lines_one_per_record():
+def test_plain_lines_if_the_output_is_not_a_terminal():
     callback, file = progress(False)
     trainer = trainer_with(callback).fit()
     text = file.getvalue()
@@ -77,7 +77,7 @@ def test_elsewhere_there_are_plain_lines_one_per_record():
     assert f"loss {first['train/loss']:.4f}" in text.splitlines()[0]
 
 
-def test_the_steps_of_a_bar_can_be_switched_off(monkeypatch):
+def test_disable_tqdm(monkeypatch):
     callback, file = progress(True)
     trainer = trainer_with(callback)
     monkeypatch.setattr(type(trainer), "args", Arguments(), raising=False)
@@ -88,7 +88,7 @@ def test_the_steps_of_a_bar_can_be_switched_off(monkeypatch):
 
 @dataclasses.dataclass
 class Arguments:
-    """As little as a trainer's own arguments must have."""
+    """A minimal set of arguments."""
 
     output_dir: str = "out"
     logging_dir: str | None = None
@@ -106,21 +106,21 @@ class Arguments:
     kwargs: dict = dataclasses.field(default_factory=dict)
 
 
-def test_there_is_one_bar_and_no_second_line_where_the_trainer_has_its_own():
+def test_a_native_trainer_shows_one_bar_and_each_line_once():
     callback, file = progress(True)
     trainer_with(ProgressBar(Console(file=io.StringIO(), force_terminal=True)), callback).fit()
     assert file.getvalue() == ""
 
 
-def test_the_bar_of_an_evaluation_on_its_own_goes_away():
+def test_the_bar_of_a_separate_evaluation_disappears():
     callback, file = progress(True)
     trainer = trainer_with(callback)
     trainer.evaluate()
     assert "evaluating" in file.getvalue()
-    assert callback._bar._bar is None
+    assert not callback.bar.is_open
 
 
-def test_the_terminal_is_given_back_after_an_error():
+def test_the_bar_is_closed_after_an_error():
     class Broken(MeanTask):
         def train_step(self, batch):
             raise RuntimeError("broken")
@@ -131,7 +131,7 @@ def test_the_terminal_is_given_back_after_an_error():
     assert file.getvalue().endswith("\x1b[?25h")  # the cursor is visible again
 
 
-def test_other_processes_show_nothing():
+def test_other_processes_print_nothing():
     from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 
     callback, file = progress(True)
@@ -145,7 +145,7 @@ def test_other_processes_show_nothing():
 # -- summary -----------------------------------------------------------------------------------------------
 
 
-def test_the_summary_says_what_is_trained_on_what_and_how(caplog):
+def test_info_callback_logs_model_data_device_and_arguments(caplog):
     model = mlp()
     model[0].requires_grad_(False)
     model[2].bias.data = model[2].bias.data.float()
@@ -155,12 +155,16 @@ def test_the_summary_says_what_is_trained_on_what_and_how(caplog):
         trainer = trainer_with(callback, task=MeanTask(), accumulation_steps=2, lr=0.02)
         control = None
         callback.on_train_begin(
-            Arguments(hub_token="secret"), _state(16), control, model=task.model, train_dataloader=trainer.train_batches
+            Arguments(hub_token="secret"),
+            _state(16),
+            control,
+            model=task.model,
+            train_dataloader=trainer.train_dataloader,
         )
     text = caplog.records[-1].getMessage()
-    assert "67 parameters, 27 trained (40.30%); float64 64, float32 3" in text  # 4·8+8 frozen, 8·3+3 trained
+    assert "67 parameters, 27 trainable (40.30%); float64 64, float32 3" in text  # 4·8+8 frozen, 8·3+3 trained
     assert "train 64 samples" in text
-    assert "8 per epoch, 16 in all (2 epochs)" in text
+    assert "8 per epoch, 16 in total (2 epochs)" in text
     assert "secret" not in text
 
 
@@ -170,7 +174,7 @@ def _state(max_steps):
     return TrainerState(max_steps=max_steps)
 
 
-def test_the_summary_of_a_native_run_names_its_settings(caplog):
+def test_info_callback_in_a_native_run_shows_changed_settings(caplog):
     with caplog.at_level(logging.INFO, logger="trainformer"):
         trainer_with(InfoCallback(), accumulation_steps=2, lr=0.02, max_steps=1).fit()
     (text,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("training begins")]
@@ -181,12 +185,12 @@ def test_the_summary_of_a_native_run_names_its_settings(caplog):
     assert "tensor" not in arguments  # the data
 
 
-def test_only_arguments_that_differ_are_changed():
+def test_changed_arguments():
     changed = changed_arguments(Arguments(num_train_epochs=3.0, hub_token="secret", kwargs={"a": 1}))
     assert changed == {"num_train_epochs": 3.0, "hub_token": "<not shown>", "kwargs": {"a": 1}}
 
 
-def test_data_of_a_trainer_are_no_settings():
+def test_datasets_of_a_trainer_are_not_settings():
     @dataclasses.dataclass
     class Settings:
         data: list
@@ -198,7 +202,7 @@ def test_data_of_a_trainer_are_no_settings():
 # -- TensorBoard -------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_reads_back_scalars_and_texts():
+def test_tensorboard_has_scalars_and_texts():
     trainer = trainer_with(TBLogger("tb", name="My Experiment", date="2024-01-01")).fit()
     reader = events("tb")
     history = trainer.state.log_history
@@ -212,16 +216,16 @@ def test_tensorboard_reads_back_scalars_and_texts():
 
 
 @pytest.mark.slow
-def test_tags_are_those_of_transformers():
+def test_tags_match_transformers():
     from transformers.integrations.integration_utils import rewrite_logs
 
-    from trainformer.hf.callbacks.names import as_tags
+    from trainformer.hf.callbacks.common import to_tags
 
     logs = {"loss": 1, "learning_rate": 2, "eval_loss": 3, "eval_a_b": 4, "test_x": 5, "epoch": 6, "evaluation": 7}
-    assert as_tags(logs) == rewrite_logs(logs)
+    assert to_tags(logs) == rewrite_logs(logs)
 
 
-def test_a_writer_that_was_handed_in_stays_open():
+def test_a_passed_writer_stays_open():
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter("tb")
@@ -229,11 +233,11 @@ def test_a_writer_that_was_handed_in_stays_open():
     assert events("tb").Scalars("train/loss")[-1].step == 4  # flushed
     writer.add_scalar("mine", 1.0, 5)
     writer.close()
-    assert len(list(Path("tb").iterdir())) == 1  # closed in between, there would be a second file
+    assert len(list(Path("tb").iterdir())) == 1  # closing it would have created a second file
     assert events("tb").Scalars("mine")[0].value == 1.0
 
 
-def test_the_configuration_of_a_model_is_written_once():
+def test_the_model_config_is_written_once():
     class Configured:
         def to_dict(self):
             return {"hidden_size": 8, "dropout": math.nan}
@@ -246,7 +250,7 @@ def test_the_configuration_of_a_model_is_written_once():
 
 
 @pytest.mark.usefixtures("event_files_in_order")
-def test_a_resumed_run_hides_what_it_writes_again_and_callbacks_share_a_folder():
+def test_a_resumed_run_hides_repeated_steps_and_callbacks_share_a_writer():
     from trainformer.hf.callbacks import PeakMemory
 
     class LateCut:
@@ -256,7 +260,7 @@ def test_a_resumed_run_hides_what_it_writes_again_and_callbacks_share_a_folder()
 
     with pytest.raises(KeyboardInterrupt):
         trainer_with(TBLogger("tb"), PeakMemory("tb"), LateCut(), log_every=1, save_every=4).fit()
-    assert events("tb").Scalars("train/loss")[-1].step == 6  # two more than the checkpoint knows of
+    assert events("tb").Scalars("train/loss")[-1].step == 6  # two steps beyond the checkpoint
     trainer_with(TBLogger("tb"), PeakMemory("tb"), log_every=1, save_every=4).fit()
     assert len(list(Path("tb").iterdir())) == 2  # one writer per run
     reader = events("tb")
@@ -265,7 +269,7 @@ def test_a_resumed_run_hides_what_it_writes_again_and_callbacks_share_a_folder()
 
 
 @pytest.mark.parametrize("writer", [3, object()])
-def test_what_is_no_writer_is_refused(writer):
+def test_an_invalid_writer_is_an_error(writer):
     with pytest.raises(BadArgument, match="SummaryWriter"):
         TBLogger(writer)
 
@@ -274,7 +278,7 @@ def test_what_is_no_writer_is_refused(writer):
 
 
 def without_times(found):
-    """What must be the same in every run."""
+    """The part of a record that is the same in every run."""
     clocks = ("samples_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     return [
         {k: v for k, v in r.items() if k not in ("timestamp", "metrics", "args")}
@@ -304,7 +308,7 @@ def test_records_have_the_documented_format():
     assert logged[1]["epoch"] == 0.5
 
 
-def test_every_line_is_strict_json_whatever_the_numbers_are():
+def test_every_line_is_strict_json():
     class Strange:
         def on_log(self, trainer, metrics):
             metrics |= {"train/a": math.nan, "train/b": -math.inf}
@@ -322,7 +326,7 @@ def test_every_line_is_strict_json_whatever_the_numbers_are():
     assert logged["meta"]["config"]["best"] == "Infinity"
 
 
-def test_a_resumed_run_repairs_a_torn_line_and_logs_nothing_twice():
+def test_a_resumed_run_repairs_a_damaged_line_without_duplicates():
     options = {"log_every": 1, "save_every": 2}
     trainer_with(JsonLogger(path="whole.jsonl"), run_dir="whole", **options).fit()
     with pytest.raises(KeyboardInterrupt):
@@ -339,7 +343,7 @@ def test_a_resumed_run_repairs_a_torn_line_and_logs_nothing_twice():
     assert without_times(resumed) == without_times(records("whole.jsonl"))
 
 
-def test_a_run_that_goes_on_finds_its_own_file_and_not_that_of_another(tmp_path):
+def test_a_resumed_run_finds_its_own_file(tmp_path):
     def begin(logger, args, step):
         state = _state(16)
         state.global_step = step
@@ -358,7 +362,7 @@ def test_a_run_that_goes_on_finds_its_own_file_and_not_that_of_another(tmp_path)
     assert [r["global_step"] for r in records(first.path)] == [0, 0, 4, 4]
 
 
-def test_a_new_run_leaves_an_older_file_aside():
+def test_a_new_run_renames_an_existing_file():
     trainer_with(JsonLogger(path="log.jsonl"), max_steps=2).fit()
     before = Path("log.jsonl").read_bytes()
     trainer_with(JsonLogger(path="log.jsonl"), max_steps=2, run_dir="other").fit()
@@ -366,7 +370,7 @@ def test_a_new_run_leaves_an_older_file_aside():
     assert [r["event"] for r in records("log.jsonl")].count("on_train_begin") == 1
 
 
-def test_an_evaluation_before_training_is_part_of_the_same_log():
+def test_an_evaluation_before_training_is_in_the_same_file():
     logger, args = JsonLogger(log_dir="logs"), Arguments()
     logger.on_evaluate(args, _state(4), None, metrics={"eval_loss": 1.0})
     for _ in range(2):
@@ -378,7 +382,7 @@ def test_an_evaluation_before_training_is_part_of_the_same_log():
     assert [r["event"] for r in second] == ["on_train_begin", "on_train_end", "on_evaluate"]
 
 
-def test_path_and_folder_exclude_each_other():
+def test_path_and_log_dir_are_mutually_exclusive():
     with pytest.raises(BadArgument, match="either path or log_dir"):
         JsonLogger(path="a.jsonl", log_dir="b")
 
@@ -401,7 +405,7 @@ Trainer(MeanTask(), classes(), batch_size=8, epochs=2, log="none", log_every=1, 
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_records_of_one_that_was_not():
+def test_a_killed_run_has_the_same_records_after_resuming():
     def run(folder, kill_at):
         command = [sys.executable, "-c", VICTIM, str(Path(__file__).parents[1]), folder, str(kill_at)]
         return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode

@@ -1,4 +1,4 @@
-"""Loss and logits out of everything that models return."""
+"""Extracting loss and logits from the outputs of models."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ BOTH = {
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_both_are_found_together_and_alone(kind):
+def test_loss_and_logits_are_found_together_and_separately(kind):
     outputs = BOTH[kind]
     loss, logits = loss_and_logits_from_outputs(outputs)
     assert loss is LOSS
@@ -38,7 +38,7 @@ def test_logits_without_a_loss(outputs):
     assert logits_from_outputs(outputs) is LOGITS
 
 
-def test_a_number_is_its_own_loss():
+def test_a_scalar_tensor_is_a_loss():
     assert loss_from_outputs(LOSS) is LOSS
 
 
@@ -59,7 +59,7 @@ def test_a_number_is_its_own_loss():
         (loss_and_logits_from_outputs, {"loss": LOSS}, r"logits as a tensor"),
     ],
 )
-def test_what_is_missing_is_a_value_error_that_says_so(function, outputs, message):
+def test_missing_outputs_are_explained(function, outputs, message):
     with pytest.raises(BadArgument, match=message) as caught:
         function(outputs)
     assert isinstance(caught.value, ValueError)

@@ -1,4 +1,4 @@
-"""The order of events, and where the run is at each of them, compared with transformers' own Trainer."""
+"""The order of events, and the state at each of them, compared with the Trainer of transformers."""
 
 import pytest
 import transformers
@@ -32,7 +32,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_order_is_that_of_transformers(name, tmp_path):
+def test_the_order_of_events_matches_transformers(name, tmp_path):
     options = {"num_train_epochs": 2, **SETS[name]}
     ours, theirs = recorder(), recorder(transformers.TrainerCallback)
     evaluation = examples(20, seed=1)
@@ -43,7 +43,7 @@ def test_the_order_is_that_of_transformers(name, tmp_path):
 
 
 def expected_events(trainer, train_length, eval_length):
-    """The schedule as transformers' own test of callbacks states it."""
+    """The expected events, as in the callback test of transformers."""
     args = trainer.args
     evaluation = ["on_prediction_step"] * eval_length + ["on_log", "on_evaluate"]
     events, step = ["on_init_end", "on_train_begin"], 0
@@ -74,7 +74,7 @@ def expected_events(trainer, train_length, eval_length):
         {"eval_strategy": "steps", "eval_steps": 10, "logging_steps": 3, "save_strategy": "steps", "save_steps": 5},
     ],
 )
-def test_the_order_is_that_of_their_test(options, tmp_path):
+def test_the_order_of_events_matches_the_test_of_transformers(options, tmp_path):
     seen = recorder()
     options = {"logging_steps": 500, "num_train_epochs": 2, **options}
     trainer = make(tmp_path, callbacks=[seen], evaluation=examples(20, seed=1), **options)
@@ -83,7 +83,7 @@ def test_the_order_is_that_of_their_test(options, tmp_path):
 
 
 def test_callbacks_can_be_added_popped_and_removed(tmp_path):
-    """As transformers' own test of callbacks does it."""
+    """As in the callback test of transformers."""
     trainer = make(tmp_path, disable_tqdm=False)
     kinds = [type(callback).__name__ for callback in trainer.callbacks]
     assert kinds == ["ProgressCallback", "InfoCallback"]
@@ -102,7 +102,7 @@ def test_callbacks_can_be_added_popped_and_removed(tmp_path):
     assert trainer.pop_callback(kind) is None
 
 
-def test_passed_callbacks_are_added_to_the_default_ones_and_the_list_is_not_kept(tmp_path):
+def test_callbacks_are_added_to_the_default_ones_and_the_list_is_copied(tmp_path):
     mine = [recorder()]
     trainer = make(tmp_path, callbacks=mine, disable_tqdm=False)
     assert len(trainer.callbacks) == 3
@@ -110,7 +110,7 @@ def test_passed_callbacks_are_added_to_the_default_ones_and_the_list_is_not_kept
     assert len(mine) == 1
 
 
-def test_a_callback_may_join_and_leave_while_the_run_goes_on(tmp_path):
+def test_callbacks_can_be_added_and_removed_during_training(tmp_path):
     late = recorder()
 
     class Host(type(late)):
@@ -126,7 +126,7 @@ def test_a_callback_may_join_and_leave_while_the_run_goes_on(tmp_path):
     assert "on_train_end" not in late.names()
 
 
-def test_evaluate_and_predict_tell_their_events(tmp_path):
+def test_evaluate_and_predict_dispatch_events(tmp_path):
     seen = recorder()
     trainer = make(tmp_path, callbacks=[seen], evaluation=examples(20, seed=1))
     trainer.evaluate()

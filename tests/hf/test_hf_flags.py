@@ -1,4 +1,4 @@
-"""What callbacks ask for by flags, compared with transformers' own Trainer; and who is named when a run is stopped."""
+"""Control flags compared with the Trainer of transformers, and who is named when a run is stopped."""
 
 import logging
 
@@ -46,21 +46,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flags_do_what_they_do_there(case, tmp_path):
+def test_flags_match_transformers(case, tmp_path):
     event, when, flags, options = CASES[case]
     ours, theirs = recorder(), recorder(transformers.TrainerCallback)
     options = {"num_train_epochs": 2, "evaluation": examples(20, seed=1), **options}
     make(tmp_path / "a", callbacks=[asking(hf.TrainerCallback, event, when, **flags), ours], **options).train()
     asker = asking(transformers.TrainerCallback, event, when, **flags)
     make_theirs(tmp_path / "b", callbacks=[asker, theirs], **options).train()
-    if "should_epoch_stop" in flags:  # there an epoch that was cut short stays a fraction until the next one begins
+    if "should_epoch_stop" in flags:  # transformers keeps the fractional epoch until the next one begins
         assert [place[:2] for place in ours.seen] == [place[:2] for place in theirs.seen]
     else:
         assert ours.seen == theirs.seen
 
 
-def test_flags_in_a_control_that_is_returned_count_and_lose_none_set_in_place(tmp_path):
-    """Older callbacks change the control they get and return a fresh one."""
+def test_flags_in_a_returned_control_are_combined_with_those_set_in_place(tmp_path):
+    """Older callbacks change the control they receive and return a new one."""
 
     class Both(hf.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -71,11 +71,11 @@ def test_flags_in_a_control_that_is_returned_count_and_lose_none_set_in_place(tm
     seen = recorder()
     output = make(tmp_path, callbacks=[Both(), seen], num_train_epochs=2).train()
     assert output.global_step == 2
-    assert seen.names().count("on_log") == 2  # the one asked for, and the summary
+    assert seen.names().count("on_log") == 2  # the requested one, and the summary
     assert output.metrics["stopped_by"] == "Both"
 
 
-def test_who_stopped_a_run_is_in_the_log_and_in_the_output(tmp_path, caplog):
+def test_the_callback_that_stopped_a_run_is_named(tmp_path, caplog):
     stopper = asking(transformers.TrainerCallback, "on_step_end", 3, should_training_stop=True)
     with caplog.at_level(logging.INFO, logger="trainformer"):
         output = make(tmp_path, callbacks=[stopper]).train()
@@ -87,14 +87,14 @@ def test_who_stopped_a_run_is_in_the_log_and_in_the_output(tmp_path, caplog):
 
 
 def test_a_stopped_run_can_be_trained_again(tmp_path):
-    """Flags of the first run do not end the second."""
+    """Flags of the first run do not affect the second."""
     trainer = make(tmp_path, callbacks=[asking(hf.TrainerCallback, "on_step_end", 3, should_training_stop=True)])
     assert trainer.train().global_step == 3
     trainer.pop_callback(trainer.callbacks[-1])
     assert trainer.train().global_step == 15
 
 
-def test_abort_keeps_nothing_since_the_last_checkpoint(tmp_path):
+def test_abort_saves_no_further_checkpoint(tmp_path):
     seen = recorder()
     aborter = asking(hf.TrainerCallback, "on_step_end", 5, should_abort_without_save=True)
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch", "evaluation": examples(8, seed=1)}
@@ -106,7 +106,7 @@ def test_abort_keeps_nothing_since_the_last_checkpoint(tmp_path):
     assert seen.names()[-2:] == ["on_log", "on_train_end"]
 
 
-def test_a_run_that_was_aborted_goes_on_from_its_last_checkpoint(tmp_path):
+def test_an_aborted_run_resumes_from_its_last_checkpoint(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
     whole = make(tmp_path / "whole", Classifier(0.2), **options)
     whole.train()
@@ -118,8 +118,8 @@ def test_a_run_that_was_aborted_goes_on_from_its_last_checkpoint(tmp_path):
         assert torch.equal(p, parameters(again.model)[name])
 
 
-def test_early_stopping_of_transformers_stops_where_it_does_there(tmp_path):
-    """On labels that nobody can learn, the loss on other data soon rises."""
+def test_early_stopping_callback_of_transformers_stops_at_the_same_step(tmp_path):
+    """With random labels the evaluation loss soon rises."""
     train = [{**e, "labels": torch.tensor(i % 3)} for i, e in enumerate(examples(24))]
     evaluation = [{**e, "labels": torch.tensor(i % 2)} for i, e in enumerate(examples(24, seed=5))]
     options = {
@@ -144,8 +144,8 @@ def test_early_stopping_of_transformers_stops_where_it_does_there(tmp_path):
         torch.testing.assert_close(parameters(ours[0].model)[name], p, rtol=1e-4, atol=1e-6)
 
 
-def test_the_state_of_a_callback_of_transformers_survives(tmp_path):
-    """The patience of early stopping is kept over a restart; in transformers it begins anew."""
+def test_the_state_of_a_callback_of_transformers_is_restored(tmp_path):
+    """The patience of early stopping is restored on resume; in transformers it is re-initialised."""
     evaluation = [{**e, "labels": torch.tensor(i % 2)} for i, e in enumerate(examples(24, seed=5))]
     train = [{**e, "labels": torch.tensor(i % 3)} for i, e in enumerate(examples(24))]
     options = {

@@ -1,4 +1,4 @@
-"""What is computed: losses, weights, evaluations and predictions, compared with transformers' own Trainer."""
+"""Losses, weights, evaluations and predictions compared with the Trainer of transformers."""
 
 import numpy as np
 import pytest
@@ -50,13 +50,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_classifier_is_trained_as_there(name, tmp_path):
+def test_training_a_classifier_matches_transformers(name, tmp_path):
     assert assert_same(both(tmp_path, Classifier, learning_rate=1e-2, **CASES[name]))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_language_model_is_trained_as_there(accumulation, tmp_path):
-    """Batches have unequal numbers of supervised tokens: a mean of means would differ by far more."""
+def test_training_a_language_model_matches_transformers(accumulation, tmp_path):
+    """Batches have different numbers of supervised tokens: a mean of means would differ by far more."""
     options = {"train": sequences(), "gradient_accumulation_steps": accumulation, "learning_rate": 1e-3}
     options |= {"per_device_train_batch_size": 2, "more": {"data_collator": padded}, "adam_epsilon": 1e-5}
     made = both(tmp_path, llama, **options)
@@ -64,14 +64,14 @@ def test_a_language_model_is_trained_as_there(accumulation, tmp_path):
 
 
 def sum_over_items(outputs, labels, num_items_in_batch=None):
-    """In the precision of the model; transformers' own losses are computed in fp32."""
+    """In the dtype of the model; transformers computes losses in fp32."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     total = F.cross_entropy(logits[..., :-1, :].flatten(0, 1), labels[..., 1:].flatten(), reduction="sum")
     return total / num_items_in_batch
 
 
-def test_slicing_a_batch_does_not_change_the_result(tmp_path):
-    """8 x 1 = 1 x 8, also where supervised tokens are spread unequally."""
+def test_gradient_accumulation_does_not_change_the_result(tmp_path):
+    """8 x 1 = 1 x 8, also with different numbers of supervised tokens."""
     runs = {}
     for size, accumulation in ((8, 1), (1, 8), (2, 4)):
         model = llama().double()
@@ -91,14 +91,14 @@ def test_label_smoothing(tmp_path):
     assert assert_same(both(tmp_path, llama, learning_rate=1e-3, adam_epsilon=1e-5, **options))
 
 
-def test_a_loss_function_of_the_user(tmp_path):
+def test_compute_loss_func(tmp_path):
     more = {"data_collator": padded, "compute_loss_func": sum_over_items}
     options = {"train": sequences(), "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     assert assert_same(both(tmp_path, llama, learning_rate=1e-3, adam_epsilon=1e-5, more=more, **options))
 
 
-def test_a_loss_function_that_counts_nothing(tmp_path):
-    """It returns a mean over samples, which is weighted by samples."""
+def test_compute_loss_func_without_num_items(tmp_path):
+    """It returns a mean over samples, weighted by their number."""
 
     def plain(outputs, labels):
         return F.cross_entropy(outputs["logits"], labels, label_smoothing=0.1)
@@ -131,7 +131,7 @@ def overriding(base):
     return Weighted
 
 
-def test_compute_loss_may_be_overridden(tmp_path):
+def test_compute_loss_can_be_overridden(tmp_path):
     options = {**SEQUENTIAL, "learning_rate": 1e-2, "evaluation": examples(16, seed=1)}
     ours = make(tmp_path / "a", trainer=overriding(hf.Trainer), **options)
     theirs = make_theirs(tmp_path / "b", trainer=overriding(transformers.Trainer), **options)
@@ -140,7 +140,7 @@ def test_compute_loss_may_be_overridden(tmp_path):
 
 
 class Plain(nn.Module):
-    """A model that knows nothing of labels."""
+    """A model whose forward has no labels."""
 
     def __init__(self, outputs=3):
         super().__init__()
@@ -151,7 +151,7 @@ class Plain(nn.Module):
         return self.layer(x)
 
 
-def test_a_model_that_takes_no_labels_gets_cross_entropy(tmp_path):
+def test_a_model_without_labels_in_forward_uses_cross_entropy(tmp_path):
     trainer = make(tmp_path, Plain(), **SEQUENTIAL, learning_rate=1e-2)
     batch = examples()[:8]
     logits = Plain()(torch.stack([e["x"] for e in batch]))
@@ -161,7 +161,7 @@ def test_a_model_that_takes_no_labels_gets_cross_entropy(tmp_path):
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
-def test_numbers_as_labels_get_a_squared_error(tmp_path):
+def test_float_labels_use_mse(tmp_path):
     data = [{"x": e["x"], "labels": e["x"].sum()} for e in examples()]
     trainer = make(tmp_path, Plain(1), train=data, **SEQUENTIAL)
     x = torch.stack([e["x"] for e in data[:8]])
@@ -170,7 +170,7 @@ def test_numbers_as_labels_get_a_squared_error(tmp_path):
     assert losses(trainer)[0] == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_batches_may_be_tuples(tmp_path):
+def test_tuple_batches(tmp_path):
     data = torch.utils.data.TensorDataset(
         torch.stack([e["x"] for e in examples()]), torch.stack([e["labels"] for e in examples()])
     )
@@ -182,7 +182,7 @@ def test_batches_may_be_tuples(tmp_path):
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):
-    """In transformers it does, where supervised tokens are spread unequally."""
+    """In transformers it does, if batches have different numbers of supervised tokens."""
     data = sequences(11, seed=2)
     results = []
     for size in (1, 3, 11):
@@ -198,7 +198,7 @@ def accuracy(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def test_metrics_and_predictions_are_those_of_transformers(tmp_path):
+def test_metrics_and_predictions_match_transformers(tmp_path):
     options = {**SEQUENTIAL, "learning_rate": 1e-2, "evaluation": examples(21, seed=1), "per_device_eval_batch_size": 4}
     (ours, _), (theirs, _) = both(tmp_path, Classifier, more={"compute_metrics": accuracy}, **options)
     mine, expected = ours.evaluate(), theirs.evaluate()
@@ -212,7 +212,7 @@ def test_metrics_and_predictions_are_those_of_transformers(tmp_path):
     assert mine.metrics["test_accuracy"] == expected.metrics["test_accuracy"]
 
 
-def test_predictions_of_unequal_length_are_padded_as_there(tmp_path):
+def test_padding_of_predictions_matches_transformers(tmp_path):
     more = {"data_collator": padded, "compute_metrics": lambda p: {"rows": float(len(p.predictions))}}
     data = sequences(10, seed=4)
     made = []
@@ -225,7 +225,7 @@ def test_predictions_of_unequal_length_are_padded_as_there(tmp_path):
     assert metrics["eval_rows"] == expected["eval_rows"] == 10
 
 
-def test_logits_may_be_made_smaller_first(tmp_path):
+def test_preprocess_logits_for_metrics(tmp_path):
     seen = []
 
     def metrics(prediction):
@@ -244,7 +244,7 @@ def test_logits_may_be_made_smaller_first(tmp_path):
     )
 
 
-def test_several_sets_are_evaluated_each_under_its_name(tmp_path):
+def test_several_eval_datasets(tmp_path):
     sets = {"near": examples(10, seed=1), "far": examples(12, seed=2)}
     options = {**SEQUENTIAL, "evaluation": sets, "eval_strategy": "epoch", "learning_rate": 1e-2}
     options |= {"load_best_model_at_end": True, "save_strategy": "epoch", "metric_for_best_model": "near_loss"}

@@ -1,10 +1,10 @@
-"""`trainformer.hf` on two processes: the numbers of one, HuggingFace's meanings, and one process that writes."""
+"""`trainformer.hf` on two ranks: the results of one process, HF's semantics, and only rank 0 writes."""
 
 import json
 
 import pytest
 import torch
-from hf_ranks import TESTED, WIDE, curve, data_parallel, divided, small, written
+from hf_ranks import TESTED, WIDE, curve, data_parallel, model_parallel, small, written
 from hf_toys import examples
 from safetensors.torch import load_file
 
@@ -27,94 +27,102 @@ def replicated(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    return started(divided, tmp_path_factory.mktemp("sharded"))
+    return started(model_parallel, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The same run in one process, with twice as much per process."""
+    """The same run in one process with twice the batch size."""
     trainer = small(tmp_path_factory.mktemp("alone"), 8)
     return curve(trainer) | {"predicted": torch.from_numpy(trainer.predict(examples(TESTED, 6, WIDE)).predictions)}
 
 
 def distance(found, wanted):
-    """The largest difference of two curves."""
+    """The largest difference between two curves."""
     assert found["steps"] == wanted["steps"]
     assert [len(found[n]) for n in ("losses", "evaluated")] == [len(wanted[n]) for n in ("losses", "evaluated")]
     names = "losses", "norms", "rates", "evaluated"
     numbers = [abs(a - b) for n in names for a, b in zip(found[n], wanted[n], strict=True)]
-    return max(*numbers, abs(found["mean"] - wanted["mean"]), apart(found["weights"], wanted["weights"]))
+    return max(*numbers, abs(found["mean"] - wanted["mean"]), max_difference(found["weights"], wanted["weights"]))
 
 
-def apart(weights, others):
+def max_difference(weights, others):
     assert weights.keys() == others.keys()
     return max((weights[name] - others[name]).abs().max().item() for name in weights)
 
 
 @pytest.mark.parametrize("way", [None, "by_itself", "accelerated"])
-def test_two_processes_train_as_one_with_twice_the_batch(replicated, alone, way):
+def test_two_ranks_train_like_one_with_twice_the_batch(replicated, alone, way):
     for rank in replicated[1]:
         assert distance(rank if way is None else rank[way], alone) < 1e-8
 
 
-def test_texts_are_means_over_the_tokens_of_all_processes(replicated, tmp_path):
+def test_losses_average_over_the_tokens_of_all_ranks(replicated, tmp_path):
     wanted = curve(written(tmp_path, 6))
     for rank in replicated[1]:
         assert distance(rank["llama"], wanted) < 1e-5  # Llama computes its loss in float32
 
 
-def test_numbers_and_steps_are_those_of_transformers_where_ranks_have_equal_shares(replicated):
+def test_losses_and_steps_match_transformers_with_even_batches(replicated):
     ours, theirs = (replicated[1][0][name] for name in ("ours", "theirs"))
     assert ours["steps"] == theirs["steps"] == [6, 6, 2.0]
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)  # theirs are added up in float32
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)  # transformers accumulates in float32
     assert ours["mean"] == pytest.approx(theirs["mean"], abs=1e-6)
-    assert apart(ours["weights"], theirs["weights"]) < 1e-8
+    assert max_difference(ours["weights"], theirs["weights"]) < 1e-8
 
 
-def test_processes_know_which_they_are(replicated):
+def test_every_process_knows_its_rank(replicated):
     first, second = replicated[1]
     assert first["facts"] == [2, 0, 0, 0, True]
     assert second["facts"] == [2, 1, 1, 1, False]
     assert first["words"] == second["words"] == ["distributed", "Classifier", "world"]
-    assert first["said"][:4] == [True, True, True, 2]
-    assert second["said"][:4] == [False, False, False, 2]
-    assert first["said"][4] == second["said"][4]  # the folder of the run
-    assert (first["order"], second["order"]) == (False, True)  # the second one found what the first had made
+    assert first["rank_info"][:4] == [True, True, True, 2]
+    assert second["rank_info"][:4] == [False, False, False, 2]
+    assert first["rank_info"][4] == second["rank_info"][4]  # the folder of the run
+    assert (first["order"], second["order"]) == (False, True)  # rank 1 found the file that rank 0 had written
 
 
-def test_one_process_prints_and_writes(replicated):
+def test_only_rank_0_prints_and_writes(replicated):
     folder, (first, second) = replicated
     assert "16 samples per step: 4 per device x 2 accumulated x 2 processes" in " ".join(first["shown"].split())
     assert "***** eval metrics *****" in first["shown"]
     assert second["shown"] == ""
     records = [json.loads(line) for line in (folder / "ddp/log.jsonl").read_text().splitlines()]
-    assert [r["global_step"] for r in records if r["event"] == "on_log"] == [1, 2, 3, 4, 5, 6, 6]  # and the summary
+    assert [r["global_step"] for r in records if r["event"] == "on_log"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        6,
+    ]  # the last one is the summary
     assert {len(list((folder / "ddp" / name).glob("events.*"))) for name in ("board", "peaks", "grads")} == {1}
     assert json.loads((folder / "ddp/eval_results.json").read_text())["eval_right"] == first["metrics"]["eval_right"]
     assert json.loads((folder / "ddp/trainer_state.json").read_text())["global_step"] == 6
-    assert len(list((folder / "ddp/runs").iterdir())) == 2  # of the run, and of the one that resumed
+    assert len(list((folder / "ddp/runs").iterdir())) == 2  # the run, and the resumed one
 
 
-def test_every_process_has_the_evaluation_and_the_predictions_of_all(replicated, alone):
+def test_every_rank_has_the_metrics_and_predictions_of_all(replicated, alone):
     first, second = replicated[1]
     assert first["metrics"] == second["metrics"]
-    assert first["best"] == second["best"] == "checkpoint-6"  # loaded on both when the run had ended
+    assert first["best"] == second["best"] == "checkpoint-6"  # loaded on both ranks at the end
     for rank in (first, second):
         assert (rank["predicted"] - alone["predicted"]).abs().max() < 1e-8
 
 
-def test_what_is_saved_is_loaded_by_one_process_and_by_two(replicated):
+def test_checkpoints_load_on_one_and_two_ranks(replicated):
     folder, (first, _) = replicated
     weights = load_file(folder / "ddp/final/model.safetensors")
-    assert apart(weights, first["weights"]) == 0
-    assert apart(first["loaded"], weights) == 0
+    assert max_difference(weights, first["weights"]) == 0
+    assert max_difference(first["loaded"], weights) == 0
     assert sorted(p.name for p in (folder / "ddp").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     loaded = small(folder / "alone", 8)
     loaded.load_checkpoint(folder / "ddp/by_hand")
-    assert apart(loaded.model.state_dict(), weights) == 0
+    assert max_difference(loaded.model.state_dict(), weights) == 0
 
 
-def test_a_resumed_run_goes_on_where_it_was(replicated, tmp_path):
+def test_a_resumed_run_matches_an_uninterrupted_one(replicated, tmp_path):
     first, second = (rank["resumed"] for rank in replicated[1])
     assert distance(first, second) == 0
     assert first["steps"][0] == 8
@@ -124,26 +132,26 @@ def test_a_resumed_run_goes_on_where_it_was(replicated, tmp_path):
     assert distance(first, curve(more)) < 1e-8
 
 
-def test_a_divided_model_trains_as_a_whole_one(sharded, alone):
+def test_a_sharded_model_trains_like_an_unsharded_one(sharded, alone):
     folder, ranks = sharded
     for rank in ranks:
         assert distance(rank, alone) < 1e-8
         assert (rank["predicted"] - alone["predicted"]).abs().max() < 1e-8
-        assert "divided" in rank["refused"]
-        assert (rank["resumed"], rank["talked"]) == (6, 2)
-    assert apart(load_file(folder / "fsdp/final/model.safetensors"), alone["weights"]) < 1e-8
+        assert "cannot be sharded again" in rank["error"]
+        assert (rank["resumed"], rank["generations"]) == (6, 2)
+    assert max_difference(load_file(folder / "fsdp/final/model.safetensors"), alone["weights"]) < 1e-8
     assert ranks[0]["per_layer"] == ranks[1]["per_layer"]
     assert 0 < max(a / b for a, b in zip(ranks[0]["per_layer"], ranks[0]["norms"], strict=True)) <= 1
     assert len(list((folder / "fsdp/texts").glob("events.*"))) == 1
 
 
-def test_layers_on_several_processes_train_as_on_one(sharded, tmp_path):
+def test_a_pipeline_trains_like_one_process(sharded, tmp_path):
     wanted = curve(written(tmp_path, 6))
     assert distance(sharded[1][0]["pipeline"], wanted) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("trainer", "arguments", "said"),
+    ("trainer", "arguments", "message"),
     [
         (hf.FSDPTrainer, {"ddp_bucket_cap_mb": 5}, "no ddp_bucket_cap_mb with the strategy 'fsdp'"),
         (hf.FSDPTrainer, {"strategy_options": {"replica": 2}}, "Did you mean 'replicas'"),
@@ -154,15 +162,15 @@ def test_layers_on_several_processes_train_as_on_one(sharded, tmp_path):
         (hf.AccelTrainer, {"strategy_options": {"gradient_accumulation_steps": 2}}, "to the trainer"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused(tmp_path, trainer, arguments, said):
-    with pytest.raises(BadArgument, match=said):
+def test_invalid_distributed_arguments_are_errors(tmp_path, trainer, arguments, message):
+    with pytest.raises(BadArgument, match=message):
         small(tmp_path, 4, trainer, **arguments).train()
 
 
-def test_huggingfaces_fields_are_understood(tmp_path):
+def test_hf_fields_for_distributed_training(tmp_path):
     config = {"dispatch_batches": True, "even_batches": True}
     trainer = small(tmp_path, 8, hf.DDPTrainer, ddp_timeout=60, accelerator_config=config, ddp_broadcast_buffers=True)
     assert trainer.args.dispatch_batches
     trainer.train()
     settings = run_of(trainer).settings
-    assert (settings.rank_timeout, settings.dispatch_batches, settings.strategy["share_batchnorm"]) == (60, True, False)
+    assert (settings.rank_timeout, settings.dispatch_batches, settings.strategy["sync_batchnorm"]) == (60, True, False)

@@ -1,4 +1,4 @@
-"""Models, collators and scripts of transformers with only the import changed. Its own Trainer says what is right."""
+"""Models, collators and scripts of transformers with only the import changed, compared with its Trainer."""
 
 import copy
 import inspect
@@ -45,7 +45,7 @@ def first(data, count):
 
 
 def both(case, folder, evaluation=6, subclass=lambda kind: kind, more=None, **options):
-    """The trainer of transformers and ours, trained on the same."""
+    """The trainer of transformers and ours, trained on the same data."""
     build, data, extra = CASES[case]
     torch.manual_seed(0)
     model, train = build(), data()
@@ -68,7 +68,7 @@ def check_alike(theirs, ours, atol=1e-6):
 
 
 def sizes(prediction):
-    """Metrics that need both predictions and labels, whatever they are."""
+    """Metrics of any predictions and labels."""
     flat = [np.asarray(part) for part in (prediction.predictions, prediction.label_ids) if not isinstance(part, tuple)]
     return {"parts": len(flat), "labels": float(np.sum(flat[-1][flat[-1] != -100])) if flat else 0.0}
 
@@ -77,7 +77,7 @@ def sizes(prediction):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_is_trained_evaluated_and_predicted_with_as_there(case, tmp_path):
+def test_training_evaluation_and_prediction_match_transformers(case, tmp_path):
     theirs, ours = both(case, tmp_path, more={"compute_metrics": sizes})
     check_alike(theirs, ours)
     wanted, found = theirs.evaluate(), ours.evaluate()
@@ -91,11 +91,11 @@ def test_a_model_is_trained_evaluated_and_predicted_with_as_there(case, tmp_path
 
 
 @pytest.mark.parametrize("case", ["one label", "several labels", "tokens", "answers", "t5", "bart", "llama"])
-def test_smoothed_labels(case, tmp_path, caplog):
+def test_label_smoothing_matches_transformers(case, tmp_path, caplog):
     theirs, ours = both(case, tmp_path, label_smoothing_factor=0.2, num_train_epochs=2)
     check_alike(theirs, ours, atol=3e-6)
-    said = [r for r in caplog.records if "label_smoothing_factor does nothing" in r.message]
-    assert len(said) == (case in ("several labels", "answers"))
+    warnings = [r for r in caplog.records if "label_smoothing_factor has no effect" in r.message]
+    assert len(warnings) == (case in ("several labels", "answers"))
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ def test_smoothed_labels(case, tmp_path, caplog):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_mean_what_they_mean_there(options, tmp_path):
+def test_options_match_transformers(options, tmp_path):
     theirs, ours = both("one label", tmp_path, **options)
     check_alike(theirs, ours)
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("case", ["one label", "tokens", "t5", "llama"])
-def test_accumulation_is_a_larger_batch(case, tmp_path):
-    """Also for models that do not divide by the items they are told, where transformers multiplies the loss."""
+def test_gradient_accumulation_equals_a_larger_batch(case, tmp_path):
+    """Also for models that ignore num_items_in_batch, for which transformers scales the loss."""
     build, data, extra = CASES[case]
     torch.manual_seed(0)
     model, ended = build(), []
@@ -135,8 +135,8 @@ def test_accumulation_is_a_larger_batch(case, tmp_path):
     assert len(losses(ended[0])) == 3
 
 
-def test_a_gpt2_counts_the_tokens_it_predicts(tmp_path):
-    """Its name does not tell that it shifts its labels; transformers counts the first token of every text, too."""
+def test_gpt2_weights_its_loss_by_predicted_tokens(tmp_path):
+    """Its class name does not show that it shifts labels; transformers also counts the first token of every text."""
     torch.manual_seed(0)
     model = no_dropout_gpt2()
     plain = make(tmp_path, copy.deepcopy(model), train=written(), more=writing(), **{**PLAIN, "max_steps": 1})
@@ -154,7 +154,7 @@ def test_a_gpt2_counts_the_tokens_it_predicts(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["t5", "bart"])
-def test_smoothing_needs_no_decoder_inputs_from_the_collator(case, tmp_path):
+def test_label_smoothing_without_decoder_inputs(case, tmp_path):
     build, data, extra = CASES[case]
     torch.manual_seed(0)
     model, ended = build(), []
@@ -166,7 +166,7 @@ def test_smoothing_needs_no_decoder_inputs_from_the_collator(case, tmp_path):
     check_alike(*ended)
 
 
-def test_a_masked_model_learns(tmp_path):
+def test_a_masked_language_model_learns(tmp_path):
     torch.manual_seed(0)
     more = {"data_collator": transformers.DataCollatorForLanguageModeling(READS)}
     options = {**PLAIN, "num_train_epochs": 15, "logging_strategy": "epoch"}
@@ -176,7 +176,7 @@ def test_a_masked_model_learns(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streams_have_an_order_of_their_own(workers, tmp_path):
+def test_streams_keep_their_order(workers, tmp_path):
     torch.manual_seed(0)
     model, ended = seq_cls(num_labels=3)(), []
     for maker in (make_theirs, make):
@@ -202,7 +202,7 @@ def test_predicting_without_labels_computes_no_metrics(tmp_path):
     }
 
 
-def test_keys_are_ignored_and_inputs_and_losses_included_as_there(tmp_path):
+def test_ignore_keys_and_include_for_metrics_match_transformers(tmp_path):
     seen = {}
 
     def look(prediction):
@@ -223,7 +223,7 @@ def test_keys_are_ignored_and_inputs_and_losses_included_as_there(tmp_path):
     np.testing.assert_allclose(found.predictions, wanted.predictions, atol=1e-6)
 
 
-def test_an_overridden_evaluate_is_the_one_of_the_run(tmp_path):
+def test_an_overridden_evaluate_is_used_during_training(tmp_path):
     def adding(kind):
         class Adding(kind):
             def evaluate(self, *args, **kwargs):
@@ -244,7 +244,7 @@ def test_an_overridden_evaluate_is_the_one_of_the_run(tmp_path):
     check_alike(theirs, ours)
 
 
-def test_loaders_of_a_subclass_are_used_for_every_evaluation_and_prediction(tmp_path):
+def test_overridden_dataloaders_are_used_for_every_evaluation_and_prediction(tmp_path):
     asked = []
 
     class Loading(hf.Trainer):
@@ -267,7 +267,7 @@ def test_loaders_of_a_subclass_are_used_for_every_evaluation_and_prediction(tmp_
     assert asked[-1] == ("test", 10)
 
 
-def test_the_loader_that_a_subclass_wraps_is_shuffled(tmp_path):
+def test_the_default_dataloader_that_a_subclass_wraps_is_shuffled(tmp_path):
     class Wrapping(hf.Trainer):
         def get_train_dataloader(self):
             self.mine = super().get_train_dataloader()
@@ -282,7 +282,7 @@ def test_the_loader_that_a_subclass_wraps_is_shuffled(tmp_path):
     assert (len(shuffled.mine), len(in_order.mine)) == (5, 6)
 
 
-def test_what_makes_batches_can_be_sent_to_workers_that_were_not_forked(tmp_path):
+def test_the_collator_can_be_pickled_for_spawned_workers(tmp_path):
     for model, data, more in ((seq_cls(num_labels=3)(), classes(), padding()), (Classifier(), examples(), {})):
         trainer = make(tmp_path, model, train=data, more=more, train_sampling_strategy="sequential")
         trainer.callback_handler.add_callback(recorder())
@@ -298,7 +298,7 @@ def test_what_makes_batches_can_be_sent_to_workers_that_were_not_forked(tmp_path
 
 
 @pytest.mark.parametrize("method", ["save_model", "_save"])
-def test_what_a_subclass_saves_is_in_every_checkpoint(method, tmp_path, caplog):
+def test_files_of_an_overridden_save_are_in_every_checkpoint(method, tmp_path, caplog):
     class Saving(hf.Trainer):
         pass
 
@@ -318,7 +318,7 @@ def test_what_a_subclass_saves_is_in_every_checkpoint(method, tmp_path, caplog):
     assert not list(tmp_path.glob("checkpoint-*/saved_by_user"))
     assert any("model.safetensors" in r.message for r in caplog.records) == (method == "_save")
     again = make(tmp_path, max_steps=6, **options)
-    again.train(resume_from_checkpoint=True)  # its files are what the manifest says
+    again.train(resume_from_checkpoint=True)  # the files match the manifest
     whole = make(tmp_path / "whole", max_steps=6)
     whole.train()
     assert again.state.global_step == 6
@@ -327,19 +327,19 @@ def test_what_a_subclass_saves_is_in_every_checkpoint(method, tmp_path, caplog):
     assert (tmp_path / "final" / "more.json").exists()
 
 
-def test_a_checkpoint_of_transformers_cannot_be_resumed_and_that_is_said(tmp_path):
+def test_resuming_from_a_checkpoint_of_transformers_is_an_error(tmp_path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make_theirs(tmp_path, seq_cls(num_labels=3)(), train=classes(), more=padding(), **options).train()
     ours = make(tmp_path, train=classes(), model=seq_cls(num_labels=3)(), more=padding(), **options)
     for wanted in (True, "auto", str(tmp_path / "checkpoint-2")):
-        with pytest.raises(DataError, match=r"one of HuggingFace's Trainer.*from_pretrained"):
+        with pytest.raises(DataError, match=r"one written by the HF Trainer.*from_pretrained"):
             ours.train(resume_from_checkpoint=wanted)
     again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
     assert make(tmp_path / "new", again, train=classes(), more=padding(), max_steps=1).train().global_step == 1
 
 
 def finished(*job):
-    """The exit code of a process that trains."""
+    """The exit code of a training process."""
     process = SERVER.Process(target=hf_toys.train_in_process, args=job)
     process.start()
     process.join(120)
@@ -347,7 +347,7 @@ def finished(*job):
 
 
 @pytest.mark.slow
-def test_a_killed_run_and_one_that_was_asked_to_end_go_on_to_the_same_weights(tmp_path):
+def test_killed_and_terminated_runs_resume_to_the_same_weights(tmp_path):
     folders = {name: str(tmp_path / name) for name in ("whole", "killed", "ended")}
     assert finished(folders["whole"]) == 0
     assert finished(folders["killed"], 6, signal.SIGKILL) == -signal.SIGKILL
@@ -364,7 +364,7 @@ def test_a_killed_run_and_one_that_was_asked_to_end_go_on_to_the_same_weights(tm
 @pytest.mark.parametrize(
     "options", [{"save_steps": 4, "save_strategy": "steps"}, {"save_strategy": "epoch"}], ids=["steps", "epoch"]
 )
-def test_the_events_of_a_run_that_goes_on_are_those_of_transformers(options, tmp_path):
+def test_events_of_a_resumed_run_match_transformers(options, tmp_path):
     seen = []
     for maker, base in ((make_theirs, transformers.TrainerCallback), (make, hf.TrainerCallback)):
 
@@ -385,14 +385,14 @@ def test_the_events_of_a_run_that_goes_on_are_those_of_transformers(options, tmp
 
 
 @pytest.mark.parametrize("name", ["_get_train_sampler", "training_step", "_prepare_inputs", "_save_checkpoint"])
-def test_an_override_that_nobody_would_call_is_refused(name, tmp_path):
+def test_an_override_that_is_never_called_is_an_error(name, tmp_path):
     kind = type("Mine", (hf.Trainer,), {name: lambda self, *args: None})
     assert hasattr(transformers.Trainer, name)
     with pytest.raises(BadArgument, match=f"Mine overrides {name}.*Override"):
         make(tmp_path, trainer=kind)
 
 
-def test_reports_are_those_of_transformers(tmp_path, capsys):
+def test_reports_match_transformers(tmp_path, capsys):
     metrics = {"train_loss": 0.123456789, "train_runtime": 75.25, "epoch": 3.0, "train_samples": 40}
     shown, files = [], []
     for maker in (make_theirs, make):
@@ -427,22 +427,22 @@ def test_attributes_that_scripts_read(tmp_path):
     assert watching in trainer.callback_handler.callbacks
     trainer.callback_handler.remove_callback(watching)
     assert "Recorder" not in trainer.callback_handler.callback_list
-    for name, said in (("hyperparameter_search", "sweep"), ("push_to_hub", "hub"), ("accelerator", "Accelerate")):
+    for name, message in (("hyperparameter_search", "sweep"), ("push_to_hub", "hub"), ("accelerator", "Accelerate")):
         assert not hasattr(trainer, name)
-        with pytest.raises(AttributeError, match=said):
+        with pytest.raises(AttributeError, match=message):
             getattr(trainer, name)
 
 
-def test_arguments_answer_what_scripts_print(tmp_path):
+def test_properties_of_arguments_that_scripts_read(tmp_path):
     args = hf.TrainingArguments(str(tmp_path), gradient_checkpointing_kwargs={"use_reentrant": False})
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     assert args.parallel_mode.value == theirs.parallel_mode.value
     assert args.get_process_log_level() == logging.getLogger("trainformer").getEffectiveLevel()
-    with args.main_process_first(desc="tokenizing"), pytest.raises(BadArgument, match="not reentrant"):
+    with args.main_process_first(desc="tokenizing"), pytest.raises(BadArgument, match="non-reentrant"):
         hf.TrainingArguments(str(tmp_path), gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
-def test_signatures_are_looked_up_once_and_not_in_every_step(tmp_path, monkeypatch):
+def test_signatures_are_inspected_once(tmp_path, monkeypatch):
     looked, real = [], inspect.signature
     monkeypatch.setattr(inspect, "signature", lambda function, **o: looked.append(function) or real(function, **o))
     counts = []

@@ -171,7 +171,7 @@ class Seen:
     def __init__(self):
         self.steps = {}
 
-    def on_after_update(self, trainer, step):
+    def on_after_optimizer_step(self, trainer, step):
         data = run_of(trainer).backend._batch.data
         rows = np.asarray(data["index"])[np.asarray(data["_valid"])] if "_valid" in data else np.asarray(data["index"])
         self.steps[step + 1] = (trainer.state.epoch, rows.tolist())

@@ -82,7 +82,7 @@ class Recorder:
         self.path, self.signals, self.pause = path, dict(case.signals), case.pause
         self.rows = []
 
-    def on_after_update(self, trainer, step):
+    def on_after_optimizer_step(self, trainer, step):
         self.rows = np.asarray(run_of(trainer).backend._batch.data["index"]).tolist()
 
     def on_step_end(self, trainer, step, loss):
@@ -161,7 +161,7 @@ def train(case, callbacks=()):
 
 def slow_down_saves(seconds):
     """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
-    from trainformer.backends.jax import orbax_files
+    from trainformer.checkpointing import jax_files as orbax_files
     from trainformer.checkpointing import store
 
     if seconds:

@@ -129,11 +129,14 @@ def exchange(folder: Path, kind: str, options: dict) -> None:
     join()
     mesh = make_mesh((1, -1, 1, 1))
     peers = peers_on(mesh)
-    told = {"gather": peers.gather({"rank": peers.rank}), "long": peers.gather(str(peers.rank) * (3000 * peers.rank))}
+    told = {
+        "gather": peers.all_gather_object({"rank": peers.rank}),
+        "long": peers.all_gather_object(str(peers.rank) * (3000 * peers.rank)),
+    }
     told["broadcast"] = peers.broadcast(f"of {peers.rank}")
-    told["parts"] = peers.gather_parts(peers.rank + 10)
-    told["total"] = peers.total([1.0, peers.rank])
-    told["any"] = peers.any([False, peers.rank == 1, True])
+    told["parts"] = peers.all_gather_dp(peers.rank + 10)
+    told["total"] = peers.all_reduce_sum([1.0, peers.rank])
+    told["any"] = peers.any_rank([False, peers.rank == 1, True])
     told["rows"] = [peers.part.index, peers.part.count]
     asking = Asking(mesh)
     told["asking"] = [asking(asks) for asks in (False, peers.rank == 1, False, False, peers.rank == 0, False)]

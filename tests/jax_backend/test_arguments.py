@@ -21,7 +21,7 @@ from trainformer.core.errors import BadArgument, MissingDependency
 from trainformer.engine.cadence import Cadence
 from trainformer.jax import TrainingArguments
 from trainformer.jax.aliases import ALIASES
-from trainformer.run.jax.settings import JaxSettings
+from trainformer.run.jax.run import JaxSettings
 
 DOCUMENT = {
     "model_name": "MyFineTunedModel",

@@ -14,7 +14,7 @@ from backend_toys import TX, Net, Noisy, are_equal, assert_close, batches, loss,
 
 from trainformer.backends.jax.sharding import place
 from trainformer.backends.jax.step import jit_train_step, make_train_step
-from trainformer.checkpointing.orbax_files import INDEX, like_of, read_params, read_state, snapshot, write_state
+from trainformer.checkpointing.jax_files import INDEX, like_of, read_params, read_state, snapshot, write_state
 from trainformer.core.errors import DataError
 
 DATA = batches(2)

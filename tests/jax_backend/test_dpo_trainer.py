@@ -152,7 +152,7 @@ def test_what_cannot_be_is_told(folder, tmp_path):
         ({"loss_type": "sigmod"}, "Did you mean 'sigmoid'"),
         ({"beta": 0.0}, "beta to be a positive number"),
         ({"label_smoothing": 0.5}, "less than 0.5"),
-        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "takes every label at its word"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "which has no label smoothing"),
         ({"packing": True}, "packing=False"),
         ({"truncation": "split"}, "truncate"),
     ):

@@ -92,7 +92,7 @@ def test_a_killed_run_over_a_stream_goes_on_in_its_place(tmp_path, reference, da
     killed_after(rng.randint(STEPS_PER_EPOCH + 4, 2 * STEPS_PER_EPOCH - 1), case, tmp_path)
     complete(case, tmp_path)
     assert differences(reference(case), tmp_path) == []
-    assert "going on from run/checkpoints/step_0000001" in (tmp_path / "run/log.txt").read_text()
+    assert "resuming from run/checkpoints/step_0000001" in (tmp_path / "run/log.txt").read_text()
 
 
 @pytest.mark.parametrize("devices", [2, 8])

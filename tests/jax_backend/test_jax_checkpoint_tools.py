@@ -64,7 +64,7 @@ def test_finalize_says_what_to_do_instead(runs, tmp_path):
 
 
 def test_bf16_weights_are_exported_bit_for_bit(tmp_path):
-    from trainformer.checkpointing.tools.arrays import _tensor
+    from trainformer.checkpointing.tools.states import _tensor
 
     numbers = torch.tensor([1.5, -2.25, 3e-5], dtype=torch.bfloat16)
     as_jax_has_them = numbers.view(torch.uint16).numpy().view("bfloat16")

@@ -263,7 +263,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(old_run, caplog):
     trainer = mlp_trainer(output_dir="old", num_train_epochs=3)
     with caplog.at_level(logging.INFO, "trainformer"):
         trainer.train()
-    assert "going on from old/checkpoints/step_00000004" in caplog.text
+    assert "resuming from old/checkpoints/step_00000004" in caplog.text
     assert trainer.state.step == 12
 
 

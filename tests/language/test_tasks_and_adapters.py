@@ -253,14 +253,14 @@ def test_every_task_with_every_adapter(name, choice, bases, tmp_path):
     kept = whole if adapter is None else [p for p in model.parameters() if p.requires_grad]
     assert sum(tensor.numel() for tensor in saved.values()) == sum(tensor.numel() for tensor in kept)
     after = says(model, row)
-    assert torch.equal(says(opened(row, folder, checkpoint, choice), row), after)
+    torch.testing.assert_close(says(opened(row, folder, checkpoint, choice), row), after)
     base = getattr(transformers, row.auto).from_pretrained(folder)
-    assert not torch.equal(says(base, row), after)
+    assert not torch.allclose(says(base, row), after, atol=1e-4)
 
     # And a new task goes on from it.
     again = run("again").load(checkpoint)
     assert again.state.step == 1
-    assert torch.equal(says(again.task.model, row), after)
+    torch.testing.assert_close(says(again.task.model, row), after)
     if row.generate is not None:
         # A model that knows nothing would end at once.
         options = {"max_new_tokens": 5, "suppress_tokens": trainer.task.text_tokenizer.all_special_ids}

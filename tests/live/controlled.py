@@ -35,7 +35,7 @@ class Gate:
         Path("reached.tmp").write_text(where)
         os.replace("reached.tmp", "reached.txt")
         until = time.monotonic() + _MOST_SECONDS
-        while run_of(trainer)._live._incoming.qsize() < requests:
+        while run_of(trainer).live_control._incoming.qsize() < requests:
             assert time.monotonic() < until, "nobody asked for anything"
             time.sleep(0.002)
 

@@ -58,14 +58,14 @@ def train_and_ask(trainer, requests):
 def test_without_validation_data_eval_says_so_and_the_run_goes_on():
     ours = trainer()
     refused, saved = train_and_ask(ours, {3: "eval", 5: "save"})
-    assert refused == "here: There is no validation data, so nothing can be evaluated. The run goes on."
+    assert refused == "here: There is no validation data, so nothing can be evaluated. The run continues."
     assert saved["step"] == 5
     assert ours.state.step == 16
 
 
 def test_stop_saves_also_where_the_end_of_a_run_does_not():
     ours = trainer()
-    run_of(ours).habits = replace(run_of(ours).habits, plan={"save_at_end": False})
+    run_of(ours).options = replace(run_of(ours).options, plan={"save_at_end": False})
     (answer,) = train_and_ask(ours, {3: "stop"})
     assert (answer["step"], Path(answer["checkpoint"]).name) == (3, "step_00000003")
     assert [saved.step for saved in CheckpointStore(Path("runs/here/checkpoints")).checkpoints()] == [3]
@@ -76,18 +76,18 @@ def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
         """Asks in the very last moment: the answers have been given, the server is about to close."""
 
         def on_train_end(self, trainer):
-            live = run_of(trainer)._live
-            given = live._conclude
-            live._conclude = lambda *args: (given(*args), live._take(ticket))
+            live = run_of(trainer).live_control
+            given = live._close
+            live._close = lambda *args: (given(*args), live._take(ticket))
 
     told = []
     ticket = Ticket(Request("stop", "somebody"), told.append, lambda file, reply: None)
     ours = trainer(Late(), run_dir="runs/first")
     ours.fit()
-    del run_of(ours)._live._conclude
-    assert not run_of(ours)._live.waiting
+    del run_of(ours).live_control._close
+    assert not run_of(ours).live_control.waiting
     again = trainer()
-    run_of(again)._live, run_of(again)._live._run = run_of(ours)._live, run_of(again)
+    run_of(again).live_control, run_of(again).live_control._run = run_of(ours).live_control, run_of(again)
     (saved,) = train_and_ask(again, {3: "save"})
     assert (saved["step"], again.state.step) == (3, 16)
 
@@ -95,7 +95,7 @@ def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
 def test_what_was_just_done_is_answered_without_doing_it_again():
     """Asked while a boundary's own evaluation and save go on, it finds both done when that step is polled again."""
     ours = trainer(val_data=TensorDataset(*classes(n=8, seed=1)))
-    live, state, answers = run_of(ours)._live, ours.state, {}
+    live, state, answers = run_of(ours).live_control, ours.state, {}
     history = [
         {"step": 4.0, "epoch": 0.5, "val/loss": 7.0},
         {"step": 6.0, "val/loss": 1.0},
@@ -110,7 +110,7 @@ def test_what_was_just_done_is_answered_without_doing_it_again():
     live.apply_requests(live.take())
     assert answers == {"eval": {"ok": True, "step": 6, "metrics": {"val/loss": 1.0}}}
     live._checkpointer.failures += 1  # only failures since then count
-    live.settle()
+    live.answer_finished()
     assert answers["save"] == {"ok": False, "error": "The checkpoint could not be written; the run's log.txt says why."}
     assert not live.waiting
 
@@ -121,7 +121,7 @@ def test_who_calls_off_a_stop_is_obeyed_and_whoever_asked_is_told():
             trainer.control.cancel_stop()
 
     ours = trainer(Stubborn())
-    assert train_and_ask(ours, {3: "stop"}) == ["here: A callback has called it off. The run goes on."]
+    assert train_and_ask(ours, {3: "stop"}) == ["here: A callback has cancelled it. The run continues."]
     assert ours.state.step == 16
 
 
@@ -216,7 +216,7 @@ def test_a_run_that_cannot_listen_runs_all_the_same(monkeypatch):
 
 def test_without_a_folder_nobody_listens():
     threads = threading.active_count()
-    with run_of(trainer())._live.serving(NoFolder(), None, lambda: "finished"):
+    with run_of(trainer()).live_control.serving(NoFolder(), None, lambda: "finished"):
         assert threading.active_count() == threads
 
 

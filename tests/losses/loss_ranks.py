@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranks import added_up, share_of
+from ranks import all_reduced, share_of
 from trainformer.losses import Center, infonce_with_queue, koleo_loss, moco_v3_loss, nt_xent_loss
-from trainformer.losses.pairs import make_miner, make_pair_loss
+from trainformer.losses.metric_learning import make_miner, make_pair_loss
 from trainformer.utils.distributed import padding
 
 BATCH, WIDTH, OUT, CLASSES = 12, 10, 6, 3
@@ -54,7 +54,7 @@ def results(rank: int, world: int) -> dict[str, Tensor]:
             gradients = torch.autograd.grad(loss, learned, retain_graph=True)
             found[f"{name}.loss{step}"] = loss.detach() / BATCH
             found |= {f"{name}.gradient{step}.{i}": part / BATCH for i, part in enumerate(gradients)}
-    found = added_up(found)
+    found = all_reduced(found)
     found |= {f"kept.{name}": value.clone() for name, value in modules["memory"].state_dict().items()}
     return found | {"center": center(rank, world)} | padded(rank, world)
 
@@ -105,7 +105,7 @@ def padded(rank: int, world: int) -> dict[str, Tensor]:
     elif rank < world - 1:
         made = losses_of(modules, share_of(BATCH, rank, world - 1), 0)
     else:
-        with padding(takes_part=True):
+        with padding(participates=True):
             made = losses_of(modules, slice(0, 1), 0)
         made = {name: [loss * 0, *learned] for name, (loss, *learned) in made.items()}
     found = {}
@@ -113,4 +113,4 @@ def padded(rank: int, world: int) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(loss, learned, retain_graph=True)
         found |= {f"padded.{name}.{i}": part / BATCH for i, part in enumerate(gradients)}
     kept = {f"kept.padded.{name}": value for name, value in modules["memory"].state_dict().items()}
-    return added_up(found) | kept
+    return all_reduced(found) | kept

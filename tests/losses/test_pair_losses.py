@@ -147,7 +147,7 @@ class TestMemory:
             resumed.load_state_dict(loss.state_dict())
             for _ in range(3):
                 embeddings, labels = batch(8)
-                assert torch.equal(resumed(embeddings, labels), loss(embeddings, labels))
+                torch.testing.assert_close(resumed(embeddings, labels), loss(embeddings, labels))
 
     def test_evaluation_leaves_it_alone(self) -> None:
         loss = make_pair_loss("xbm:triplet", miner="batch_hard", **SIZES)
@@ -227,7 +227,7 @@ def test_a_module_of_one_s_own() -> None:
     own = Own()
     loss = make_metric_loss(own, **SIZES)
     embeddings, labels = batch()
-    assert torch.equal(loss(embeddings, labels), own(embeddings, labels))
+    torch.testing.assert_close(loss(embeddings, labels), own(embeddings, labels))
     assert [id(p) for p in loss.parameters()] == [id(own.centers)]
     mined = make_metric_loss(pml.TripletMarginLoss(), miner=pml_miners.BatchHardMiner(), **SIZES)
     assert mined(embeddings, labels) == make_pair_loss("triplet", miner="hard")(embeddings, labels)

@@ -249,14 +249,14 @@ def test_what_could_not_be_read_again_is_not_written():
 def test_a_full_disk_is_reported_and_ends_the_run_only_if_it_stays_full(monkeypatch, caplog):
     from trainformer.mini.hooks import checkpointing
 
-    really, full = checkpointing.write_snapshot, {4, 6}
+    really, full = checkpointing.write_single_file, {4, 6}
 
     def write(path, state):
         if state["run"]["step"] in full:
             raise OSError(28, "No space left on device")
         really(path, state)
 
-    monkeypatch.setattr(checkpointing, "write_snapshot", write)
+    monkeypatch.setattr(checkpointing, "write_single_file", write)
     trained(8, CheckpointingHook(2))
     assert numbers() == [2, 8]
     assert sum("could not be written" in message for message in caplog.messages) == 2

@@ -80,7 +80,7 @@ class Native:
     def on_step_end(self, trainer, step, loss):
         self.story.append(("native", "after_step", trainer.state.step))
         assert float(loss) > 0
-        assert trainer.max_steps_planned == 2
+        assert trainer.total_steps == 2
 
 
 class Foreign(transformers.TrainerCallback):

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.models import EmbeddingModel, feature_width, load_weights
-from trainformer.models.backbones import build_backbone, check_backbone, full_name
+from trainformer.models.backbones import build_backbone, check_backbone, timm_name
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_maps_are_no_rows():
 
 def test_short_names_are_those_of_timm():
     for short in ("vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"):
-        assert timm.is_model(full_name(short))
+        assert timm.is_model(timm_name(short))
         check_backbone(short)
     with pytest.raises(BadArgument, match="Did you mean 'resnet18'"):
         check_backbone("resnt18")
@@ -128,7 +128,7 @@ def test_features_as_they_are():
     backbone = timm.create_model("test_resnet", num_classes=0).eval()
     model = EmbeddingModel(backbone, None, normalize=False, size=(64, 64))
     x = torch.randn(2, 3, 64, 64)
-    assert torch.equal(model(x), backbone(x))
+    torch.testing.assert_close(model(x), backbone(x))
     with pytest.raises(BadArgument, match="neck to be 'bn' or None"):
         EmbeddingModel(backbone, 8, neck="batchnorm")
     with pytest.raises(BadArgument, match="one row of features"):

@@ -12,6 +12,7 @@ from lightly.models.modules import heads as lightly_heads
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.models.embedding import AvgPool, ClassToken, GeM, MaxPool, make_pooler
 from trainformer.models.heads import (
     BNNeck,
     ClassificationHead,
@@ -25,7 +26,6 @@ from trainformer.models.heads import (
     simclr_projector,
     single_sample_batchnorm,
 )
-from trainformer.models.poolers import AvgPool, ClassToken, GeM, MaxPool, make_pooler
 
 IN, HIDDEN, OUT = 12, 20, 6
 
@@ -71,8 +71,8 @@ def test_projectors_match_lightly(ours: Any, theirs: Any) -> None:
         want.square().sum().backward()
         got.square().sum().backward()
     for one, other in zip(mine.parameters(), oracle.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-    assert torch.equal(mine.eval()(rows), oracle.eval()(rows))
+        torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(mine.eval()(rows), oracle.eval()(rows))
 
 
 def test_bias_can_be_said_for_all_layers() -> None:
@@ -145,7 +145,7 @@ def test_frozen_last_layer_gets_no_gradient_and_what_is_below_does() -> None:
     frozen.square().sum().backward()
     assert all(weight.grad is None for weight in head.last_layer.parameters())
     for weight, gradient in zip(weights, want, strict=True):
-        assert torch.equal(weight.grad, gradient)
+        torch.testing.assert_close(weight.grad, gradient)
     head.last_layer_frozen = False
     head(rows).square().sum().backward()
     assert all(weight.grad is not None for weight in head.last_layer.parameters())
@@ -237,7 +237,7 @@ def test_one_sample_passes_batchnorm_with_running_statistics() -> None:
     with single_sample_batchnorm(first, second, size=1):
         got = first(row)
         assert second[1].training
-    assert torch.equal(got, copy.deepcopy(first).eval()(row))
+    torch.testing.assert_close(got, copy.deepcopy(first).eval()(row))
     assert all(torch.equal(value, state[name]) for name, value in first.state_dict().items())
     assert first[1].training
     assert not second[0].training

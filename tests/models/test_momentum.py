@@ -14,7 +14,7 @@ from torch import nn
 
 from trainformer.core.errors import BadArgument
 from trainformer.models.heads import DINOHead, byol_projector
-from trainformer.models.momentum import MomentumCopy, cosine_momentum, switch_off_dropout
+from trainformer.models.momentum import MomentumCopy, cosine_momentum, disable_dropout
 
 
 class WithBuffer(nn.Module):
@@ -123,7 +123,7 @@ def test_dropout_inside_layers_of_torch_and_torchvision_is_off() -> None:
     stack = nn.ModuleList(
         [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5), nn.LSTM(8, 8, 2, dropout=0.5), StochasticDepth(0.5, "row")]
     ).train()
-    switch_off_dropout(stack)
+    disable_dropout(stack)
     rows = torch.randn(5, 4, 8)
     for module in stack:
         one, two = module(rows), module(rows)
@@ -178,7 +178,7 @@ def test_state_round_trip() -> None:
     other = MomentumCopy(source)
     other.load_state_dict(follower.state_dict())
     rows = torch.randn(4, 8)
-    assert torch.equal(other.eval()(rows), follower.eval()(rows))
+    torch.testing.assert_close(other.eval()(rows), follower.eval()(rows))
     assert not any(weight.requires_grad for weight in other.parameters())
 
 

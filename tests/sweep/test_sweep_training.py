@@ -82,7 +82,7 @@ def test_an_interrupted_trial_goes_on_in_its_folder():
     assert [(r["number"], r["metric"]) for r in results] == [(r["number"], r["metric"]) for r in reference]
     folder = Path("sweeps/experiment/trials/0001")
     assert [path.name for path in folder.iterdir()] == ["MeanTask"]
-    assert "going on from" in (folder / "MeanTask/log.txt").read_text()
+    assert "resuming from" in (folder / "MeanTask/log.txt").read_text()
     (trial,) = [t for t in kept("experiment") if t.number == 1]
     assert (trial.attempt, trial.earlier, list(trial.intermediate)) == (1, [], [3])  # it was evaluated twice before
 

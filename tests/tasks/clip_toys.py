@@ -8,7 +8,7 @@ import shapes
 import torch
 from torch import Tensor
 
-from ranks import added_up, share_of
+from ranks import all_reduced, share_of
 from trainformer import Trainer
 from trainformer.tasks.multimodal.clip import CLIP
 from trainformer.tasks.multimodal.contrastive import clip_loss, siglip_loss
@@ -106,4 +106,4 @@ def results(rank: int, world: int) -> dict[str, Tensor]:
         found[name] = loss.detach() / PAIRS
         known = zip(learned, gradients, strict=True)
         found |= {f"{name}.{part}": gradient for part, gradient in known if gradient is not None}
-    return added_up(found)
+    return all_reduced(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ranks import added_up, share_of
-from trainformer.losses.ranking import Keys, multiple_negatives_loss
+from ranks import all_reduced, share_of
+from trainformer.losses.contrastive import TextKeys, multiple_negatives_loss
 
 
 def share(rank: int, world: int) -> dict[str, Tensor]:
@@ -17,10 +17,10 @@ def share(rank: int, world: int) -> dict[str, Tensor]:
     mine = share_of(8, rank, world)
     # Equal texts on different ranks.
     anchors, positives = torch.tensor([1, 2, 3, 4, 5, 6, 1, 8]), torch.tensor([11, 12, 13, 14, 15, 12, 17, 18])
-    keys = Keys(anchors[mine], positives[mine], torch.arange(20, 28)[mine, None])
+    keys = TextKeys(anchors[mine], positives[mine], torch.arange(20, 28)[mine, None])
     first, second, third = (part[mine] @ weight for part in (x, y, z))
     loss = multiple_negatives_loss(
         first, second, third[:, None], keys=keys, temperature=0.3, symmetric=True, reduction="sum"
     )
     (gradient,) = torch.autograd.grad(loss / 8, weight)
-    return added_up({"loss": loss.detach() / 8, "gradient": gradient})
+    return all_reduced({"loss": loss.detach() / 8, "gradient": gradient})

@@ -6,8 +6,8 @@ import ssl_toys as toys
 import torch
 from torch import Tensor
 
-from ranks import added_up, share_of
-from trainformer.distributed.shared_batchnorm import share_batchnorm
+from ranks import all_reduced, share_of
+from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm
 from trainformer.tasks import SSL
 from trainformer.utils.distributed import padding, shuffle_rows, unshuffle_rows
 
@@ -21,7 +21,7 @@ def task_of(method: str) -> SSL:
     if method == "moco":
         options["queue_size"] = 27  # goes round, in the middle of a batch
     task = toys.make(method, augment=views, **options)
-    assert share_batchnorm(task.model.double()) >= 2
+    assert convert_sync_batchnorm(task.model.double()) >= 2
     return task
 
 
@@ -41,18 +41,18 @@ def train(method: str, rank: int, world: int) -> dict[str, Tensor]:
         elif rank < world - 1:
             value = value + differentiated(task, second[share_of(len(second), rank, world - 1)], 1.0)
         else:
-            with padding(takes_part=True):
+            with padding(participates=True):
                 differentiated(task, second[:1] * 0, 0.0)
         losses.append(value)
         grads = {name: p.grad for name, p in task.model.named_parameters() if p.grad is not None}
-        added_up(grads)
+        all_reduced(grads)
         for name, parameter in task.model.named_parameters():
             if name in grads:
                 parameter.data.sub_(grads[name], alpha=0.1 / (len(first) + len(second)))
                 parameter.grad = None
         task.on_step_end(step + 1, STEPS)
     state = {f"{method}.{name}": value for name, value in toys.copied(task.model).items()}
-    return state | added_up({f"{method}.loss": torch.stack(losses)})
+    return state | all_reduced({f"{method}.loss": torch.stack(losses)})
 
 
 def differentiated(task: SSL, images: Tensor, weight: float) -> Tensor:

@@ -170,7 +170,7 @@ def test_the_reference_never_changes_and_is_kept_nowhere(task, tmp_path):
     assert all(torch.equal(saved[name], trained[name]) for name in saved)
     opened = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.arange(12)[None]
-    assert torch.equal(opened(ids).logits, made.model.eval()(ids).logits)
+    torch.testing.assert_close(opened(ids).logits, made.model.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("adapter", [LoRA(r=4, dropout=0.3), PrefixTuning(4)], ids=["lora", "prefix"])
@@ -185,8 +185,8 @@ def test_an_adapter_switched_off_is_the_base_model(task, tmp_path, adapter):
     trainable = [p.requires_grad for p in made.model.parameters()]
     batch = {name: tensor.flatten(0, 1) for name, tensor in batches_of(trainer)[0].items()}
     found = made._reference_log_probs(batch)
-    assert torch.equal(found.flatten(), made._reference_scores(base, batch).sum)
-    assert not torch.equal(found.flatten(), made._policy_scores(made.model.eval(), batch).sum)
+    torch.testing.assert_close(found.flatten(), made._reference_scores(base, batch).sum)
+    assert not torch.allclose(found.flatten(), made._policy_scores(made.model.eval(), batch).sum, atol=1e-4)
     made.set_train_mode(True)
     assert [module.training for module in made.model.modules()] == modes
     assert [p.requires_grad for p in made.model.parameters()] == trainable
@@ -305,7 +305,7 @@ def test_wrong_arguments(task):
         task(loss="simpo", reference="gpt2")
     with pytest.raises(BadArgument, match="reference to be 'base'"):
         task(reference=llama())
-    with pytest.raises(BadArgument, match="takes every label at its word"):
+    with pytest.raises(BadArgument, match="which has no label smoothing"):
         task(loss="orpo", label_smoothing=0.1)
     with pytest.raises(BadArgument, match="beta to be a positive number"):
         task(beta=-1.0)

@@ -203,10 +203,10 @@ def test_a_checkpoint_opens_with_transformers(task, tmp_path, tokenizer):
     opened = AutoModelForMaskedLM.from_pretrained(folder)
     ids = torch.arange(12)[None]
     made.model.eval()
-    assert torch.equal(opened(ids).logits, made.model(ids).logits)
+    torch.testing.assert_close(opened(ids).logits, made.model(ids).logits)
     assert AutoTokenizer.from_pretrained(folder)("the dogs")["input_ids"] == tokenizer("the dogs")["input_ids"]
     again = MaskedLM(folder, max_length=32, cache_dir=tmp_path / "tokens")
-    assert torch.equal(again.model.eval()(ids).logits, opened(ids).logits)
+    torch.testing.assert_close(again.model.eval()(ids).logits, opened(ids).logits)
     assert trainer_for(again).check().ok
 
 
@@ -226,8 +226,8 @@ def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path):
     ids = torch.arange(12)[None]
     plain = AutoModelForMaskedLM.from_pretrained(tmp_path / "base").eval()
     whole.task.model.eval()
-    assert torch.equal(opened(ids).logits, whole.task.model(ids).logits)
-    assert not torch.equal(opened(ids).logits, plain(ids).logits)
+    torch.testing.assert_close(opened(ids).logits, whole.task.model(ids).logits)
+    assert not torch.allclose(opened(ids).logits, plain(ids).logits, atol=1e-4)
 
 
 def test_tokens_are_taken_as_they_are(task, tokenizer):

@@ -879,7 +879,7 @@ def test_gray_images_get_a_gray_first_layer() -> None:
     trainer = Trainer(task, "digits", **settings(max_steps=1, batch_size=4)).fit()
     assert task.input_shape == (1, 32, 32)
     assert next(task.model.parameters()).shape[1] == 1
-    assert trainer.embed("train", most=5)["embedding"].shape == (5, 8)
+    assert trainer.embed("train", max_samples=5)["embedding"].shape == (5, 8)
 
 
 def test_embedding_leaves_the_mode_and_takes_pixels_or_floats() -> None:

@@ -337,7 +337,9 @@ def everything(run: Any) -> dict[str, Tensor]:
     """All state of a run that is made of numbers, by name."""
     parts = {"model": run.task.model.state_dict(), "optimizer": run.active_optimizer.state_dict()["state"]}
     parts |= {
-        type(callback).__name__: callback.state_dict() for callback in run.callbacks if hasattr(callback, "measure")
+        type(callback).__name__: callback.state_dict()
+        for callback in run.callbacks
+        if hasattr(callback, "compute_metrics")
     }
     return flat("", parts)
 
@@ -446,9 +448,9 @@ def test_online_knn_weighs_votes_by_similarity() -> None:
     """One image of class 0 is the same as the query, two of class 1 are further off: few, but near, win."""
 
     class Stub:
-        labels_comparable = True
+        same_classes = True
 
-        def embed(self, data: str, most: int | None = None) -> dict[str, Tensor]:
+        def embed(self, data: str, max_samples: int | None = None) -> dict[str, Tensor]:
             bank = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
             return (
                 {"embedding": bank[:1], "label": torch.tensor([0])}
@@ -459,8 +461,10 @@ def test_online_knn_weighs_votes_by_similarity() -> None:
                 }
             )
 
-    assert OnlineKNN(k=3, temperature=0.07).measure(Stub(), {}) == {"val/online_knn": 1.0}
-    assert OnlineKNN(k=3, temperature=100.0).measure(Stub(), {}) == {"val/online_knn": 0.0}  # nearly a plain count
+    assert OnlineKNN(k=3, temperature=0.07).compute_metrics(Stub(), {}) == {"val/online_knn": 1.0}
+    assert OnlineKNN(k=3, temperature=100.0).compute_metrics(Stub(), {}) == {
+        "val/online_knn": 0.0
+    }  # nearly a plain count
 
 
 def test_online_knn_every_and_max_train() -> None:
@@ -470,15 +474,15 @@ def test_online_knn_every_and_max_train() -> None:
     embed = run.embed
 
     class Counting:
-        labels_comparable = True
+        same_classes = True
 
         def embed(self, *args: Any) -> dict[str, Tensor]:
             rows = embed(*args)
             sizes.append(len(rows["label"]))
             return rows
 
-    assert callback.measure(Counting(), {}) == {}
-    assert callback.measure(Counting(), {}).keys() == {"val/online_knn"}
+    assert callback.compute_metrics(Counting(), {}) == {}
+    assert callback.compute_metrics(Counting(), {}).keys() == {"val/online_knn"}
     assert sizes == [50, 100]
     again = OnlineKNN(every=2)
     again.load_state_dict({"evaluations": 1})

@@ -29,7 +29,7 @@ from text_toys import (
 )
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.eval.multilabel import multilabel_metrics
+from trainformer.eval.classification import multilabel_metrics
 from trainformer.tasks.language.labels import read_labels
 from trainformer.tasks.language.text_classification import TextClassification
 

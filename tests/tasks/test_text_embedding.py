@@ -33,9 +33,9 @@ from text_toys import (
 )
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.eval.correlation import spearman
-from trainformer.eval.ranking import ranking_metrics
-from trainformer.losses.ranking import Keys, multiple_negatives_loss
+from trainformer.eval.classification import spearman
+from trainformer.eval.retrieval import ranking_metrics
+from trainformer.losses.contrastive import TextKeys, multiple_negatives_loss
 from trainformer.run import run_of
 from trainformer.tasks.language.embedding import TextEmbedding, pool
 
@@ -206,7 +206,7 @@ def test_rank_correlation_with_ties():
 def test_equal_texts_are_not_negatives():
     generator = torch.Generator().manual_seed(0)
     a, p, n = (torch.randn(4, 8, generator=generator) for _ in range(3))
-    keys = Keys(torch.tensor([1, 2, 3, 1]), torch.tensor([11, 12, 12, 14]), torch.tensor([[21], [11], [23], [3]]))
+    keys = TextKeys(torch.tensor([1, 2, 3, 1]), torch.tensor([11, 12, 12, 14]), torch.tensor([[21], [11], [23], [3]]))
     found = multiple_negatives_loss(a, p, n[:, None], keys=keys, temperature=0.5, reduction="none")
     unit = [torch.nn.functional.normalize(rows, dim=1) for rows in (a, p, n)]
     # Which candidates (four positives, four negatives) each anchor has beside its own positive.
@@ -360,7 +360,7 @@ def test_a_checkpoint_opens_with_both_libraries(task, tmp_path, normalize):
     plain = AutoModel.from_pretrained(folder).eval()
     ids = torch.arange(5, 17)[None]
     made.model.eval()
-    assert torch.equal(plain(ids).last_hidden_state, made.model(ids).last_hidden_state)
+    torch.testing.assert_close(plain(ids).last_hidden_state, made.model(ids).last_hidden_state)
     again = task(str(folder), normalize=normalize)
     torch.testing.assert_close(again.embed(TEXTS), made.embed(TEXTS))
 
@@ -372,7 +372,7 @@ def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path, base, adapt
         return trainer_for(made, PAIRS, run_dir=tmp_path / folder, save_every=2, save_last=5, **more)
 
     whole, again = check_resuming(run)
-    assert torch.equal(whole.task.embed(TEXTS), again.task.embed(TEXTS))
+    torch.testing.assert_close(whole.task.embed(TEXTS), again.task.embed(TEXTS))
     if adapter is not None:
         opened = PeftModel.from_pretrained(AutoModel.from_pretrained(base), checkpoint_of(whole)).eval()
         ids = torch.arange(5, 17)[None]

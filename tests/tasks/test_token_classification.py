@@ -28,7 +28,7 @@ from text_toys import (
 )
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.eval.entities import TagScheme, rates
+from trainformer.eval.classification import TagScheme, entity_scores
 from trainformer.run import run_of
 from trainformer.tasks.language.token_classification import TokenClassification
 
@@ -116,7 +116,7 @@ def test_entities_of_valid_tags_and_of_plain_ones():
     assert TagScheme(["B", "I"]).types == []
     counts = scheme.counts(["B-ANI", "I-ANI", "B-NUM"], ["B-ANI", "O", "B-NUM"])
     assert dict(zip(scheme.types, counts.tolist(), strict=True)) == {"ANI": [0, 1, 1], "NUM": [1, 1, 1]}
-    assert rates(*counts.sum(0).tolist()) == (0.5, 0.5, 0.5)
+    assert entity_scores(*counts.sum(0).tolist()) == (0.5, 0.5, 0.5)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Adapters: train a few parameters beside a frozen model (LoRA, QLoRA, prefix tuning), through peft."""
+"""Adapters: parameter-efficient fine-tuning of a frozen model (LoRA, QLoRA, prefix tuning), through peft."""
 
 from trainformer.core.lazy import lazy_exports
 

@@ -1,7 +1,6 @@
-"""What an adapter is: the protocol between tasks and adapters, and what all adapters here have in common.
+"""The protocol between tasks and adapters, the kinds of models, and helpers that all adapters share.
 
-Owns the words: the kinds of model, which model is adapted, and what peft calls each kind. Which layers are adapted is
-decided in `targets`, what is written to disk in `state`.
+`targets` selects the adapted layers, `state` reads and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 
-# What peft calls a kind. Kinds that are not here get peft's plain wrapper, which hands every argument on unread.
+# peft's task type of a kind. Other kinds get the plain `PeftModel`, which passes all arguments through.
 _TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
     "vlm": "CAUSAL_LM",
@@ -27,8 +26,8 @@ _TASK_TYPES = {
 }
 KINDS = (*_TASK_TYPES, "masked_lm", "clip", "vision")
 
-# The last part of the name of a class in transformers, and its kind.
-_ENDINGS = {
+# Suffixes of class names in transformers, and their kinds.
+_SUFFIXES = {
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
     "ForMaskedLM": "masked_lm",
@@ -37,31 +36,31 @@ _ENDINGS = {
     "ForImageClassification": "vision",
 }
 
-AnyFolder = str | Path
+FolderPath = str | Path
 
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What a task needs of an adapter. `LoRA`, `QLoRA` and `PrefixTuning` have it."""
+    """What a task needs of an adapter. `LoRA`, `QLoRA` and `PrefixTuning` implement it."""
 
     def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
-        """Freeze a model and put the adapter on it, in place; the adapted model. Only the adapter wants gradients."""
+        """Freeze a model and add the adapter, in place. Returns the adapted model; only the adapter is trainable."""
         ...
 
-    def save(self, model: nn.Module, folder: AnyFolder) -> list[str]:
-        """Write the adapter alone; the names of the files."""
+    def save(self, model: nn.Module, folder: FolderPath) -> list[str]:
+        """Write the adapter alone. Returns the names of the files."""
         ...
 
-    def load(self, model: nn.Module, folder: AnyFolder) -> nn.Module:
-        """Fill an adapted model from a folder, or adapt a plain one as the folder says; the adapted model."""
+    def load(self, model: nn.Module, folder: FolderPath) -> nn.Module:
+        """Load weights into an adapted model, or add the saved adapter to a plain one. Returns the adapted model."""
         ...
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """A plain model that computes what the adapted one did. The adapted one is used up."""
+        """Merge the adapter into the weights. Returns a plain model; the adapted one must not be used any more."""
         ...
 
     def load_options(self, kind: str | None = None) -> dict[str, Any]:
-        """Further arguments for `from_pretrained`."""
+        """Extra arguments for `from_pretrained`."""
         ...
 
     def check(
@@ -72,45 +71,45 @@ class Adapter(Protocol):
         gradient_checkpointing: bool = False,
         model: Any = None,
     ) -> None:
-        """Refuse what cannot work together, with the reason, before anything is loaded."""
+        """Reject unsupported combinations before anything is loaded."""
         ...
 
     def trainable(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that are trained."""
+        """Names of the trainable parameters."""
         ...
 
 
 class PeftAdapter:
-    """Saving, loading and listing, which do not depend on the kind of adapter."""
+    """Saving and loading, which do not depend on the kind of adapter."""
 
-    def save(self, model: nn.Module, folder: AnyFolder) -> list[str]:
+    def save(self, model: nn.Module, folder: FolderPath) -> list[str]:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which `PeftModel.from_pretrained` opens."""
         from trainformer.adapters.state import save_adapter
 
         return save_adapter(model, folder)
 
-    def load(self, model: nn.Module, folder: AnyFolder) -> nn.Module:
-        """Fill an adapted model from a folder, or adapt a plain one as the folder says; the adapted model."""
+    def load(self, model: nn.Module, folder: FolderPath) -> nn.Module:
+        """Load weights into an adapted model, or add the saved adapter to a plain one. Returns the adapted model."""
         from trainformer.adapters.state import load_adapter
 
         return load_adapter(model, folder)
 
     def load_options(self, kind: str | None = None) -> dict[str, Any]:
-        """Further arguments for `from_pretrained`: none."""
+        """Extra arguments for `from_pretrained`: none."""
         return {}
 
     def trainable(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that are trained: what an optimizer gets."""
+        """Names of the trainable parameters."""
         return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def peft() -> ModuleType:
-    """The package all adapters here are made with."""
+    """The peft package, or an error with the pip command."""
     return require("peft", "adapters", "for adapters")
 
 
 def check_kind(kind: str | None) -> None:
-    """Refuse a word that is no kind of model.
+    """Reject an unknown kind of model.
 
     >>> check_kind("causal_lm")
     """
@@ -120,7 +119,7 @@ def check_kind(kind: str | None) -> None:
 
 
 def task_type(kind: str | None) -> str | None:
-    """What peft calls a kind of model; None for its plain wrapper.
+    """peft's task type of a kind of model; None for the plain `PeftModel`.
 
     >>> task_type("seq2seq"), task_type("vision")
     ('SEQ_2_SEQ_LM', None)
@@ -129,7 +128,7 @@ def task_type(kind: str | None) -> str | None:
 
 
 def kind_of(model: nn.Module) -> str | None:
-    """The kind of a model of transformers, by its class and configuration; None for other modules.
+    """The kind of a transformers model, from its class and configuration; None for other modules.
 
     >>> kind_of(nn.Linear(2, 2)) is None
     True
@@ -138,11 +137,11 @@ def kind_of(model: nn.Module) -> str | None:
     if not hasattr(config, "model_type"):
         return None
     name = type(model).__name__
-    for ending, kind in _ENDINGS.items():
-        if name.endswith(ending):
+    for suffix, kind in _SUFFIXES.items():
+        if name.endswith(suffix):
             return kind
     if hasattr(config, "vision_config"):
-        # Two towers that meet in a temperature, or a language model that is shown images.
+        # Two towers with a temperature, or a language model with images.
         return "clip" if hasattr(model, "logit_scale") else "vlm"
     if name.endswith("ForConditionalGeneration"):
         return "seq2seq"
@@ -150,42 +149,42 @@ def kind_of(model: nn.Module) -> str | None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether an adapter is on a model (DDP's and torch.compile's wrappers are looked through).
+    """Whether a model has an adapter; unwraps DDP and torch.compile.
 
     >>> is_adapted(nn.Linear(2, 2))
     False
     """
-    return _is_peft_model(unwrapped(model))
+    return _is_peft_model(unwrap_model(model))
 
 
 def adapted_model(model: nn.Module) -> Any:
-    """The `PeftModel` in a model; an error for a model without an adapter."""
-    inner = unwrapped(model)
+    """The `PeftModel` inside DDP and torch.compile; an error for a model without an adapter."""
+    inner = unwrap_model(model)
     if not _is_peft_model(inner):
-        do = "Put one on it first: model = adapter.apply(model)."
+        do = "Add one first: model = adapter.apply(model)."
         raise BadArgument(expected("a model with an adapter", type(inner).__name__, do))
     return inner
 
 
-def refuse_adapted(model: nn.Module) -> None:
-    """An adapter goes onto a plain model, once."""
+def check_not_adapted(model: nn.Module) -> None:
+    """Reject a model that already has an adapter."""
     if is_adapted(model):
-        do = "Merge the one it has first (adapter.merge(model)), or go on training it."
+        do = "Merge the existing one first (adapter.merge(model)), or continue to train it."
         raise BadArgument(expected("a model without an adapter", f"a {type(model).__name__} with one", do))
 
 
 def _is_peft_model(model: nn.Module) -> bool:
-    # By its class: the model inside keeps an attribute `peft_config`, also when the adapter is off again.
+    # By its class: the inner model keeps an attribute `peft_config` after the adapter is removed.
     package = sys.modules.get("peft")
     return package is not None and isinstance(model, package.PeftModel)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The module inside DDP and torch.compile."""
     inner: nn.Module | None = model
     while inner is not None:
         model = inner
-        # Looked up among the submodules: peft hands unknown attributes on to the model inside.
+        # In `_modules`, because `PeftModel` forwards unknown attributes to the inner model.
         wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         inner = model._modules.get("module") if wrapped else model._modules.get("_orig_mod")
     return model

@@ -1,4 +1,4 @@
-"""From an adapted model to a folder that anybody opens without knowing of the adapter."""
+"""Merge any adapter into its model, and export the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainformer.adapters.base import AnyFolder, adapted_model, is_adapted, unwrapped
+from trainformer.adapters.base import FolderPath, adapted_model, is_adapted, unwrap_model
 from trainformer.adapters.lora import LoRA
 from trainformer.adapters.prefix import PrefixTuning
 from trainformer.adapters.qlora import QLoRA, is_quantised
@@ -15,27 +15,26 @@ from trainformer.adapters.qlora import QLoRA, is_quantised
 WEIGHTS_FILE = "model.safetensors"
 
 
-def merge(model: nn.Module) -> nn.Module:
-    """The plain model that an adapted one stands for, whatever its adapter; a plain model as it is."""
+def merge_adapter(model: nn.Module) -> nn.Module:
+    """Merge the adapter of a model, of whatever kind. Returns a plain model; a model without an adapter unchanged."""
     if not is_adapted(model):
-        return unwrapped(model)
+        return unwrap_model(model)
     inner = adapted_model(model)
     if inner.peft_config["default"].is_prompt_learning:
         return PrefixTuning().merge(inner)
     return (QLoRA if is_quantised(inner) else LoRA)().merge(inner)
 
 
-def merge_and_export(model: nn.Module, folder: AnyFolder, tokenizer: Any = None) -> list[str]:
-    """Merge the adapter and write the plain model; the names of the files. The adapted model is used up.
+def merge_and_export(model: nn.Module, folder: FolderPath, tokenizer: Any = None) -> list[str]:
+    """Merge the adapter and write the plain model. Returns the names of the files; the adapted model is consumed.
 
-    A model of transformers is written by its own `save_pretrained` (configuration and generation settings beside the
-    weights), so that `AutoModel...from_pretrained` opens the folder; any other module as ``model.safetensors`` under
-    its own names. `tokenizer` is anything with `save_pretrained`: a tokenizer or a processor. A QLoRA model is
-    dequantised first.
+    A transformers model is written with `save_pretrained`, so `AutoModel...from_pretrained` opens the folder; any other
+    module as ``model.safetensors``. `tokenizer` is a tokenizer or processor to save along. A QLoRA model is dequantised
+    first.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    plain = merge(model)
+    plain = merge_adapter(model)
     save = getattr(plain, "save_pretrained", None)
     if callable(save):
         save(str(target))

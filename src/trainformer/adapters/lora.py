@@ -1,7 +1,4 @@
-"""LoRA: two thin matrices beside each frozen layer, on any module with linear, embedding or convolution layers.
-
-Owns LoRA's settings, their limits and the merge. Which layers a setting means is decided in `targets`.
-"""
+"""LoRA on any module with linear, embedding or convolution layers. `targets` selects the layers."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from trainformer.adapters.base import (
     PeftAdapter,
     adapted_model,
     check_kind,
+    check_not_adapted,
     kind_of,
     peft,
-    refuse_adapted,
     task_type,
-    unwrapped,
+    unwrap_model,
 )
-from trainformer.adapters.state import base_vocabulary_size, floating, vocabulary_size
+from trainformer.adapters.state import base_vocabulary_size, vocabulary_size
 from trainformer.adapters.targets import (
     Targets,
     adapted_layers,
@@ -39,7 +36,7 @@ from trainformer.core.errors import BadArgument, NonFiniteError, expected
 logger = logging.getLogger("trainformer")
 
 _BIASES = ("none", "all", "lora_only")
-# peft has others (pissa, olora, ...), which change the frozen weights: an adapter saved alone would not restore them.
+# peft's other schemes (pissa, olora, ...) change the frozen weights: an adapter saved alone would not restore them.
 _INITS = (True, False, "gaussian", "orthogonal")
 
 
@@ -49,17 +46,17 @@ class LoRA(PeftAdapter):
 
     Args:
         r: Rank. Each adapted layer of size (n, m) gets r * (n + m) parameters.
-        alpha: Scale of the update, divided by `r` (by its root with `use_rslora`).
-        dropout: Of the adapter's input, in training.
-        target_modules: Layers to adapt: names or ends of names, "all-linear", or a regular expression over full names.
-            By default those that peft knows for the architecture (mostly query and value), else all linear layers but
-            the head. On a vision-language model all but dotted names and expressions mean the language model alone.
-        use_dora: Learn direction and length of each weight apart (DoRA). Slower, better at low ranks.
-        use_rslora: Scale by alpha / sqrt(r), which keeps high ranks learning.
-        bias: Biases to train too: "none", "all" or "lora_only".
-        modules_to_save: Modules trained in full and saved with the adapter. The head of a classifier is always one.
-        trainable_token_indices: Rows of the embeddings to train (new tokens): a list, or a list per embedding's name.
-        init: True (B is zero, so training starts from the model as it is), "gaussian", "orthogonal", or False (random).
+        alpha: Scale of the update, divided by `r` (by its square root with `use_rslora`).
+        dropout: Dropout on the input of the adapter.
+        target_modules: Layers to adapt: names or suffixes of names, "all-linear", or a regular expression over full
+            names. Default: peft's choice for the architecture (mostly query and value), else all linear layers except
+            the head. On a vision-language model, names without a dot refer to the language model only.
+        use_dora: Learn direction and magnitude of each weight separately (DoRA). Slower, better at low ranks.
+        use_rslora: Scale by alpha / sqrt(r), which stabilises high ranks.
+        bias: Biases to train: "none", "all" or "lora_only".
+        modules_to_save: Modules to train in full and save with the adapter. The head of a classifier always is.
+        trainable_token_indices: Rows of the embeddings to train (new tokens): a list, or one list per embedding name.
+        init: True (B is zero, so training starts at the base model), "gaussian", "orthogonal", or False (random).
 
     >>> adapter = LoRA(r=2, target_modules=["0"])
     >>> model = adapter.apply(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
@@ -112,25 +109,25 @@ class LoRA(PeftAdapter):
         gradient_checkpointing: bool = False,
         model: Any = None,
     ) -> None:
-        """LoRA goes with packing, with gradient checkpointing and with every kind of model."""
+        """LoRA supports packing, gradient checkpointing and every kind of model."""
         check_kind(kind)
 
     def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
-        """Freeze a model and put LoRA on it, in place. The head of a classifier stays trainable, and is saved."""
-        refuse_adapted(model)
-        model = unwrapped(model)
+        """Freeze a model and add LoRA, in place. The head of a classifier stays trainable and is saved."""
+        check_not_adapted(model)
+        model = unwrap_model(model)
         kind = kind or kind_of(model)
         self.check(kind=kind, model=model)
         config = self.peft_config(model, kind)
         try:
             adapted = peft().get_peft_model(model, config)
-        except ValueError as error:  # a grouped convolution with an odd rank and the like
+        except ValueError as error:  # e.g. a grouped convolution with an odd rank
             raise BadArgument(f"Expected LoRA to fit {type(model).__name__}, received from peft: {error}") from error
-        self._note_new_rows(model)
+        self._warn_about_new_tokens(model)
         return adapted
 
     def peft_config(self, model: nn.Module, kind: str | None = None) -> Any:
-        """The `LoraConfig` for a model: targets found, names checked."""
+        """The `LoraConfig` for a model, with resolved targets."""
         heads = head_names(model, kind)
         full = list(dict.fromkeys([*heads, *(self.modules_to_save or ())]))
         check_names(model, full, "modules_to_save")
@@ -146,19 +143,19 @@ class LoRA(PeftAdapter):
             modules_to_save=full or None,
             trainable_token_indices=self._token_rows(model),
             init_lora_weights=self.init,
-            # GPT-2 keeps its weights transposed; peft finds out by itself, with a warning for each layer.
+            # GPT-2 stores transposed weights; peft would find out by itself, with a warning for each layer.
             fan_in_fan_out=all(is_conv1d(layer) for layer in adapted_layers(model, targets)),
-            # A weight that input and output share stays shared when it is trained in full.
+            # Keep tied embeddings tied when they are trained in full.
             ensure_weight_tying=bool(names_of(model, tied_embeddings(model), full)),
             task_type=task_type(kind),
         )
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """The plain model with the adapter added to its weights. The adapted model is used up.
+        """Merge the adapter into the weights. Returns the plain model; the adapted one is consumed.
 
-        In fp32 the outputs agree to about 1e-6; in bf16 the sum is rounded to the 8 bits that the weights have.
+        In float32 the outputs agree to about 1e-6; in bf16 the sum is rounded to 8 bits.
         """
-        return merged(adapted_model(model))
+        return merge_peft_model(adapted_model(model))
 
     def _token_rows(self, model: nn.Module) -> list[int] | dict[str, list[int]] | None:
         given = self.trainable_token_indices
@@ -179,13 +176,12 @@ class LoRA(PeftAdapter):
             return {name: list(indices) for name, indices in given.items()}
         return list(given)
 
-    def _note_new_rows(self, model: nn.Module) -> None:
-        """Say that added tokens would stay as they were drawn."""
+    def _warn_about_new_tokens(self, model: nn.Module) -> None:
         rows, before = vocabulary_size(model), base_vocabulary_size(model)
         trained = self.trainable_token_indices is not None or self.modules_to_save
         if rows is not None and before is not None and rows > before and not trained:
             logger.warning(
-                "%d tokens were added to the vocabulary; LoRA leaves their embeddings as they are. "
+                "%d tokens were added to the vocabulary; LoRA does not train their embeddings. "
                 "Pass trainable_token_indices=list(range(%d, %d)) to train them.",
                 rows - before,
                 before,
@@ -193,8 +189,8 @@ class LoRA(PeftAdapter):
             )
 
 
-def merged(model: Any) -> nn.Module:
-    """A `PeftModel` as a plain model with the adapter in its weights, all of which can be trained again."""
+def merge_peft_model(model: Any) -> nn.Module:
+    """Merge a `PeftModel` into a plain model whose weights are all trainable."""
     try:
         plain = model.merge_and_unload(safe_merge=True)
     except ValueError as error:
@@ -203,8 +199,9 @@ def merged(model: Any) -> nn.Module:
         raise NonFiniteError(f"The adapter has weights that are not finite, and was not merged: {error}") from error
     if hasattr(plain, "peft_config"):  # left behind by peft
         del plain.peft_config
-    for parameter in floating(plain):
-        parameter.requires_grad_(True)
+    for parameter in plain.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():  # not the packed integers of quantised weights
+            parameter.requires_grad_(True)
     return plain
 
 

@@ -1,7 +1,6 @@
-"""Prefix tuning: a few trained keys and values before every sequence, in each attention layer of a frozen model.
+"""Prefix tuning: trained keys and values in front of every sequence, in each attention layer of a frozen model.
 
-Owns the settings and the list of what it does not go with: everything that reads or rebuilds the key-value cache
-through which the prefix is handed to the model.
+The prefix is passed as a key-value cache, so features that read or rebuild that cache are rejected.
 """
 
 from __future__ import annotations
@@ -13,7 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from trainformer.adapters.base import PeftAdapter, check_kind, kind_of, peft, refuse_adapted, task_type, unwrapped
+from trainformer.adapters.base import (
+    PeftAdapter,
+    check_kind,
+    check_not_adapted,
+    kind_of,
+    peft,
+    task_type,
+    unwrap_model,
+)
 from trainformer.core.errors import BadArgument, expected
 
 _INITS = {"random": None, "zero": "zero"}
@@ -25,8 +32,8 @@ class PrefixTuning(PeftAdapter):
 
     Args:
         num_virtual_tokens: Length of the prefix. It has ``length * layers * 2 * width`` parameters.
-        init: "random" (standard normal), or "zero", which starts closer to the model as it is: the prefix then takes a
-            share of the attention and gives nothing.
+        init: "random" (standard normal), or "zero", which starts closer to the base model: the prefix then receives
+            attention but contributes nothing.
 
     >>> PrefixTuning(10).check(kind="causal_lm", packing=True)
     Traceback (most recent call last):
@@ -53,23 +60,23 @@ class PrefixTuning(PeftAdapter):
         gradient_checkpointing: bool = False,
         model: Any = None,
     ) -> None:
-        """Refuse packing, gradient checkpointing, and models that take no keys and values from outside."""
+        """Reject packing, gradient checkpointing, and models without external keys and values."""
         check_kind(kind)
         if packing:
             raise BadArgument(
-                "Expected prefix tuning or packing, received both: documents packed into one row share one prefix, and "
-                "position ids, which keep them apart, are dropped. Pass packing=False, or use LoRA."
+                "Expected prefix tuning or packing, received both: packed documents would share one prefix, and the "
+                "position ids that separate them are dropped. Pass packing=False, or use LoRA."
             )
         if gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False):
             raise BadArgument(
-                "Expected prefix tuning or gradient checkpointing, received both: the prefix goes in as a key-value "
+                "Expected prefix tuning or gradient checkpointing, received both: the prefix is passed as a key-value "
                 "cache, which is off while activations are recomputed. Pass gradient_checkpointing=False, or use LoRA."
             )
         if kind in ("clip", "vision") or (isinstance(model, nn.Module) and not hasattr(model, "config")):
             received = type(model).__name__ if isinstance(model, nn.Module) else f"one of kind {kind!r}"
             raise BadArgument(
-                f"Expected a model that takes keys and values from outside, received {received}: a prefix is handed "
-                "over that way. Use LoRA."
+                f"Expected a model that takes keys and values from outside, received {received}: a prefix is passed "
+                "that way. Use LoRA."
             )
         if model is not None and _has_multimodal_positions(model):
             raise BadArgument(
@@ -78,15 +85,15 @@ class PrefixTuning(PeftAdapter):
             )
 
     def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
-        """Freeze a model and put a prefix before it, in place."""
-        refuse_adapted(model)
-        model = unwrapped(model)
+        """Freeze a model and add a prefix, in place."""
+        check_not_adapted(model)
+        model = unwrap_model(model)
         kind = kind or kind_of(model)
         self.check(kind=kind, model=model)
         config = peft().PrefixTuningConfig(
             num_virtual_tokens=self.num_virtual_tokens,
             init_weights=_INITS[self.init],
-            # peft has no class for masked language models; the one for features hands everything on.
+            # peft has no class for masked language models; the one for features passes everything through.
             task_type="FEATURE_EXTRACTION" if kind == "masked_lm" else task_type(kind),
         )
         if config.task_type is None:
@@ -101,7 +108,7 @@ class PrefixTuning(PeftAdapter):
             ) from error
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """Refused: a prefix is an input, and no weights of the model could stand for it."""
+        """Always an error: a prefix is an input, which weights cannot represent."""
         raise BadArgument(
             "Expected an adapter that can be merged into weights, received prefix tuning: a prefix is an input of the "
             "model. Save the adapter and load it beside the model, or train LoRA."

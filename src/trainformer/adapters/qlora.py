@@ -1,12 +1,11 @@
-"""QLoRA: LoRA on a model whose frozen weights are kept in 4 bits by bitsandbytes.
+"""QLoRA: LoRA on a model whose frozen weights bitsandbytes keeps in 4 bits.
 
-Owns the quantisation settings, the preparation of a quantised model for training, and its way back to full precision.
-bitsandbytes quantises while a model is loaded, so a task passes `load_options()` on to `from_pretrained`.
+Owns the quantisation settings, the preparation for training, and dequantisation for the merge. bitsandbytes quantises
+while a model is loaded, so tasks pass `load_options()` to `from_pretrained`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 from typing import Any
@@ -14,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import AnyFolder, adapted_model, check_kind, is_adapted, peft, refuse_adapted, unwrapped
-from trainformer.adapters.lora import LoRA, merged
+from trainformer.adapters.base import (
+    FolderPath,
+    adapted_model,
+    check_kind,
+    check_not_adapted,
+    is_adapted,
+    peft,
+    unwrap_model,
+)
+from trainformer.adapters.lora import LoRA, merge_peft_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict
 from trainformer.adapters.targets import is_conv1d_class
 from trainformer.core.errors import BadArgument, expected
@@ -34,11 +41,10 @@ class QLoRA(LoRA):
     """LoRA on a model in 4 bits: about a quarter of the memory of bf16 weights.
 
     Args:
-        quant_type: "nf4" (made for weights that are normally distributed, as trained ones are) or "fp4".
+        quant_type: "nf4" (optimal for normally distributed weights) or "fp4".
         double_quant: Quantise the scales too, which saves 0.4 bits per parameter.
-        compute_dtype: Type that products are computed in; by default bf16 on a GPU that has it, fp16 on one that has
-            not, fp32 on the CPU.
-        paged_optimizer: Advise an optimizer whose state moves to host memory when the GPU's is short.
+        compute_dtype: dtype of matrix products. Default: bf16 on GPUs that support it, else fp16; fp32 on the CPU.
+        paged_optimizer: Recommend an optimizer that pages its state to host memory when GPU memory is short.
 
     The other arguments are those of `LoRA`.
 
@@ -62,13 +68,13 @@ class QLoRA(LoRA):
 
     @property
     def optimizer(self) -> str | None:
-        """The optimizer that fits, by the name transformers gives it; None for no advice."""
+        """The recommended optimizer, under its name in transformers; None for no recommendation."""
         return "paged_adamw_8bit" if self.paged_optimizer else None
 
     def load_options(self, kind: str | None = None) -> dict[str, Any]:
-        """The quantisation, as an argument of `from_pretrained`. Output layer and modules trained in full are left out.
+        """The quantisation config for `from_pretrained`. Skips the output layer and modules that are trained in full.
 
-        Pass the `kind` of a classifier, so that its head, which is trained in full, is left out too.
+        Pass the `kind` of a classifier to skip its head, which is trained in full.
         """
         check_kind(kind)
         _bitsandbytes()
@@ -79,7 +85,7 @@ class QLoRA(LoRA):
             bnb_4bit_quant_type=self.quant_type,
             bnb_4bit_use_double_quant=self.double_quant,
             bnb_4bit_compute_dtype=self._compute_dtype(),
-            # Naming any makes transformers forget those it would leave out by itself.
+            # An explicit list replaces the modules that transformers would skip by default.
             llm_int8_skip_modules=[*full, *_OUTPUTS] if full else None,
         )
         return {"quantization_config": config}
@@ -92,11 +98,11 @@ class QLoRA(LoRA):
         gradient_checkpointing: bool = False,
         model: Any = None,
     ) -> None:
-        """Refuse QLoRA without bitsandbytes, and on models that are not loaded by transformers."""
+        """Reject QLoRA without bitsandbytes, and on models that transformers does not load."""
         super().check(kind=kind, packing=packing, gradient_checkpointing=gradient_checkpointing, model=model)
         _bitsandbytes()
         if isinstance(model, nn.Module) and not is_quantised(model):
-            raise BadArgument(expected("a model that was loaded in 4 bits", _described(model), _HOW))
+            raise BadArgument(expected("a model that was loaded in 4 bits", _described(model), _HOW_TO_LOAD))
         if kind == "vision" and not isinstance(model, nn.Module):
             raise BadArgument(
                 expected(
@@ -107,29 +113,30 @@ class QLoRA(LoRA):
             )
 
     def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
-        """Prepare a quantised model for training and put LoRA on it, in place."""
-        refuse_adapted(model)
-        model = unwrapped(model)
+        """Prepare a quantised model for training and add LoRA, in place."""
+        check_not_adapted(model)
+        model = unwrap_model(model)
         self.check(kind=kind, model=model)
         prepare_quantised(model)
         return super().apply(model, kind=kind)
 
-    def load(self, model: nn.Module, folder: AnyFolder) -> nn.Module:
-        """Fill an adapted model from a folder, or adapt a quantised one as the folder says; the adapted model."""
+    def load(self, model: nn.Module, folder: FolderPath) -> nn.Module:
+        """Load weights into an adapted model, or add the saved adapter to a quantised one."""
         if not is_adapted(model):
-            self.check(model=unwrapped(model))
-            prepare_quantised(unwrapped(model))
+            self.check(model=unwrap_model(model))
+            prepare_quantised(unwrap_model(model))
         return super().load(model, folder)
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """The plain model, dequantised, with the adapter added in full precision. The adapted model is used up.
+        """Dequantise, then merge the adapter in full precision. Returns the plain model; the adapted one is consumed.
 
-        Adding to 4-bit weights and rounding again would lose most of a small update.
+        Merging into 4-bit weights would round most of a small update away.
         """
         inner = adapted_model(model)
         if not is_quantised(inner):
-            return merged(inner)
-        config, state = inner.peft_config["default"], _copies(adapter_state_dict(inner))
+            return merge_peft_model(inner)
+        config = inner.peft_config["default"]
+        state = {n: tensor.clone() for n, tensor in adapter_state_dict(inner).items()}
         plain = inner.unload()
         transposed = [n for n, part in plain.named_modules() if is_conv1d_class(getattr(part, "source_cls", None))]
         dtype = _stream_dtype(plain)
@@ -138,7 +145,7 @@ class QLoRA(LoRA):
         plain.is_loaded_in_4bit = False
         again = peft().get_peft_model(plain, config)
         load_adapter_state_dict(again, state)
-        plain = merged(again)
+        plain = merge_peft_model(again)
         for name in transposed:
             plain.set_submodule(name, _conv1d(plain.get_submodule(name)))
         return plain
@@ -153,14 +160,14 @@ class QLoRA(LoRA):
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
-_HOW = (
+_HOW_TO_LOAD = (
     "Load it with the adapter's own options: AutoModelForCausalLM.from_pretrained(name, **adapter.load_options()). "
     "A model made from a configuration is saved first (save_pretrained) and loaded from there. Or use LoRA."
 )
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether weights of a model are in 4 bits.
+    """Whether a model has 4-bit weights.
 
     >>> is_quantised(nn.Linear(2, 2))
     False
@@ -169,21 +176,21 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def prepare_quantised(model: nn.Module) -> None:
-    """Freeze a quantised model and let its norms compute in fp32, in place.
+    """Freeze a quantised model and run its norms in float32, in place.
 
-    peft turns everything that is not quantised into fp32, embeddings and output layer too: 2.1 GB more for Llama 3 8B.
-    Here norms alone change, and give back the type that they were given, so that the layers between them (which are
-    not under autocast when text is generated) find what they expect. Inputs need no gradients, because gradient
-    checkpointing here is the non-reentrant one, which goes without.
+    peft casts everything that is not quantised to float32, including embeddings and output layer: 2.1 GB more for Llama
+    3 8B. Here only norms change, and cast their outputs back, so that the layers in between (which are not under
+    autocast during generation) get the dtype they expect. Inputs need no gradients, because gradient checkpointing here
+    is non-reentrant.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in model.modules():
-        # On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks weights in place at the first evaluation. Their outputs
-        # move (scales are rounded to bf16), and training steps after that pass no gradient to the layers below, without
-        # a word. It also fails on widths that 64 does not divide. The switch is a plain attribute of each layer.
+        # On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks weights in place at the first evaluation: outputs change
+        # (scales are rounded to bf16), and later training steps silently pass no gradient to the layers below. It also
+        # fails on widths that are not multiples of 64. The switch is a plain attribute of each layer.
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010, mypy takes it for a tensor
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010, mypy infers a tensor
     dtype = _stream_dtype(model)
     if dtype not in _HALF:
         return
@@ -195,7 +202,7 @@ def prepare_quantised(model: nn.Module) -> None:
 
 
 class _ToDtype:
-    """A forward hook that gives the output of a norm the type of the stream around it."""
+    """A forward hook that casts the output of a norm to the dtype of the residual stream."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -209,7 +216,7 @@ def _to_fp32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _conv1d(layer: Any) -> nn.Module:
-    """A linear layer as GPT-2 has it: bitsandbytes transposed it, and transformers does not turn it back."""
+    """GPT-2's `Conv1D`: bitsandbytes transposed it, and transformers does not undo it."""
     conv = require("transformers.pytorch_utils", "adapters", "for GPT-2").Conv1D(0, 0)
     conv.nf, conv.nx = layer.weight.shape
     conv.weight, conv.bias = nn.Parameter(layer.weight.detach().T.contiguous()), layer.bias
@@ -217,7 +224,7 @@ def _conv1d(layer: Any) -> nn.Module:
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
-    """Layer norms of all sorts, by the name of their class: each architecture has its own."""
+    """Normalisation layers, by class name: each architecture has its own class."""
     return [
         module
         for module in model.modules()
@@ -236,14 +243,10 @@ def _undo_norms(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _stream_dtype(model: nn.Module) -> torch.dtype:
-    """The type of a model's weights outside quantised layers, as its configuration has it."""
+    """dtype of the weights outside quantised layers, from the configuration."""
     dtype = getattr(getattr(model, "config", None), "dtype", None)
     dtype = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _described(model: nn.Module) -> str:

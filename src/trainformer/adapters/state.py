@@ -1,7 +1,7 @@
-"""What an adapter's checkpoint holds, and how it is written and read: the adapter alone, under peft's own names.
+"""Adapter checkpoints: the weights of the adapter alone, under peft's names.
 
-Owns the rule for embeddings: rows added to a vocabulary are in no base checkpoint, so they are saved with the adapter.
-peft asks the hub whether a vocabulary has grown; here only files on this machine are looked at.
+New rows of a resized vocabulary are in no base checkpoint, so they are saved with the adapter. peft asks the hub
+whether the vocabulary has grown; here only local files are read.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import AnyFolder, adapted_model, is_adapted, peft, unwrapped
+from trainformer.adapters.base import FolderPath, adapted_model, is_adapted, peft, unwrap_model
 from trainformer.core.errors import BadArgument, DataError, expected
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = "default"
-# What the names of an adapter's own weights contain: the rest of an adapted layer is frozen.
+# Parts of the names of an adapter's own weights; the rest of an adapted layer is frozen.
 _TRAINED = (".lora_", ".trainable_tokens_")
 
 
 def adapter_state_dict(model: nn.Module, embeddings: bool | None = None) -> dict[str, Tensor]:
-    """The weights of a model's adapter, and of the modules and token rows that are trained in full beside it.
+    """The weights of a model's adapter, and of modules and token rows that are trained in full.
 
-    The weights of the frozen model are not among them, with one exception: embeddings whose vocabulary has another size
-    than that of the model on disk, unless `trainable_token_indices` holds every new row. `embeddings` decides it
-    otherwise. Names are peft's; tied embeddings appear once. Tensors share memory with the model, as in `state_dict()`.
+    Frozen weights are not included, with one exception: embeddings whose vocabulary size differs from the model on
+    disk, unless `trainable_token_indices` covers every new row; `embeddings` overrides this. Names are peft's; tied
+    embeddings appear once. Tensors share memory with the model, as in `state_dict()`.
     """
     inner = adapted_model(model)
     whole = embeddings_resized(inner) if embeddings is None else embeddings
-    # Embeddings are gathered here: peft leaves out a resized output layer when the input layer is adapted.
+    # Embeddings are collected here: peft omits a resized output layer if the input layer is adapted.
     state = dict(peft().get_peft_model_state_dict(inner, adapter_name=_NAME, save_embedding_layers=False))
     if whole:
         seen = {tensor.data_ptr() for tensor in state.values()}
@@ -47,7 +46,7 @@ def adapter_state_dict(model: nn.Module, embeddings: bool | None = None) -> dict
 
 
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Fill the adapter of a model, whole: names or shapes that do not fit are an error, and then nothing is changed."""
+    """Load all weights of a model's adapter. Any mismatch of names or shapes is an error that changes nothing."""
     inner = adapted_model(model)
     needed = adapter_state_dict(inner, embeddings=False)
     own = needed | adapter_state_dict(inner, embeddings=True)
@@ -72,10 +71,10 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     peft().set_peft_model_state_dict(inner, dict(state), adapter_name=_NAME)
 
 
-def save_adapter(model: nn.Module, folder: AnyFolder, embeddings: bool | None = None) -> list[str]:
-    """Write the adapter of a model, which `load_adapter` and `PeftModel.from_pretrained` open; the names of the files.
+def save_adapter(model: nn.Module, folder: FolderPath, embeddings: bool | None = None) -> list[str]:
+    """Write a model's adapter for `load_adapter` and `PeftModel.from_pretrained`. Returns the names of the files.
 
-    No base weights are written, except embeddings as `adapter_state_dict` says.
+    `embeddings` as in `adapter_state_dict`.
     """
     from safetensors.torch import save_file
 
@@ -88,34 +87,34 @@ def save_adapter(model: nn.Module, folder: AnyFolder, embeddings: bool | None = 
     return [CONFIG_FILE, WEIGHTS_FILE]
 
 
-def save_adapter_config(model: nn.Module, folder: AnyFolder) -> None:
-    """Write how the adapter of a model is made, without its weights."""
+def save_adapter_config(model: nn.Module, folder: FolderPath) -> None:
+    """Write the adapter's configuration, without its weights."""
     inner = adapted_model(model)
     config = copy.deepcopy(inner.peft_config[_NAME])
-    config.inference_mode = True  # whoever opens the folder with peft wants to use the adapter; load_adapter trains on
+    config.inference_mode = True  # for peft; load_adapter sets it to False
     base = type(inner.get_base_model())
-    # Without a task type, peft's Auto classes need to know what the adapter was made for.
+    # Without a task type, peft's Auto classes need the class of the base model.
     mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else mapping)
 
 
 def save_adapter_beside(model: nn.Module, weights: Path) -> list[str]:
-    """Write what `PeftModel.from_pretrained` looks for beside a file that holds an adapter's weights already.
+    """Make a checkpoint folder readable for `PeftModel.from_pretrained`: add the configuration and link `weights`.
 
-    The very weights of a checkpoint, that is: where it is written in the background, the model is trained on meanwhile.
+    Links the checkpoint's own file, because the model may have trained on while it was written in the background.
     """
     save_adapter_config(model, weights.parent)
     try:
         os.link(weights, weights.parent / WEIGHTS_FILE)
-    except OSError:  # a file system without links
+    except OSError:  # no hard links
         shutil.copyfile(weights, weights.parent / WEIGHTS_FILE)
     return [CONFIG_FILE, WEIGHTS_FILE]
 
 
-def load_adapter(model: nn.Module, folder: AnyFolder) -> nn.Module:
-    """Fill the adapter of a model from a folder, in place, or put the folder's adapter on a plain model.
+def load_adapter(model: nn.Module, folder: FolderPath) -> nn.Module:
+    """Load weights into an adapted model, in place, or add the saved adapter to a plain model.
 
-    The adapted model, ready to be trained on. A vocabulary that was resized has to have that size already.
+    Returns the adapted model, ready to train. A resized vocabulary must already have its new size.
     """
     from safetensors.torch import load_file
 
@@ -128,7 +127,7 @@ def load_adapter(model: nn.Module, folder: AnyFolder) -> nn.Module:
         config = peft().PeftConfig.from_pretrained(str(source))
         config.inference_mode = False
         try:
-            model = peft().get_peft_model(unwrapped(model), config)
+            model = peft().get_peft_model(unwrap_model(model), config)
         except ValueError as error:
             what = f"the model that the adapter in '{source}' was made for"
             raise BadArgument(expected(what, f"a {type(model).__name__}: {error}")) from error
@@ -137,9 +136,9 @@ def load_adapter(model: nn.Module, folder: AnyFolder) -> nn.Module:
 
 
 def embeddings_resized(model: nn.Module) -> bool:
-    """Whether embeddings have to be saved: the vocabulary has another size on disk, and new rows are not saved apart.
+    """Whether embeddings must be saved: the vocabulary size differs from disk, and new rows are not saved separately.
 
-    False for a model that did not come from disk, or whose folder is gone: there is nothing to compare with.
+    False for a model that did not come from disk, or whose folder is gone.
     """
     base = adapted_model(model).get_base_model()
     rows, before = vocabulary_size(base), base_vocabulary_size(base)
@@ -149,7 +148,7 @@ def embeddings_resized(model: nn.Module) -> bool:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Rows of a model's input embeddings; None where it has none."""
+    """Rows of a model's input embeddings; None if it has none."""
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
@@ -184,7 +183,7 @@ def _embedding_weights(model: Any) -> dict[str, Tensor]:
 
 
 def _rows_covered(model: nn.Module, rows: range) -> bool:
-    """Whether every new row is trained, and so saved, by itself: in the input, and in the output too unless tied."""
+    """Whether `trainable_token_indices` covers every new row, in the input and, unless tied, in the output."""
     indices = getattr(adapted_model(model).peft_config[_NAME], "trainable_token_indices", None)
     if not indices or not len(rows):
         return False
@@ -196,13 +195,8 @@ def _rows_covered(model: nn.Module, rows: range) -> bool:
 
 
 def _advice(wrong: list[str], state: Mapping[str, Tensor]) -> str:
-    """What to do about embeddings of another size; the rest is clear from the names."""
+    """Advice for embeddings of another size, or for other mismatches."""
     for name in wrong:
         if "embed" in name or "wte" in name or "shared" in name:
             return f"The vocabulary was resized: call model.resize_token_embeddings({state[name].shape[0]}) first."
     return "Use the adapter, with the same settings, that the weights were saved from."
-
-
-def floating(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that could be trained: all but whole numbers, in which quantised weights are packed."""
-    return [p for p in model.parameters() if p.is_floating_point() or torch.is_complex(p)]

@@ -1,7 +1,7 @@
-"""Which layers an adapter goes onto, and which are trained in full beside it.
+"""Select the layers that an adapter adapts, and the modules that are trained in full.
 
-Owns the names: defaults by architecture, what "all-linear" leaves out, the language model inside a vision-language
-model, the classifier of a vision model, and the errors for names that a model does not have.
+Owns the defaults by architecture, "all-linear", the language model inside a vision-language model, the head of a
+classifier, and the errors for unknown names.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from trainformer.core.optional import require
 ALL_LINEAR = "all-linear"
 Targets = str | Sequence[str] | None
 
-# What LoRA can be put on. transformers' Conv1D (GPT-2) is a linear layer with its weight transposed.
+# Layers that LoRA supports. transformers' Conv1D (GPT-2) is a linear layer with a transposed weight.
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
-# Where models that are neither of timm nor of transformers keep a classifier (torchvision, and by custom).
+# Usual names of the classifier in models outside timm and transformers (torchvision).
 _HEADS = ("head", "heads", "fc", "classifier")
 
 
 def resolve_targets(
     model: nn.Module, wanted: Targets, kind: str | None = None, full: Sequence[str] = ()
 ) -> list[str] | str:
-    """Names of layers (a list of full names or endings) or a regular expression, as peft takes them.
+    """Targets as peft takes them: a list of full names or suffixes, or a regular expression.
 
-    `full` names the modules that are trained in full, which "all-linear" leaves out. On a vision-language model the
-    defaults, "all-linear" and short names mean the language model: LLaVA's vision tower has a ``q_proj`` too.
+    "all-linear" leaves out the modules in `full`, which are trained in full. On a vision-language model the defaults,
+    "all-linear" and names without a dot refer to the language model: LLaVA's vision tower has a ``q_proj`` too.
     """
     inside = language_model_name(model) if kind == "vlm" else None
     if wanted is None:
@@ -42,7 +42,7 @@ def resolve_targets(
         if matched:
             _check_layers(model, matched)
             return wanted
-        wanted = [wanted]  # peft would take "q_proj" for an expression, and find nothing
+        wanted = [wanted]  # peft would read "q_proj" as a regular expression, and find nothing
     names = list(wanted or ())
     found = {target: _named(model, target) for target in names}
     if inside is not None and not any("." in name for name in names):
@@ -57,20 +57,20 @@ def resolve_targets(
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str] | str) -> list[nn.Module]:
-    """The modules that resolved targets stand for."""
+    """The modules that resolved targets refer to."""
     if isinstance(targets, str):
         return [model.get_submodule(name) for name in _matching(model, re.compile(targets))]
     modules = dict(model.named_modules())
-    # Full names are looked up: a mixture of experts has tens of thousands.
+    # Look up full names: a mixture of experts has tens of thousands.
     ends = tuple(f".{target}" for target in targets if target not in modules)
     wanted = set(targets)
     return [module for name, module in modules.items() if name in wanted or (ends and name.endswith(ends))]
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Full names of the linear layers, but for the output layer of a language model.
+    """Full names of all linear layers, except the output layer of a language model.
 
-    What `nn.MultiheadAttention` holds is left out: it reads the weights of its layers and never calls them.
+    Layers inside `nn.MultiheadAttention` are left out: it reads their weights without calling them.
 
     >>> linear_names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1))))
     ['0', '2.0']
@@ -87,25 +87,25 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, 4-bit ones and those of GPT-2 included."""
+    """Whether a module is a linear layer, including 4-bit layers and GPT-2's Conv1D."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' linear layer with a transposed weight."""
+    """Whether a module is transformers' Conv1D, a linear layer with a transposed weight."""
     return is_conv1d_class(type(module))
 
 
 def is_conv1d_class(given: type | None) -> bool:
-    """The same of a class, without importing transformers."""
+    """Whether a class is transformers' Conv1D, without importing transformers."""
     return given is not None and given.__name__ == "Conv1D" and given.__module__ == "transformers.pytorch_utils"
 
 
 def head_names(model: nn.Module, kind: str | None) -> list[str]:
-    """Modules that answer the task's question: new, so random, and therefore trained in full.
+    """Modules of the task head, which are newly initialised and therefore trained in full.
 
-    timm models say which their classifier is. In a model of transformers for classification, it is everything beside
-    the encoder (DistilBERT has a ``pre_classifier`` too). Language models have none: their output layer is pretrained.
+    timm models report their classifier. In a transformers model for classification, it is everything but the encoder
+    (DistilBERT has a ``pre_classifier`` too). Language models have no head: their output layer is pretrained.
 
     >>> head_names(nn.Sequential(), "causal_lm")
     []
@@ -123,7 +123,7 @@ def head_names(model: nn.Module, kind: str | None) -> list[str]:
 
 
 def tied_embeddings(model: nn.Module) -> list[nn.Module]:
-    """Input and output embeddings, if they share a weight; else none."""
+    """Input and output embeddings if they are tied, else nothing."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     pair = [_call(model, "get_input_embeddings"), _call(model, "get_output_embeddings")]
@@ -132,25 +132,25 @@ def tied_embeddings(model: nn.Module) -> list[nn.Module]:
 
 
 def names_of(model: nn.Module, modules: Sequence[nn.Module], among: Sequence[str]) -> list[str]:
-    """Those of the names (or ends of names) that stand for one of the modules.
+    """The names (or suffixes) in `among` that refer to one of the modules.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     >>> names_of(model, [model[1]], ["0", "1"])
     ['1']
     """
     own = [name for name, part in model.named_modules() if any(part is module for module in modules)]
-    return [name for name in among if any(_ends(full, name) for full in own)]
+    return [name for name in among if any(_matches(full, name) for full in own)]
 
 
 def check_names(model: nn.Module, names: Sequence[str], argument: str) -> None:
-    """Refuse names of modules that a model does not have."""
+    """Reject names of modules that a model does not have."""
     for name in names:
         _named(model, name, argument)
 
 
 def language_model_name(model: nn.Module) -> str:
     """Full name of the language model inside a vision-language model."""
-    names = [name for name, _ in model.named_modules() if _ends(name, "language_model")]
+    names = [name for name, _ in model.named_modules() if _matches(name, "language_model")]
     if names:
         return min(names, key=len)
     decoder = _call(model, "get_decoder")
@@ -167,14 +167,14 @@ def language_model_name(model: nn.Module) -> str:
 
 
 def _defaults(model: nn.Module, kind: str | None) -> Targets:
-    """Names that peft knows for an architecture (those of the LoRA paper: query and value), else every linear layer."""
+    """peft's defaults for the architecture (query and value, as in the LoRA paper), else all linear layers."""
     config = getattr(model, "config", None)
     if kind == "vlm":
         config = getattr(config, "text_config", config)
     constants = require("peft.utils.constants", "adapters", "for adapters")
     known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(getattr(config, "model_type", None))
     names = [name for name, _ in model.named_modules()]
-    if isinstance(known, list) and all(any(_ends(name, target) for name in names) for target in known):
+    if isinstance(known, list) and all(any(_matches(name, target) for name in names) for target in known):
         return known
     return ALL_LINEAR
 
@@ -183,7 +183,7 @@ def _all_linear(model: nn.Module, inside: str | None, full: Sequence[str]) -> li
     names = linear_names(model)
     if inside is not None:
         names = _inside(names, inside)
-    names = [name for name in names if not any(_ends(name, part) or f".{part}." in f".{name}" for part in full)]
+    names = [name for name in names if not any(_matches(name, part) or f".{part}." in f".{name}" for part in full)]
     if names:
         return _exactly(model, names)
     layers = {type(module).__name__ for module in model.modules() if isinstance(module, _LAYERS)}
@@ -197,10 +197,10 @@ def _all_linear(model: nn.Module, inside: str | None, full: Sequence[str]) -> li
 
 
 def _exactly(model: nn.Module, names: list[str]) -> list[str] | str:
-    """Names that peft takes for these modules and no others: it reads each as the end of a name too.
+    """Names that select exactly these modules: peft also matches each name as a suffix.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
-    >>> _exactly(model, ["0"])  # '1.0' ends in it
+    >>> _exactly(model, ["0"])  # '1.0' also ends in '0'
     '(?:0)'
     """
     chosen = set(names)
@@ -230,9 +230,9 @@ def _matching(model: nn.Module, pattern: re.Pattern[str]) -> list[str]:
 
 
 def _named(model: nn.Module, target: str, argument: str = "target_modules") -> list[str]:
-    """Full names of the modules that a name stands for: itself, or the end of a longer one."""
+    """Full names that equal a name or end in it."""
     names = [name for name, _ in model.named_modules() if name]
-    found = [name for name in names if _ends(name, target)]
+    found = [name for name in names if _matches(name, target)]
     if not found:
         short = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(number) for number in range(1000)})
         linear = sorted({name.rsplit(".", 1)[-1] for name in linear_names(model)})
@@ -247,7 +247,7 @@ def _check_layers(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         module = model.get_submodule(name)
         if any(module is embedding for embedding in tied):
-            # peft's merge would add the update to the one weight for input and output both.
+            # peft's merge would add the update to the shared weight twice.
             raise BadArgument(
                 expected(
                     "target_modules without embeddings whose weight the output layer shares",
@@ -263,7 +263,7 @@ def _check_layers(model: nn.Module, names: Sequence[str]) -> None:
             raise BadArgument(expected(what, f"{name} ({type(module).__name__})", do))
 
 
-def _ends(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
@@ -272,7 +272,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _call(model: nn.Module, method: str) -> Any:
-    """What a method without arguments returns; None where a model has none, or has it unwritten."""
+    """The result of a method without arguments; None if the model does not implement it."""
     function: Callable[[], Any] | None = getattr(model, method, None)
     try:
         return function() if callable(function) else None

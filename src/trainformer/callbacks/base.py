@@ -1,24 +1,27 @@
-"""Callbacks: the native protocol, what a callback may use of the trainer, and the list that delivers events to them."""
+"""The callback protocol, the trainer API that callbacks see, and the list that dispatches events to callbacks."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
-from trainformer.callbacks.compat import ForeignCallback, original, to_native
-from trainformer.core.errors import BadArgument, expected
+from trainformer.callbacks.compat import CallbackAdapter, to_native, unwrap_callback
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.plugins import load_plugin, plugin_names
 from trainformer.engine import Control, Event, LazyScalar, RunState
 
-# The method of a callback that hears an event. Every one gets the trainer first, then the event's arguments.
+# Callback method per event. Each takes the trainer, then the arguments of the event.
 METHODS: dict[Event, str] = {
     Event.TRAIN_BEGIN: "on_train_begin",
     Event.EPOCH_BEGIN: "on_epoch_begin",
     Event.STEP_BEGIN: "on_step_begin",
     Event.SUBSTEP_END: "on_substep_end",
-    Event.BEFORE_UPDATE: "on_before_update",
-    Event.AFTER_UPDATE: "on_after_update",
+    Event.BEFORE_OPTIMIZER_STEP: "on_before_optimizer_step",
+    Event.AFTER_OPTIMIZER_STEP: "on_after_optimizer_step",
     Event.STEP_END: "on_step_end",
     Event.LOG: "on_log",
     Event.EVAL_BEGIN: "on_validation_begin",
@@ -31,19 +34,19 @@ METHODS: dict[Event, str] = {
 
 
 class Probe(Protocol):
-    """Steps that leave no trace; see `TrainerLike.sandbox`."""
+    """Trial steps whose effects are undone; see `TrainerLike.sandbox`."""
 
     def batches(self) -> Iterator[Any]:
-        """Training batches, beginning anew when they are used up."""
+        """Training batches; starts over when the data is exhausted."""
         ...
 
     def step(self, batch: Any, lr: float | None = None) -> float:
-        """One optimizer step on a batch, at a given rate; its loss."""
+        """Run one optimizer step on a batch, optionally at a given learning rate. Returns the loss."""
         ...
 
 
 class TrainerLike(Protocol):
-    """What callbacks may use of the trainer that calls them."""
+    """The part of the trainer that callbacks may use."""
 
     task: Any
     lr: float
@@ -53,46 +56,45 @@ class TrainerLike(Protocol):
     @property
     def is_main(self) -> bool: ...
     @property
-    def is_main_here(self) -> bool: ...
+    def is_local_main(self) -> bool: ...
     @property
-    def max_steps_planned(self) -> int | None: ...
+    def total_steps(self) -> int | None: ...
     @property
     def active_optimizer(self) -> Any: ...
     @property
-    def active_schedule(self) -> Any: ...
+    def active_scheduler(self) -> Any: ...
     @property
     def context(self) -> Any: ...
     @property
     def grad_norm(self) -> Any: ...
     @property
-    def labels_comparable(self) -> bool: ...
+    def same_classes(self) -> bool: ...
     @property
-    def train_batches(self) -> Any: ...
+    def train_dataloader(self) -> Any: ...
     @property
-    def val_batches(self) -> Any: ...
+    def val_dataloader(self) -> Any: ...
     @property
     def logger(self) -> Any: ...
     def was_set(self, name: str) -> bool: ...
     def stop(self, reason: str) -> None: ...
     def log_metrics(self, metrics: dict[str, float]) -> None: ...
     def record(self, kind: str, **content: Any) -> None: ...
-    def look(self, most: int, inputs: Callable[[Any], dict[str, Any]]) -> dict[str, Any]: ...
-    def evaluate_trained(self) -> dict[str, float]: ...
-    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, Any]: ...
+    def sample_predictions(self, max_samples: int, inputs: Callable[[Any], dict[str, Any]]) -> dict[str, Any]: ...
+    def evaluate_without_ema(self) -> dict[str, float]: ...
+    def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Any]: ...
     def eval_mode(self) -> AbstractContextManager[None]: ...
     def save(self, path: str) -> str: ...
     def copy_model(self) -> Any: ...
-
     def sandbox(self) -> AbstractContextManager[Probe]: ...
 
 
 class Callback(Protocol):
-    """Hears what happens in a run. Define only the methods you need; no base class is required.
+    """Receives the events of a run. Define only the methods you need; no base class is required.
 
-    Besides the methods below, a callback may define `attach(trainer)`, called once when the trainer is built, and
-    `measure(trainer, metrics)`, called with the metrics of an evaluation to return further ones (which can be monitored
-    like any other), `on_substep_end`, `on_before_update`, `on_after_update`, `on_log`, `on_validation_begin`, `on_save`
-    and `on_error`; see `trainformer.engine.Event` for when these happen.
+    Optional methods besides those below: `on_substep_end`, `on_before_optimizer_step`, `on_after_optimizer_step`,
+    `on_log`, `on_validation_begin`, `on_save` and `on_error` (see `trainformer.engine.Event` for their order);
+    `attach(trainer)`, called once when the trainer is built; and `compute_metrics(trainer, metrics)`, which adds
+    metrics to an evaluation. Added metrics can be monitored like any other.
     """
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
@@ -105,27 +107,68 @@ class Callback(Protocol):
         """Before an epoch (counted from 0)."""
 
     def on_epoch_end(self, trainer: TrainerLike, epoch: int, metrics: dict[str, float]) -> None:
-        """After an epoch, with the metrics of its evaluation, if there was one."""
+        """After an epoch, with the metrics of its evaluation if there was one."""
 
     def on_step_begin(self, trainer: TrainerLike, step: int) -> None:
-        """Before an optimizer step; `step` steps are done."""
+        """Before an optimizer step, after `step` completed steps."""
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: LazyScalar) -> None:
-        """After an optimizer step; `step` steps are done. `loss` is a float that waits for the device when read."""
+        """After an optimizer step, the `step`-th. Reading `loss` as a float synchronises with the device."""
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         """After an evaluation, with metrics named ``val/...``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+        """State to store in checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
+
+
+def make_callback(spec: Any) -> Any:
+    """Build a callback from its name, or from ``{"name": ..., **options}``; other objects are returned unchanged.
+
+    Names are the built-in callbacks in snake case, and those that installed packages register under the entry point
+    group ``trainformer.callbacks``.
+
+    >>> make_callback({"name": "early_stopping", "patience": 3}).patience
+    3
+    >>> make_callback("early_stoping")
+    Traceback (most recent call last):
+    trainformer.core.errors.BadArgument: Expected a callback to be ..., received 'early_stoping'. Did you mean ...
+    """
+    if not isinstance(spec, str | Mapping):
+        return spec
+    options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise BadArgument(expected("a callback as {'name': ..., options}", spec))
+    factory = _find_callback(name)
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise BadArgument(f"The options of the callback {name!r} do not fit {factory.__name__}: {error}.") from error
+    return factory(**options)
+
+
+def _find_callback(name: str) -> Callable[..., Any]:
+    from trainformer import callbacks  # exports lazily, so this imports only the module of the chosen callback
+
+    classes = set(callbacks.__all__) - {"Callback", "CallbackList", "make_callback"}
+    builtin = {re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", c).lower(): c for c in classes}
+    if name in builtin:
+        return getattr(callbacks, builtin[name])
+    plugin = load_plugin("callbacks", name)
+    if plugin is None:
+        known = sorted({*builtin, *plugin_names("callbacks")})
+        hint = did_you_mean(name, known)
+        raise BadArgument(expected(f"a callback to be one of {', '.join(known)}, or an object", name, hint))
+    return plugin
 
 
 class CallbackList:
-    """Callbacks in the order given. The caller's list is copied, not kept.
+    """The callbacks of a run, in order. Callbacks can be given as objects or by name (see `make_callback`).
 
     >>> class Counter:
     ...     n = 0
@@ -139,19 +182,19 @@ class CallbackList:
 
     def __init__(self, callbacks: Iterable[Any] | None = None) -> None:
         self.callbacks: list[Any] = []
-        self.shared: dict[str, Any] = {}  # what callbacks of one foreign dialect have in common
+        self.shared: dict[str, Any] = {}  # state shared by the adapters of one framework
         for callback in callbacks or ():
             self.add(callback)
 
     def add(self, callback: Any) -> Any:
-        """Append a callback of any dialect; the callback as it is kept, which may be a wrapper."""
+        """Append a callback, wrapped in an adapter if it was written for HF or mini. Returns what was stored."""
         if isinstance(callback, type):
             raise BadArgument(
                 expected("a callback object", f"the class {callback.__name__}", f"Write {callback.__name__}().")
             )
-        callback = to_native(callback, self.shared)
-        names = (*METHODS.values(), "attach", "measure")
-        known = isinstance(callback, ForeignCallback) or any(callable(getattr(callback, n, None)) for n in names)
+        callback = to_native(make_callback(callback), self.shared)
+        names = (*METHODS.values(), "attach", "compute_metrics")
+        known = isinstance(callback, CallbackAdapter) or any(callable(getattr(callback, n, None)) for n in names)
         if not known:
             raise BadArgument(
                 expected(f"a callback with at least one of {', '.join(METHODS.values())}", type(callback).__name__)
@@ -160,11 +203,11 @@ class CallbackList:
         return callback
 
     def remove(self, callback: Any) -> Any:
-        """Take out a callback, or the first of a class; what was taken out (not its wrapper), or None."""
-        for place, kept in enumerate(self.callbacks):
-            found = original(kept)
+        """Remove a callback, or the first instance of a class. Returns the callback without adapter, or None."""
+        for index, stored in enumerate(self.callbacks):
+            found = unwrap_callback(stored)
             if (type(found) is callback) if isinstance(callback, type) else (found is callback):
-                del self.callbacks[place]
+                del self.callbacks[index]
                 return found
         return None
 
@@ -175,7 +218,7 @@ class CallbackList:
         return len(self.callbacks)
 
     def named(self) -> dict[str, Any]:
-        """Callbacks by a stable unique key: the class name, numbered from the second of a class on."""
+        """Callbacks by a stable unique key: the class name, with ``#2``, ``#3``, ... for further instances."""
         keys: dict[str, Any] = {}
         for callback in self.callbacks:
             name = name_of(callback)
@@ -184,11 +227,11 @@ class CallbackList:
         return keys
 
     def state_dict(self) -> dict[str, Any]:
-        """States of all callbacks that have one."""
+        """The states of all stateful callbacks."""
         return {key: cb.state_dict() for key, cb in self.named().items() if callable(getattr(cb, "state_dict", None))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each callback its state back; callbacks that were not there before keep their own."""
+        """Restore the states of callbacks that have an entry in `state`; others keep their own."""
         for key, callback in self.named().items():
             if key in state and callable(getattr(callback, "load_state_dict", None)):
                 callback.load_state_dict(state[key])
@@ -197,27 +240,27 @@ class CallbackList:
         if name not in METHODS.values():
             raise AttributeError(name)
 
-        def deliver(trainer: Any, *args: Any) -> None:
+        def dispatch(trainer: Any, *args: Any) -> None:
             for callback in self.callbacks:
                 if hasattr(callback, name):
                     getattr(callback, name)(trainer, *args)
 
-        return deliver
+        return dispatch
 
 
 def handlers_of(callback: Any, trainer: Any) -> dict[Event, Callable[..., None]]:
-    """The events a callback listens to, with its methods bound to the trainer."""
-    if isinstance(callback, ForeignCallback):
-        return callback.listen(trainer)
+    """The event handlers of a callback, bound to the trainer."""
+    if isinstance(callback, CallbackAdapter):
+        return callback.handlers(trainer)
     found: dict[Event, Callable[..., None]] = {}
     for event, name in METHODS.items():
         method = getattr(callback, name, None)
-        # A class that inherits from the protocol has its empty methods; listening with those would cost time.
+        # Subclasses of the protocol inherit its empty methods; calling those would cost time.
         if callable(method) and getattr(method, "__func__", None) is not getattr(Callback, name, object()):
             found[event] = partial(method, trainer)
     return found
 
 
 def name_of(callback: Any) -> str:
-    """How a callback is called in logs and checkpoints."""
-    return type(original(callback)).__name__
+    """The name of a callback in logs and checkpoints."""
+    return type(unwrap_callback(callback)).__name__

@@ -1,4 +1,4 @@
-"""Keep files of the best models."""
+"""Save the best models to files of your choice."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("trainformer")
 
 @dataclass
 class ModelCheckpoint:
-    """Save a file after each evaluation that is among the best `save_top_k`, and delete those that no longer are.
+    """Save a file after each evaluation among the best `save_top_k`, and delete files that drop out of the top k.
 
-    `filename` may use ``{epoch}`` (epochs done), ``{step}``, ``{monitor}`` and ``{value}``. The trainer keeps
-    checkpoints of its own in the run folder; this is for files with names and places of your choice.
+    `filename` may use ``{epoch}`` (completed epochs), ``{step}``, ``{monitor}`` and ``{value}``. The trainer saves its
+    own checkpoints in the run folder anyway; use this callback to choose names and locations yourself.
     """
 
     monitor: str = "val/loss"
@@ -38,7 +38,6 @@ class ModelCheckpoint:
             raise BadArgument(expected("ModelCheckpoint's save_top_k to be at least 1", self.save_top_k))
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Save if this evaluation beats the worst that is kept."""
         value = metrics.get(self.monitor)
         if value is None:
             logger.warning(
@@ -49,12 +48,12 @@ class ModelCheckpoint:
         if full and not is_better(value, self._best_scores[-1][0], self.mode):
             return
         path = Path(trainer.save(str(Path(self.save_dir) / self._name(trainer, value))))
-        # Two evaluations may round to the same name; the file then belongs to the later one alone.
+        # Two evaluations may round to the same name; the later one owns the file then.
         kept = [(score, other) for score, other in self._best_scores if other != path]
         self._best_scores = sorted([*kept, (value, path)], key=lambda s: s[0], reverse=self.mode == "max")
         while len(self._best_scores) > self.save_top_k:
             _, dropped = self._best_scores.pop()
-            if dropped.is_dir():  # a run on JAX has no single file
+            if dropped.is_dir():  # JAX runs save a folder
                 shutil.rmtree(dropped)
             else:
                 dropped.unlink(missing_ok=True)
@@ -66,14 +65,12 @@ class ModelCheckpoint:
 
     @property
     def best_path(self) -> Path | None:
-        """The file of the best evaluation so far."""
+        """The file of the best evaluation so far, or None."""
         return self._best_scores[0][1] if self._best_scores else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Which files are kept, and why."""
         return {"best_scores": [(score, str(path)) for score, path in self._best_scores]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember the files that are still there."""
         known = [(score, Path(path)) for score, path in state["best_scores"]]
         self._best_scores = [(score, path) for score, path in known if path.exists()]

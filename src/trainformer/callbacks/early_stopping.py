@@ -1,4 +1,4 @@
-"""Stop when a metric no longer improves, or when it diverges."""
+"""Stop when a metric stops improving, or diverges."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger("trainformer")
 class EarlyStopping:
     """Stop after `patience` evaluations without an improvement of more than `min_delta`.
 
-    A metric that is NaN, or beyond `divergence_threshold` (above it for ``mode="min"``, below it for ``"max"``), stops
-    at once. Without a threshold NaN only counts as no improvement.
+    With `divergence_threshold`, a metric that is NaN or beyond the threshold (above it for ``mode="min"``, below it for
+    ``"max"``) stops the run at once. Without it, NaN counts as no improvement.
     """
 
     monitor: str = "val/loss"
@@ -38,11 +38,10 @@ class EarlyStopping:
             raise BadArgument(expected("EarlyStopping's patience to be at least 1", self.patience))
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Compare with the best so far."""
         value = metrics.get(self.monitor)
         if value is None:
             raise BadArgument(
-                f"EarlyStopping monitors {self.monitor!r}, but the evaluation gave {sorted(metrics)}. "
+                f"EarlyStopping monitors {self.monitor!r}, but the evaluation returned {sorted(metrics)}. "
                 f"{did_you_mean(self.monitor, metrics)}"
             )
         if self._diverged(value):
@@ -62,9 +61,7 @@ class EarlyStopping:
         return math.isnan(value) or (value > limit if self.mode == "min" else value < limit)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and how long ago it was."""
         return {"best": self._best, "counter": self._counter}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
         self._best, self._counter = state["best"], state["counter"]

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights."""
+"""Exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from torch import Tensor, nn
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import local_parts
+from trainformer.utils.distributed import local_tensors
 
 
 @dataclass
 class EMA:
-    """Keep an average of the weights, and evaluate, predict and export with it.
+    """Keep an exponential moving average of the weights, and evaluate, predict and export with it.
 
-    The average is a second model of its own, in fp32: weights are never swapped, so no crash and no checkpoint can
-    catch the wrong ones. It is updated after every `update_every`-th optimizer step (not micro-batch). With `warmup`
-    the decay grows as (1 + n) / (10 + n) up to `decay`, so that the first steps do not linger. Running statistics
-    (floating-point buffers) are averaged as well, other buffers copied. With ``evaluate=False`` the average is only
-    kept (`ema.model`). With ``compare=True`` each evaluation during the run is done with the trained weights as well,
-    whose metrics are named ``val/without_ema/...``.
+    The average is a separate fp32 model. Weights are never swapped, so no crash and no checkpoint can catch the wrong
+    ones. It is updated every `update_every` optimizer steps. With `warmup` the decay grows as (1 + n) / (10 + n) up to
+    `decay`, so that the initial weights are forgotten quickly. Floating-point buffers (running statistics) are averaged
+    as well, other buffers are copied. With ``evaluate=False`` the average is only kept (`ema.model`). With
+    ``compare=True`` each evaluation also runs with the trained weights, as ``val/without_ema/...``.
     """
 
     needs_torch = True
-    makes_requests = False  # of the loop, at any step: ranks need not compare them
+    sets_control = False  # never requests a stop, save or evaluation, so ranks need not sync requests
 
     decay: float = 0.9999
     update_every: int = 1
@@ -50,47 +49,43 @@ class EMA:
             )
 
     def attach(self, trainer: TrainerLike) -> None:
-        """Make the second model, with the weights as they are."""
+        """Copy the model."""
         source = trainer.task.model
         self.model = average = trainer.copy_model().requires_grad_(False).eval()
         pairs = zip([*average.parameters(), *average.buffers()], [*source.parameters(), *source.buffers()], strict=True)
         self._pairs = list(pairs)
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
-        """Move the average towards the new weights."""
         if step <= self.start_step or step % self.update_every:
             if step <= self.start_step:
-                self._follow(1.0)
+                self._update(1.0)
             return
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
-        self._follow(1 - decay)
+        self._update(1 - decay)
         self.updates += 1
 
     @torch.no_grad()
-    def _follow(self, share: float) -> None:
+    def _update(self, weight: float) -> None:
         moving = [(a, w.detach().to(a.dtype)) for a, w in self._pairs if a.is_floating_point()]
-        torch._foreach_lerp_(local_parts([a for a, _ in moving]), local_parts([w for _, w in moving]), share)
+        torch._foreach_lerp_(local_tensors([a for a, _ in moving]), local_tensors([w for _, w in moving]), weight)
         for average, source in self._pairs:
             if not average.is_floating_point():
                 average.copy_(source)
 
     def inference_model(self) -> nn.Module | None:
-        """The model that evaluation, prediction and export should use."""
+        """The model to use for evaluation, prediction and export, or None for the trained one."""
         return self.model if self.evaluate else None
 
-    def measure(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
-        """What the trained weights would have scored, if that is asked for."""
+    def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         if not self.compare:
             return {}
-        trained = trainer.evaluate_trained()
+        trained = trainer.evaluate_without_ema()
         return {f"val/without_ema/{name.removeprefix('val/')}": value for name, value in trained.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The average itself, under the model's own names."""
         return {"updates": self.updates, "model": {} if self.model is None else self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the average back."""
         self.updates = state["updates"]
         if self.model is not None:
             self.model.load_state_dict(state["model"])

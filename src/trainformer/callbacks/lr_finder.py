@@ -11,17 +11,17 @@ from trainformer.core.errors import BadArgument, expected
 
 logger = logging.getLogger("trainformer")
 
-_NOISY = 10  # values of the smoothed loss that are not yet smooth
+_NOISY = 10  # first values of the smoothed loss, which are averages of few batches
 
 
 @dataclass
 class LRFinder:
-    """Before training, raise the rate from `min_lr` to `max_lr` over `num_steps` steps and see where the loss falls.
+    """Before training, raise the learning rate from `min_lr` to `max_lr` over `num_steps` steps and suggest one.
 
-    The steps leave no trace: weights, optimizer, random numbers and data position are as before. The rate found is
-    where the smoothed loss falls most steeply. It is used if you left `lr` alone; if you set it (to any value,
-    the default included), it is only reported, as ``suggested_lr`` in the run's config. The curve is in the run's
-    ``records.jsonl``, and in its report.
+    The suggestion is the learning rate where the smoothed loss falls most steeply. The run uses it unless you passed
+    `lr` (even with its default value); then it is only reported, as ``suggested_lr`` in the config of the run. The test
+    has no side effects: weights, optimizer, random state and data position are restored. The curve is stored in
+    ``records.jsonl`` and shown in reports.
     """
 
     needs_torch = True
@@ -45,10 +45,12 @@ class LRFinder:
             raise BadArgument(expected("LRFinder's smoothing to be in (0, 1]", self.smoothing))
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
-        """Run the test once, at the very beginning: a run that goes on has its rate."""
+        """Run the test, unless this run is resumed."""
         if self.suggested_lr is not None or trainer.state.step > 0:
             return
-        logger.info("LRFinder: trying rates from %g to %g in %d steps", self.min_lr, self.max_lr, self.num_steps)
+        logger.info(
+            "LRFinder: trying learning rates from %g to %g in %d steps", self.min_lr, self.max_lr, self.num_steps
+        )
         self._sweep(trainer)
         self.suggested_lr = self._steepest()
         trainer.record("lr_finder", lrs=self.lrs, losses=self.losses, suggestion=self.suggested_lr)
@@ -57,12 +59,12 @@ class LRFinder:
             return
         trainer.context.config.set_derived("suggested_lr", self.suggested_lr, ("lr_finder",))
         if trainer.was_set("lr"):
-            logger.info("LRFinder: suggests lr=%.2e; yours (%.2e) is kept", self.suggested_lr, trainer.lr)
+            logger.info("LRFinder: suggests lr=%.2e; keeping your lr=%.2e", self.suggested_lr, trainer.lr)
         else:
             logger.info("LRFinder: lr=%.2e", self.suggested_lr)
             trainer.lr = self.suggested_lr
             trainer.context.config.set_derived("lr", self.suggested_lr, ("suggested_lr",))
-            trainer.active_schedule.rescale(self.suggested_lr)
+            trainer.active_scheduler.rescale(self.suggested_lr)
 
     def _sweep(self, trainer: TrainerLike) -> None:
         ratio = (self.max_lr / self.min_lr) ** (1 / (self.num_steps - 1))
@@ -72,7 +74,7 @@ class LRFinder:
             for step, batch in zip(range(self.num_steps), probe.batches(), strict=False):
                 lr = self.min_lr * ratio**step
                 loss = probe.step(batch, lr=lr)
-                # A moving average that is not drawn to its start value (as in Adam).
+                # A moving average with bias correction, as in Adam.
                 average = (1 - self.smoothing) * average + self.smoothing * loss
                 smooth = average / (1 - (1 - self.smoothing) ** (step + 1))
                 if not math.isfinite(smooth) or smooth > self.divergence_factor * best > 0:
@@ -82,10 +84,7 @@ class LRFinder:
                 best = min(best, smooth)
 
     def _steepest(self) -> float | None:
-        """The rate of the steepest fall of the smoothed loss over log(lr).
-
-        The beginning does not count: an average over a few batches moves more than any rate makes it.
-        """
+        """The learning rate at the steepest descent of the smoothed loss over log(lr), without the noisy start."""
         if len(self.losses) < 3:
             return None
         logs = [math.log(lr) for lr in self.lrs]
@@ -98,9 +97,7 @@ class LRFinder:
         return self.lrs[best] if slopes[best] < 0 else None
 
     def state_dict(self) -> dict[str, float | None]:
-        """What was found: the test is not repeated."""
         return {"suggested_lr": self.suggested_lr}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
-        """Take it over."""
         self.suggested_lr = state["suggested_lr"]

@@ -1,4 +1,4 @@
-"""Watch learning rates and gradients."""
+"""Log learning rates, gradient norms, throughput and memory; warn of collapsed features."""
 
 from __future__ import annotations
 
@@ -8,12 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainformer.callbacks.base import TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import is_divided
+from trainformer.utils.distributed import is_dtensor
 
 logger = logging.getLogger("trainformer")
+
+# Dense peak of the tensor cores in FLOP/s for 16-bit inputs, from the vendors' data sheets.
+_PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+}
 
 
 @dataclass
@@ -23,17 +39,16 @@ class LRMonitor:
     needs_torch = True
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Add to the record that is about to be written."""
         for index, group in enumerate(trainer.active_optimizer.param_groups):
             metrics["train/lr" if index == 0 else f"train/lr_{index}"] = float(group["lr"])
 
 
 @dataclass
 class CollapseMonitor:
-    """Warn, and stop if asked to, when embeddings collapse: when all images look the same to the network.
+    """Warn, and with ``stop=True`` stop, when features collapse to the same vector for all images.
 
-    Looks at ``train/feature_std`` of the log records, which self-supervised tasks give: 1 where features point in all
-    directions alike, 0 where they are the same. Below `threshold` for `patience` records in a row is a collapse.
+    Reads ``train/feature_std``, which self-supervised tasks log: 1 for features spread evenly over all directions, 0
+    for identical ones. Values below `threshold` for `patience` consecutive log records are a collapse.
     """
 
     threshold: float = 0.05
@@ -49,40 +64,36 @@ class CollapseMonitor:
             raise BadArgument(expected("CollapseMonitor's patience to be at least 1", self.patience))
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Look at the record that is about to be written."""
         spread = metrics.get("train/feature_std")
         if spread is None:
             return
         self._low = self._low + 1 if spread < self.threshold else 0
         if self._low == self.patience:
             logger.warning(
-                "the features have collapsed: feature_std is %.3g (1 is spread evenly, 0 all the same). Lower the "
-                "learning rate, raise the momentum or the batch size, or look at the augmentation.", spread,
+                "the features have collapsed: feature_std is %.3g (1: spread evenly, 0: all the same). Lower the "
+                "learning rate, raise the momentum or the batch size, or check the augmentation.", spread,
             )  # fmt: skip
             if self.stop:
                 trainer.stop(f"features collapsed: feature_std {spread:.3g} below {self.threshold}")
 
     def state_dict(self) -> dict[str, Any]:
-        """How long it has been low."""
         return {"low": self._low}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back."""
         self._low = state["low"]
 
 
 @dataclass
 class GradientMonitor:
-    """Log the distribution of gradient norms, and warn of explosions.
+    """Log the distribution of gradient norms, and warn of exploding gradients.
 
-    Looks at gradients while they are there: after clipping, before the update. Norms are those before clipping.
-    Every `log_every` steps it logs the largest norm and a percentile of the norms since the last time
-    (``train/grad_norm_max``, ``train/grad_norm_p99``), and the largest norm of a single parameter, and waits for the
-    device; in between it only keeps references. The mean norm is in every record anyway.
+    Every `log_every` steps it logs the maximum and a percentile of the total gradient norms since the last time
+    (``train/grad_norm_max``, ``train/grad_norm_p99``), and the largest norm of a single parameter. All norms are those
+    before clipping. It synchronises with the device only when it logs. The mean norm is in every log record anyway.
     """
 
     needs_torch = True
-    makes_requests = False
+    sets_control = False
 
     log_every: int = 100
     clip_percentile: float = 99.0
@@ -97,8 +108,7 @@ class GradientMonitor:
         if not 0 <= self.clip_percentile <= 100:
             raise BadArgument(expected("GradientMonitor's clip_percentile to be from 0 to 100", self.clip_percentile))
 
-    def on_before_update(self, trainer: TrainerLike, step: int) -> None:
-        """Keep the norm; look at everything when it is time."""
+    def on_before_optimizer_step(self, trainer: TrainerLike, step: int) -> None:
         self._norms.append(trainer.grad_norm)
         if (step + 1) % self.log_every:
             return
@@ -106,10 +116,10 @@ class GradientMonitor:
         self._norms = []
         names, parts = self._parameter_norms(trainer)
         percentile = torch.quantile(norms, self.clip_percentile / 100)
-        # Clipping multiplied all by one factor: the ratio of the total norms undoes it.
-        undo = norms[-1] / torch.linalg.vector_norm(parts).clamp_min(1e-30)
+        # Clipping scaled all gradients by one factor; the ratio of the total norms undoes it.
+        undo_clipping = norms[-1] / torch.linalg.vector_norm(parts).clamp_min(1e-30)
         peak, high, largest, which = torch.stack(
-            [norms.max(), percentile, parts.max() * undo, parts.argmax().float()]
+            [norms.max(), percentile, parts.max() * undo_clipping, parts.argmax().float()]
         ).tolist()
         self._record = {
             "train/grad_norm_max": peak,
@@ -119,17 +129,17 @@ class GradientMonitor:
         if not peak <= self.explosion_threshold:
             logger.warning(
                 "GradientMonitor: gradient norm reached %.3g (threshold %g) in the %d steps up to step %d; "
-                "the largest gradient of the last one is that of %s",
+                "the largest gradient in the last one belongs to %s",
                 peak, self.explosion_threshold, len(norms), step + 1, names[int(which)],
             )  # fmt: skip
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Add to the record of the same step, where there is one."""
+        """Add to the log record of the same step, if there is one."""
         metrics |= self._record
         self._record = {}
 
     def on_step_begin(self, trainer: TrainerLike, step: int) -> None:
-        """Else write a record of its own before the next step begins."""
+        """Otherwise log a separate record before the next step."""
         if self._record:
             trainer.log_metrics(self._record)
             self._record = {}
@@ -147,15 +157,61 @@ class GradientMonitor:
         return [name for name, _ in found], torch.stack([norm for _, norm in found])
 
     def state_dict(self) -> dict[str, Any]:
-        """Norms since the last record."""
         return {"norms": [float(norm) for norm in self._norms]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on collecting."""
         self._norms = [torch.tensor(norm) for norm in state["norms"]]
 
 
+@dataclass
+class Throughput:
+    """Add FLOP/s, MFU, steps per second and peak memory to each log record.
+
+    Samples and tokens per second are in every record anyway. The FLOPs of a sample are counted once in a trial step
+    without side effects, unless you pass `flops_per_sample`. Model FLOPs utilisation (MFU) needs the peak FLOP/s of the
+    device: known for common GPUs, otherwise pass `peak_flops`.
+    """
+
+    needs_torch = True
+
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None
+    measure_flops: bool = True
+
+    def on_train_begin(self, trainer: TrainerLike) -> None:
+        if self.flops_per_sample is None and self.measure_flops:
+            self.flops_per_sample = _count_flops(trainer)
+        if self.peak_flops is None and torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+            self.peak_flops = next((peak for key, peak in _PEAK_FLOPS.items() if key in name), None)
+
+    def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        speed = metrics.get("train/samples_per_second")
+        if speed is None:
+            return
+        metrics["train/steps_per_second"] = speed * trainer.state.step / trainer.state.samples
+        if self.flops_per_sample:
+            metrics["train/tflops_per_second"] = speed * self.flops_per_sample / 1e12
+            if self.peak_flops:
+                metrics["train/mfu"] = speed * self.flops_per_sample / self.peak_flops
+        if torch.cuda.is_available():
+            metrics["train/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+
+
+def _count_flops(trainer: TrainerLike) -> float | None:
+    """FLOPs of a full optimizer step per sample, by torch's counter."""
+    with trainer.sandbox() as probe:
+        batch: Any = next(probe.batches())
+        with FlopCounterMode(display=False) as counter:
+            probe.step(batch)
+    flops = counter.get_total_flops()
+    if not flops:
+        logger.info("Throughput: torch counts no FLOPs for this model; logging throughput without them")
+        return None
+    return flops / max(batch.size, 1)  # 0: this rank has no sample of its own and computes a borrowed one
+
+
 def _norm(grad: Tensor) -> Tensor:
-    """The norm of a gradient, all of it: where it is divided over ranks, every rank takes part."""
+    """The norm of a whole gradient; a collective operation if it is sharded."""
     norm: Any = grad.float().norm()
-    return norm.full_tensor() if is_divided(norm) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm

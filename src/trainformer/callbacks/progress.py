@@ -1,4 +1,4 @@
-"""A progress bar, on a terminal; in a notebook a display of its own kind."""
+"""Progress bar for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from trainformer.callbacks.base import TrainerLike
 if TYPE_CHECKING:
     from trainformer.callbacks.notebook import NotebookDisplay
 
-# Redrawing costs some 20 us per call; ten times a second is smooth and costs nothing.
+# Redrawing costs about 20 us; ten times a second is smooth and costs nothing measurable.
 _SECONDS_BETWEEN_UPDATES = 0.1
 
 
 class ProgressBar:
-    """Bar, steps, time left, and the loss, rate and speed of the last log record; a second bar while evaluating.
+    """Progress bar with steps, time left, loss, learning rate and throughput, and a second bar while evaluating.
 
-    Draws nothing when the output is not a terminal: a log file gets lines from the console logger instead. In a
-    notebook there is a bar with the curves of the training loss and of the monitored metric.
+    Draws nothing if the output is not a terminal; the console logger writes lines to log files instead. In a notebook
+    it also plots the training loss and the monitored metric.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -43,26 +43,28 @@ class ProgressBar:
         self._drawn = 0.0
         self._display: NotebookDisplay | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a bar is on the screen."""
+        return self._bar is not None
+
     def on_train_begin(self, trainer: TrainerLike) -> None:
-        """Show the bar."""
         if self.console.is_jupyter and not self.console.quiet:
             self._display = _display_for(trainer)
         if not self._can_draw():
             return
         self._open(transient=False)
         assert self._bar is not None
-        total = trainer.max_steps_planned
+        total = trainer.total_steps
         self._training = self._bar.add_task("training", total=total, completed=trainer.state.step, values="")
 
     def on_epoch_begin(self, trainer: TrainerLike, epoch: int) -> None:
-        """Name the epoch."""
         if self._display is not None:
             self._display.move(trainer.state.step, epoch)
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, description=f"epoch {epoch + 1}")
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
-        """Move on; the loss is not looked at."""
         if self._display is not None:
             self._display.move(step)
         if self._bar is None or self._training is None:
@@ -73,19 +75,17 @@ class ProgressBar:
             self._bar.update(self._training, completed=step)
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Show the record's values."""
         if self._display is not None:
             self._display.log(trainer.state.step, metrics)
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=trainer.state.step, values=summary(metrics))
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        """Show the result of an evaluation, where there are curves."""
         if self._display is not None:
             self._display.log(trainer.state.step, metrics)
 
-    def on_eval_batch(self, trainer: TrainerLike, done: int, total: int | None) -> None:
-        """A bar for an evaluation or prediction, inside a run or on its own."""
+    def on_validation_batch_end(self, trainer: TrainerLike, done: int, total: int | None) -> None:
+        """Show a bar for an evaluation or prediction, during training or outside of it."""
         if self._display is not None:
             self._display.evaluate(done, total)
         if self._bar is None:
@@ -97,8 +97,8 @@ class ProgressBar:
             self._evaluating = self._bar.add_task("evaluating", total=total, values="")
         self._bar.update(self._evaluating, completed=done)
 
-    def on_eval_done(self, trainer: TrainerLike) -> None:
-        """Take that bar away, however the evaluation ended."""
+    def on_validation_cleanup(self, trainer: TrainerLike) -> None:
+        """Remove that bar, also after an error."""
         if self._display is not None:
             self._display.evaluate(0, None)
         if self._bar is not None and self._evaluating is not None:
@@ -108,15 +108,13 @@ class ProgressBar:
             self._close()
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Leave the bar in its last state."""
         if self._display is not None:
-            self._display.end(trainer.state.step, _who_stopped(trainer))
+            self._display.end(trainer.state.step, _stop_reason(trainer))
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=trainer.state.step)
         self._close()
 
     def on_error(self, trainer: TrainerLike, error: BaseException) -> None:
-        """Give the terminal back."""
         if self._display is not None:
             self._display.fail(error)
         self._close()
@@ -148,20 +146,19 @@ def _display_for(trainer: TrainerLike) -> NotebookDisplay:
     from trainformer.callbacks.notebook import NotebookDisplay
 
     display = NotebookDisplay(getattr(trainer, "monitor_metric", None) or "val/loss")
-    display.begin(trainer.state.step, trainer.max_steps_planned, getattr(trainer.state, "log_history", ()))
+    display.begin(trainer.state.step, trainer.total_steps, getattr(trainer.state, "log_history", ()))
     return display
 
 
-def _who_stopped(trainer: TrainerLike) -> str | None:
-    """Who ended a run before its time, and why."""
-    control = getattr(trainer, "control", None)  # which the view of other dialects does not have
+def _stop_reason(trainer: TrainerLike) -> str | None:
+    control = getattr(trainer, "control", None)  # missing in hf.ProgressCallback's view of a trainer
     if control is None or not control.should_stop:
         return None
     return f"by {control.stopped_by}: {control.stop_reason}"
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """Loss, rate and speed of a record, in a line."""
+    """Loss, learning rate and throughput of a log record in one line."""
     parts = []
     if "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.4f}")

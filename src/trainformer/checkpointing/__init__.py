@@ -1,16 +1,15 @@
-"""Checkpoints without any framework: the store, what is kept, and writing in the background.
+"""Checkpoints: components, the checkpointer that saves and resumes them, the store on disk, retention, and tools.
 
-How a component becomes files is the business of a backend; see `trainformer.utils.tensor_files`.
+`torch_files` and `jax_files` store components with their framework; everything else imports neither.
 """
 
-from trainformer.checkpointing.components import SharingPattern, StateComponent, Stateful
+from trainformer.checkpointing.components import StateComponent, StateFiles, Stateful, StatefulAdapter
 from trainformer.checkpointing.manifest import FileRecord, InvalidCheckpoint, Manifest
 from trainformer.checkpointing.retention import Retention
 from trainformer.checkpointing.store import Checkpoint, CheckpointStore, protect
-from trainformer.checkpointing.writer import BackgroundWriter
+from trainformer.core.types import SharingPattern
 
 __all__ = [
-    "BackgroundWriter",
     "Checkpoint",
     "CheckpointStore",
     "FileRecord",
@@ -19,6 +18,8 @@ __all__ = [
     "Retention",
     "SharingPattern",
     "StateComponent",
+    "StateFiles",
     "Stateful",
+    "StatefulAdapter",
     "protect",
 ]

@@ -1,177 +1,254 @@
-"""Checkpoints of a run: which components go in, when writing fails, and what comes back."""
+"""`Checkpointer`: saves and resumes one run. Owns its components, its store, retention and the background writer.
+
+One save: `save` collects the state dicts, `_write` writes one file set per component through `StateFiles` into a folder
+of the `CheckpointStore`, which makes it a checkpoint by writing the manifest and renaming. With several ranks
+`MultiRankWriter` coordinates that folder. Retention deletes old checkpoints only after a complete save.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainformer.checkpointing import (
-    BackgroundWriter,
-    Checkpoint,
-    CheckpointStore,
-    Manifest,
-    Retention,
-    StateComponent,
+from trainformer.checkpointing.components import StateComponent, StateFiles
+from trainformer.checkpointing.manifest import MANIFEST, Manifest
+from trainformer.checkpointing.multi_rank import (
+    MultiRankWriter,
+    files_for_rank,
+    is_from_another_rank,
+    is_written_here,
 )
-from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.checkpointing.multi_rank import SharedWriting
-from trainformer.checkpointing.sharing import files_for, is_of_another_rank, is_ours
-from trainformer.checkpointing.state_files import StateFiles
-from trainformer.checkpointing.store import folder_of_checkpoints
+from trainformer.checkpointing.retention import Retention
+from trainformer.checkpointing.store import Checkpoint, CheckpointStore, checkpoints_folder
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
 
 logger = logging.getLogger("trainformer")
 
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 
-#: Writes files that belong beside the weights (a model's config, a tokenizer) and says which.
+#: Writes files that belong beside the weights (a model config, a tokenizer) and returns their names.
 Assets = Callable[[Path], list[str]]
 
 
 class SaveFailed(TrainformerError, OSError):
-    """Saving failed several times in a row; going on would risk losing everything since the last checkpoint."""
+    """Several saves in a row failed; continuing would risk losing everything since the last checkpoint."""
 
 
 class Checkpointer:
-    """Writes and prunes the checkpoints of one run, in the loop's time or behind its back."""
+    """Saves the components of a run to a folder, synchronously or in the background, and loads them back.
+
+    `components` is called at every save and load. `assets` writes further files into each checkpoint.
+    """
 
     def __init__(
         self,
-        folder: Path,
-        retention: Retention,
-        asynchronous: bool,
-        naming: str = "step_{:08d}",
-        *,
+        components: Callable[[], Sequence[StateComponent]],
         files: StateFiles,
+        store: CheckpointStore,
+        retention: Retention,
+        *,
+        asynchronous: bool = False,
         process_group: ProcessGroup | None = None,
         timeout: float = 1800.0,
+        assets: Assets | None = None,
     ) -> None:
-        self.store = CheckpointStore(folder, naming)
+        self.store = store
         self.retention = retention
-        self.asynchronous = asynchronous
         self.files = files
-        self.process_group: ProcessGroup = process_group or SingleProcess()
-        self._sharing = SharedWriting(self.store, self.process_group, timeout)
-        self.failures = 0
+        self.asynchronous = asynchronous
+        self.failures = 0  # in a row
+        self.blocked_seconds = 0.0  # how long saves have blocked the loop
+        self._components = components
+        self._assets = assets
+        self._process_group: ProcessGroup = process_group or SingleProcess()
+        self._multi_rank = MultiRankWriter(store, self._process_group, timeout)
         self._last_error: OSError | None = None
-        self.blocked = 0.0  # seconds for which saves have kept the loop waiting
         self._writer = BackgroundWriter()
 
-    def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation is among the best so far."""
-        return self.retention.is_worth_keeping(metrics, self.store.checkpoints())
+    # -- saving ------------------------------------------------------------------------------------------------
 
     def save(
         self,
-        components: Sequence[StateComponent],
-        manifest: Manifest,
-        assets: Assets | None = None,
-        written: Callable[[], None] | None = None,
-    ) -> bool:
-        """Write a checkpoint, or hand it to the background. False: it could not be written, and that was reported.
+        step: int,
+        epoch: int = 0,
+        metrics: dict[str, float] | None = None,
+        on_written: Callable[[], None] | None = None,
+    ) -> Path | None:
+        """Write a checkpoint, or hand it to the background thread; its path. None: it failed, and was reported.
 
-        `written` is called when it is there, in the thread that wrote it.
+        `on_written` is called once the checkpoint is complete, in the thread that wrote it.
         """
+        manifest = Manifest(
+            step=step,
+            epoch=epoch,
+            components={},
+            metrics=metrics or {},
+            versions=versions(self.files),
+            world_size=self._process_group.world_size,
+        )
         began = time.perf_counter()
-        self.finish()  # at most one save in flight; if the one before failed, this one is tried all the same
-        states = {c: c.stateful.state_dict() for c in components}  # on every rank: some have to ask the others
-        self.files.check_replicas(states, self.process_group)
-        states = {c: state for c, state in states.items() if is_ours(c, self.process_group)}
+        self.wait()  # at most one save in flight; if it failed, this one is tried all the same
+        states = self._collect()
         try:
-            draft = None if self.process_group.is_single_process else self._sharing.begin(manifest.step)
+            draft = None if self._process_group.is_single_process else self._multi_rank.begin(step)
             if self.asynchronous:
-                # A snapshot first: the loop is about to change these very tensors.
+                # Copy first: the next step changes these very tensors.
                 states = {c: self.files.snapshot(c, state) for c, state in states.items()}
-                self._writer.submit(lambda: self._write(states, manifest, assets, draft, written))
+                self._writer.submit(lambda: self._write(states, manifest, draft, on_written))
             else:
-                self._write(states, manifest, assets, draft, written)
+                self._write(states, manifest, draft, on_written)
         except OSError as error:
-            self._note(error)
-            return False
+            self._report_failure(error)
+            return None
         finally:
-            self.blocked += time.perf_counter() - began
-        return True
+            self.blocked_seconds += time.perf_counter() - began
+        return self.store.path_of(step)
 
-    def poll(self) -> None:
-        """Report what went wrong behind the loop's back."""
-        if not self._writer.is_busy:
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the save in flight."""
-        try:
-            self._writer.wait()
-        except OSError as error:
-            self._note(error)
+    def _collect(self) -> dict[StateComponent, Any]:
+        """The state dicts that this rank writes. All ranks compute all of them: some need collectives."""
+        states = {c: c.stateful.state_dict() for c in self._components()}
+        self.files.check_replicas(states, self._process_group)
+        return {c: state for c, state in states.items() if is_written_here(c, self._process_group)}
 
     def _write(
         self,
         states: dict[StateComponent, Any],
         manifest: Manifest,
-        assets: Assets | None,
         draft: Path | None,
-        written: Callable[[], None] | None,
+        on_written: Callable[[], None] | None,
     ) -> None:
-        process_group = self.process_group
+        process_group = self._process_group
 
         def fill(folder: Path) -> dict[str, list[str]]:
             files = {c.key: self.files.write(folder, c, state, process_group) for c, state in states.items()}
-            if assets is not None and process_group.is_main:
-                files["assets"] = [name for name in assets(folder) if not is_of_another_rank(name)]
+            if self._assets is not None and process_group.is_main:
+                files["assets"] = [name for name in self._assets(folder) if not is_from_another_rank(name)]
             return files
 
-        formats = {c.key: c.format for c in states}
-        manifest = Manifest(**{**vars(manifest), "formats": formats})
+        manifest = replace(manifest, formats={c.key: c.format for c in states})
         if draft is None:
             self.store.write(manifest, fill)
         else:
-            self._sharing.write(draft, manifest, fill)
+            self._multi_rank.write(draft, manifest, fill)
         logger.info("saved %s", self.store.path_of(manifest.step))
-        if written is not None:
-            written()
+        if on_written is not None:
+            on_written()
         if process_group.is_main:
-            self.tidy()  # only after a complete save is anything deleted
+            self.prune()
         self.failures = 0
 
-    def tidy(self) -> None:
-        """Delete what no rule keeps."""
+    def prune(self) -> None:
+        """Delete the checkpoints that no retention rule keeps."""
         for old in self.retention.to_delete(self.store.checkpoints()):
             self.store.delete(old)
 
-    def _note(self, error: OSError) -> None:
-        self.failures += 1
-        kept = self.store.checkpoints()
-        newest = f"the newest checkpoint is {kept[-1].path}" if kept else "there is no checkpoint yet"
-        ends = self.failures >= _MOST_FAILURES
-        outlook = f"this is number {self.failures} in a row" if ends else "training goes on"
-        logger.error("a checkpoint could not be written (%s); %s, %s", error, outlook, newest)
-        self._last_error = error
-        if ends:
-            self._give_up(f"{self.failures} saves in a row failed, the last with: {error}.")
+    def poll(self) -> None:
+        """Report a failure of the background thread, without waiting for it."""
+        if not self._writer.is_busy:
+            self.wait()
 
-    def conclude(self) -> None:
-        """At the end of a run: wait for the last save. A run whose result is nowhere has not finished."""
-        self.finish()
+    def wait(self) -> None:
+        """Wait for the save in flight."""
+        try:
+            self._writer.wait()
+        except OSError as error:
+            self._report_failure(error)
+
+    def close(self) -> None:
+        """At the end of a run: wait for the last save, and raise if it failed."""
+        self.wait()
         if self.failures:
             self._give_up(f"The last save of the run failed with: {self._last_error}.")
 
+    def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is among the best that retention keeps."""
+        return self.retention.is_worth_keeping(metrics, self.store.checkpoints())
+
+    def _report_failure(self, error: OSError) -> None:
+        self.failures += 1
+        kept = self.store.checkpoints()
+        newest = f"the newest checkpoint is {kept[-1].path}" if kept else "there is no checkpoint yet"
+        gives_up = self.failures >= _MAX_FAILURES
+        outlook = f"this is failure {self.failures} in a row" if gives_up else "training continues"
+        logger.error("a checkpoint could not be written (%s); %s, %s", error, outlook, newest)
+        self._last_error = error
+        if gives_up:
+            self._give_up(f"{self.failures} saves in a row failed, the last with: {error}.")
+
     def _give_up(self, what: str) -> None:
         kept = self.store.checkpoints()
-        newest = f"from {kept[-1].path}" if kept else "from the beginning, since there is no checkpoint yet"
+        newest = f"from {kept[-1].path}" if kept else "from the start, since there is no checkpoint yet"
         raise SaveFailed(
-            f"{what} Free some space or choose another run_dir, then run the same command again: it goes on {newest}."
+            f"{what} Free some space or choose another run_dir, then run the same command again: it resumes {newest}."
         ) from self._last_error
+
+    # -- loading -----------------------------------------------------------------------------------------------
+
+    def newest(self) -> Checkpoint | None:
+        """The newest valid checkpoint. Rank 0 looks and broadcasts, so that all ranks take the same one."""
+        found = self.store.newest() if self._process_group.is_main else None
+        path = self._process_group.broadcast(None if found is None else str(found.path))
+        return found if path is None or found is not None else Checkpoint(Path(path), Manifest.read(Path(path)))
+
+    def load(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
+        """Load the components of a checkpoint, or some of them. If anything does not fit, nothing is changed."""
+        states = read_checkpoint(checkpoint, self.files, self._process_group.rank)
+        load_components(self._components(), states, only)
+
+
+class BackgroundWriter:
+    """Runs one job at a time in a thread. Errors are raised by the next `submit` or `wait`.
+
+    >>> writer, done = BackgroundWriter(), []
+    >>> writer.submit(lambda: done.append(1))
+    >>> writer.wait()
+    >>> done
+    [1]
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Wait for the previous job, raise its error if it had one, then start this one."""
+        self.wait()
+        # Not a daemon: the interpreter waits at exit, so the last save of a program that just ends is not torn.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the job in flight; raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
 
 
 def read_checkpoint(checkpoint: Checkpoint, files: StateFiles, rank: int = 0) -> dict[str, Any]:
-    """The states of a checkpoint's components, as a rank wants them."""
+    """The states of a checkpoint's components, as a rank needs them."""
     manifest = checkpoint.manifest
     chosen = {
-        key: files_for(key, [record.name for record in records], rank)
+        key: files_for_rank([record.name for record in records], rank)
         for key, records in manifest.components.items()
         if key in manifest.formats
     }
@@ -179,7 +256,7 @@ def read_checkpoint(checkpoint: Checkpoint, files: StateFiles, rank: int = 0) ->
 
 
 def read_states(path: Path, files: StateFiles, rank: int = 0) -> dict[str, Any]:
-    """States by component from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
+    """States by component from a file, a checkpoint folder, or a run folder (its newest checkpoint)."""
     if not path.is_dir():
         return files.read_file(path, rank)
     if (path / MANIFEST).exists():
@@ -187,7 +264,7 @@ def read_states(path: Path, files: StateFiles, rank: int = 0) -> dict[str, Any]:
         assert checkpoint is not None
         checkpoint.verify()
     else:
-        checkpoint = CheckpointStore(folder_of_checkpoints(path)).newest()
+        checkpoint = CheckpointStore(checkpoints_folder(path)).newest()
     if checkpoint is None:
         raise DataError(f"There is no complete checkpoint in {path}.")
     return read_checkpoint(checkpoint, files, rank)
@@ -196,7 +273,7 @@ def read_states(path: Path, files: StateFiles, rank: int = 0) -> dict[str, Any]:
 def load_components(
     components: Sequence[StateComponent], states: dict[str, Any], only: Collection[str] | None = None
 ) -> None:
-    """Hand states back to their components. Everything is looked at before anything is changed."""
+    """Load states into their components. Everything is checked before anything is changed."""
     known = {c.key for c in components} | states.keys()
     for name in only or ():
         if name not in known:
@@ -208,7 +285,7 @@ def load_components(
     if missing:
         raise DataError(
             f"The checkpoint lacks required components: {', '.join(missing)}; it has {', '.join(sorted(states))}. "
-            "Nothing was loaded. Name the components to load if that is what you want."
+            "Nothing was loaded. Name the components to load if that is intended."
         )
     for component in chosen:
         if component.key in states and hasattr(component.stateful, "check_state"):
@@ -217,11 +294,11 @@ def load_components(
         if component.key in states:
             component.stateful.load_state_dict(states[component.key])
         else:
-            logger.warning("the checkpoint has no %r; it begins anew", component.key)
+            logger.warning("the checkpoint has no %r; it keeps its initial state", component.key)
 
 
 def versions(files: StateFiles) -> dict[str, str]:
-    """Versions to record with a checkpoint."""
+    """Package versions to record with a checkpoint."""
     from trainformer import __version__
 
     return {"trainformer": __version__, **files.versions()}

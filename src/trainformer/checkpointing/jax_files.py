@@ -1,66 +1,312 @@
-"""Components of a run on JAX as files: the arrays through orbax, everything else as JSON."""
+"""Components of a JAX run as files: arrays through orbax, everything else as JSON.
+
+The train state is written as a flat mapping of names (``params/layers/kernel``) to arrays, with an index of their shapes
+and dtypes beside it. The index is compared before anything is read: orbax itself would cast silently. Static parts
+(graph, optimizer) are not written; they come from the program, so that reading executes nothing.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from trainformer.checkpointing import StateComponent
-from trainformer.checkpointing.orbax_files import snapshot, write_state
+from trainformer.backends.jax.backend import JaxBackend
+from trainformer.backends.jax.orbax_import import ocp, quiet
+from trainformer.backends.jax.state import TrainState
+from trainformer.checkpointing.components import StateComponent, StatefulAdapter
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.engine.process_group import ProcessGroup
+from trainformer.engine import RunState
+from trainformer.utils.files import sync
 from trainformer.utils.tree_files import read_tree, write_tree
+
+INDEX = "leaves.json"
+_COMMITTED = "commit_success.txt"  # holds the folder's name, which the store changes afterwards
+_MAX_NAMES = 6  # listed in a message
 
 
 @dataclass(frozen=True)
 class SavedArrays:
-    """Arrays that are still in their files: they are read when it is known which device gets which part."""
+    """Arrays that are still in their files: they are read once their shardings are known."""
 
     folder: Path
 
 
 class JaxFiles:
-    """See `session.state_files.StateFiles`."""
+    """`StateFiles` for JAX."""
 
     def snapshot(self, component: StateComponent, state: Any) -> Any:
-        """A copy on the host: the next step gives up the memory of these very arrays, and callbacks go on counting."""
+        # On the host: the next step donates the memory of these arrays, and callbacks keep counting.
         return snapshot(state) if component.format == "orbax" else copy.deepcopy(state)
 
-    def write(self, folder: Path, component: StateComponent, state: Any, process_group: ProcessGroup) -> list[str]:
-        """Write a component in its format. What orbax makes of a full disk is an `OSError`."""
+    def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:
         if component.format != "orbax":
             return write_tree(folder, component.stem(process_group.rank), state)
         try:
             return write_state(folder / component.key, state)
-        except ValueError as error:  # tensorstore hides the system's error behind one of its own
+        except ValueError as error:  # tensorstore wraps the system's error (a full disk) in its own
             raise OSError(f"writing {folder / component.key} failed: {error}") from error
 
     def read(self, folder: Path, names: list[str], format: str) -> Any:
-        """Plain values at once, arrays when they are given back."""
         if format not in ("orbax", "tree", "json"):
             raise DataError(
-                f"{folder} is no checkpoint of a run on JAX, but of one on torch: {names[0]} is written as {format!r}."
+                f"{folder} is not a checkpoint of a JAX run, but of a torch run: {names[0]} is stored as {format!r}."
             )
         if format == "orbax":
             return SavedArrays(folder / Path(names[0]).parts[0])
         return read_tree(folder, names)
 
     def read_file(self, path: Path, rank: int) -> dict[str, Any]:
-        """A run on JAX has no single file."""
-        raise BadArgument(
-            expected("a folder: that of a run, of a checkpoint, or one that save_pretrained wrote", str(path))
-        )
+        raise BadArgument(expected("a run folder, a checkpoint folder, or one that save_pretrained wrote", str(path)))
 
-    def check_replicas(self, states: Mapping[StateComponent, Any], process_group: ProcessGroup) -> None:
-        """Arrays are global: no process has a copy of its own that could differ."""
+    def check_replicas(self, states: Mapping[StateComponent, Any], process_group: Any) -> None:
+        """Arrays are global: no process has a replica of its own that could differ."""
 
     def versions(self) -> dict[str, str]:
-        """Those of jax and what belongs to it."""
         return {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
+
+
+def jax_components(
+    backend: JaxBackend,
+    source: Any,
+    progress: RunState,
+    common: Iterable[StateComponent],
+    callbacks: Iterable[tuple[str, StatefulAdapter]],
+) -> list[StateComponent]:
+    """Everything needed to resume exactly. The PRNG key is part of the train state, and a function of the step."""
+
+    def load(saved: Any) -> None:
+        like = _shapes(backend.state)
+        backend.state = None  # free the memory: there need not be room for two of them
+        backend.state = read_state(saved.folder, like)
+
+    def check(saved: Any) -> None:
+        if not isinstance(saved, SavedArrays):
+            raise DataError("The checkpoint is not one of a JAX run: its state holds no arrays written by orbax.")
+        check_fits(saved.folder, _shapes(backend.state))
+
+    components = [
+        StateComponent("state", StatefulAdapter(lambda: backend.state, load, check), format="orbax"),
+        *(replace(c, format="tree") if c.format == "tensors" else c for c in common),
+    ]
+    if hasattr(source, "state_dict"):
+
+        def load_position(position: Any) -> None:
+            if progress.batch:  # an epoch that has not started yet starts from its first batch
+                source.load_state_dict(position)
+
+        # Batches prefetched to the devices were read, but not trained on.
+        adapter = StatefulAdapter(lambda: source.state_dict(unused=backend.batches_ahead), load_position)
+        components.append(StateComponent("data", adapter, required=False, format="tree"))
+    return [*components, *(StateComponent(key, a, required=False, format="tree") for key, a in callbacks)]
+
+
+def _shapes(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+# -- arrays in files -------------------------------------------------------------------------------------------------
+
+
+class Snapshot(NamedTuple):
+    """Arrays of a state by name, which no later step changes, and their dtypes and shapes."""
+
+    arrays: dict[str, Any]
+    kinds: dict[str, str]
+
+
+def snapshot(state: Any) -> Snapshot:
+    """Copy a state so that it can be written while training continues; waits for the steps in flight.
+
+    The copy is in host memory. Where several processes share arrays, each device copies its shard instead.
+    """
+    leaves = _named(state)
+    arrays = {name: _plain(leaf) for name, leaf in leaves.items()}
+    for array in arrays.values():
+        if isinstance(array, jax.Array) and array.is_fully_addressable:
+            array.copy_to_host_async()
+    return Snapshot({name: _copy(array) for name, array in arrays.items()}, _kinds(leaves))
+
+
+def write_state(folder: Path, state: Any) -> list[str]:
+    """Write a state, or a snapshot of one, to a new folder; the names of its files relative to the parent folder.
+
+    Every process of a run must call this; orbax lets each write its shards.
+    """
+    folder = Path(folder).absolute()
+    if not isinstance(state, Snapshot):
+        leaves = _named(state)
+        state = Snapshot({name: _plain(leaf) for name, leaf in leaves.items()}, _kinds(leaves))
+    full = {name: array for name, array in state.arrays.items() if array.size}  # orbax refuses empty ones
+    with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(full))
+    if jax.process_index() == 0:
+        (folder / INDEX).write_text(json.dumps({"format": 1, "leaves": state.kinds}, indent=1, sort_keys=True))
+        (folder / _COMMITTED).unlink(missing_ok=True)
+    places = sorted(folder.rglob("*"))
+    for place in (folder, *places):
+        if place.is_dir():  # the store syncs the files
+            sync(place)
+    if jax.process_index() > 0:
+        return []  # process 0 lists all of them: orbax returns when every process is done
+    return [place.relative_to(folder.parent).as_posix() for place in places if place.is_file()]
+
+
+def read_state(folder: Path, like: TrainState) -> TrainState:
+    """The state in a folder, with the shardings of the arrays (or `jax.ShapeDtypeStruct`s) of `like`.
+
+    `like` may be on another mesh than the one the state was written on. Any mismatch (name, shape, dtype) is an error.
+    """
+    return _read(Path(folder).absolute(), like, prefix="")
+
+
+def read_params(folder: Path, like: Any) -> Any:
+    """The parameters alone, to initialise another run. `like` is a pytree like `TrainState.params`."""
+    return _read(Path(folder).absolute(), like, prefix="params/")
+
+
+def read_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """All arrays of a folder by name, on the host. PRNG keys come as plain integers."""
+    folder = Path(folder).absolute()
+    saved = _index(folder)
+    try:
+        with quiet(), warnings.catch_warnings(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            warnings.simplefilter("ignore", UserWarning)  # that no sharding is given: arrays stay on the host
+            names = checkpointer.metadata(folder).item_metadata.keys()
+            kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+            arrays = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kinds))
+    except (ValueError, KeyError, OSError) as error:
+        raise DataError(f"The arrays in {folder} cannot be read: {error}") from error
+    return {name: arrays.get(name, np.zeros((0,))) for name in saved}
+
+
+def check_fits(folder: Path, like: Any) -> None:
+    """Raise if the content of a folder does not match `like` exactly. No array is read."""
+    folder = Path(folder).absolute()
+    _compare(folder, _index(folder), _kinds(_named(like)))
+
+
+def like_of(shapes: Any, shardings: Any) -> Any:
+    """The second argument of `read_state`, from `jax.eval_shape` and shardings: allocates nothing."""
+    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path, like: Any, prefix: str) -> Any:
+    wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
+    saved = {name: kind for name, kind in _index(folder).items() if name.startswith(prefix)}
+    _compare(folder, saved, _kinds(wanted))
+    templates = {name: _template(leaf) for name, leaf in wanted.items()}
+    full = {name: template for name, template in templates.items() if template.size}
+    arguments = ocp.args.PyTreeRestore(
+        item=full, restore_args=ocp.checkpoint_utils.construct_restore_args(full), partial_restore=True
+    )
+    try:
+        with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            arrays = checkpointer.restore(folder, args=arguments)
+    except (ValueError, KeyError, OSError) as error:
+        raise DataError(f"The arrays in {folder} cannot be read: {error}") from error
+    leaves = [
+        _like(leaf, arrays[name] if name in arrays else jnp.zeros(templates[name].shape, templates[name].dtype))
+        for name, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    try:
+        return dict(json.loads(path.read_bytes())["leaves"])
+    except FileNotFoundError as error:
+        raise DataError(f"Expected the arrays of a training state in {folder}: it has no {INDEX}.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: it cannot be read ({error}).") from error
+
+
+def _compare(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raise if names, shapes or dtypes differ, listing those that do."""
+    problems = []
+    if missing := sorted(wanted.keys() - saved.keys()):
+        problems.append(f"it lacks {_some(missing)}")
+    if unexpected := sorted(saved.keys() - wanted.keys()):
+        problems.append(f"it also has {_some(unexpected)}")
+    others = sorted(name for name in wanted.keys() & saved.keys() if wanted[name] != saved[name])
+    if others:
+        problems.append(_some([f"{name} is {saved[name]} there and {wanted[name]} here" for name in others]))
+    if problems:
+        raise DataError(
+            f"The state in {folder} does not fit this run: {'; '.join(problems)}. "
+            "Use the model, optimizer and dtypes it was written with."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
+
+
+def _template(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the plain array that is stored for a leaf."""
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if not _is_key(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
+def _like(leaf: Any, array: Any) -> Any:
+    return jax.random.wrap_key_data(array, impl=_implementation(leaf)) if _is_key(leaf) else array
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Dtype and shape as text; for a PRNG key also its implementation."""
+    return {
+        name: f"{f'key<{_implementation(leaf)}>' if _is_key(leaf) else leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in leaves.items()
+    }
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _implementation(leaf: Any) -> str:
+    """The implementation of a PRNG key, or of its shape."""
+    found: list[str] = []
+
+    def ask(key: Any) -> Any:  # only available while tracing
+        found.append(str(jax.random.key_impl(key)))
+        return key
+
+    jax.eval_shape(ask, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return found[0]
+
+
+def _plain(leaf: Any) -> Any:
+    """The array that is stored for a leaf."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _copy(array: Any) -> Any:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jnp.copy(array)
+    return np.array(array)  # np.asarray would share the memory of a CPU device

@@ -22,7 +22,7 @@ class InvalidCheckpoint(DataError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file by its name below the checkpoint's folder, its size and its SHA-256."""
+    """A file of a checkpoint: its name inside the folder, its size and its SHA-256."""
 
     name: str
     size: int
@@ -30,14 +30,14 @@ class FileRecord:
 
     @classmethod
     def of(cls, folder: Path, name: str) -> FileRecord:
-        """Read the file and take its record."""
+        """Compute the record of a file."""
         path = folder / name
         return cls(name, path.stat().st_size, digest(path))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything known of a checkpoint without opening its files."""
+    """What is known about a checkpoint without opening its files."""
 
     step: int
     components: dict[str, list[FileRecord]]
@@ -50,13 +50,13 @@ class Manifest:
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        """As JSON, with a digest of itself: a flipped digit in a manifest is still valid JSON."""
+        """As JSON, with a digest of its own content: a flipped digit would still be valid JSON."""
         content = asdict(self)
         return json.dumps({**content, "sha256": _digest_of(content)}, indent=2).encode()
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder; anything wrong with it makes the folder no checkpoint."""
+        """The manifest of a folder. Anything wrong with it makes the folder not a checkpoint."""
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
@@ -79,7 +79,7 @@ class Manifest:
         return list({f.name: f for records in self.components.values() for f in records}.values())
 
     def verify(self, folder: Path, digests: bool = True) -> None:
-        """Compare the files with their records; the first that differs is named."""
+        """Compare the files with their records; raises for the first that differs."""
         for record in self.files():
             path = folder / record.name
             if not path.is_file():
@@ -92,7 +92,7 @@ class Manifest:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file. Hashing releases the interpreter lock, so a background save does not slow the loop."""
+    """SHA-256 of a file. Hashing releases the GIL, so a background save does not slow the loop."""
     state = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

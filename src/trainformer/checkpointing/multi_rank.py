@@ -1,132 +1,173 @@
-"""One checkpoint written by several ranks, each its own part, without any exchange but files.
+"""One checkpoint written by several ranks, coordinated through files alone.
 
-Rank 0 makes the folder. Every rank writes its files there, puts them on the disk, and leaves a note of them. When all
-notes are there, rank 0 writes the manifest and moves the folder into place; the others see it appear. So it can happen
-behind the loop's back, where ranks must not exchange anything, and a rank that dies leaves a folder without a manifest.
+Rank 0 creates the folder. Every rank writes and fsyncs its files there and leaves a list of them. When all lists are
+there, rank 0 writes the manifest and renames the folder into place; the other ranks see it appear. No collective is
+used, so this works in a background thread, and a rank that dies leaves a folder without a manifest.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from trainformer.checkpointing import CheckpointStore, FileRecord, Manifest
-from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.checkpointing.store import records_of
+from trainformer.checkpointing.components import StateComponent
+from trainformer.checkpointing.manifest import MANIFEST, FileRecord, Manifest
+from trainformer.checkpointing.store import CheckpointStore, records_of
+from trainformer.core.types import SharingPattern
 from trainformer.engine.process_group import ProcessGroup
 
-_NOTE = ".part-{}.json"
+_FILE_LIST = ".part-{}.json"
 _FAILED = ".failed"
-_PAUSE = 0.01  # seconds between two looks; a save takes longer than that
+_POLL_SECONDS = 0.01  # a save takes longer than that
+_RANK_FILE = re.compile(r"\.rank(\d+)\.[^.]+$")
 
 Fill = Callable[[Path], dict[str, list[str]]]
 
 
-class SharedWriting:
-    """The part of one rank in writing checkpoints. `timeout` is how long it waits for the others."""
+# -- which rank writes and reads what ------------------------------------------------------------------------------
+
+
+def is_written_here(component: StateComponent, process_group: Any) -> bool:
+    """Whether this rank writes a component, or its shard of it."""
+    pattern = component.sharing_pattern
+    if component.format in ("sharded", "orbax") or pattern is SharingPattern.PER_RANK:
+        return True
+    if pattern is SharingPattern.PER_NODE:
+        return process_group.local_rank == 0
+    if pattern is SharingPattern.PER_GROUP:
+        return process_group.group(component.process_group_name).is_first
+    return process_group.is_main
+
+
+def stem_of(component: StateComponent, process_group: Any) -> str:
+    """The name of the file that this rank writes, without its suffix."""
+    per_group = component.sharing_pattern is SharingPattern.PER_GROUP
+    group = process_group.group(component.process_group_name).number if per_group else 0
+    return component.stem(process_group.rank, group, int(os.environ.get("GROUP_RANK", "0")))
+
+
+def files_for_rank(names: Sequence[str], rank: int) -> list[str]:
+    """Which files of a component a rank reads: its own where each rank has one; none if it did not exist then.
+
+    >>> files_for_rank(["rng.rank0.pt", "rng.rank1.pt"], rank=1), files_for_rank(["model.safetensors"], rank=1)
+    (['rng.rank1.pt'], ['model.safetensors'])
+    """
+    ranks = {name: int(match[1]) for name in names if (match := _RANK_FILE.search(name))}
+    if not ranks or len(ranks) < len(names):
+        return list(names)
+    return [name for name, number in ranks.items() if number == rank]
+
+
+def is_from_another_rank(name: str) -> bool:
+    """Whether a file that appears while rank 0 writes belongs to another rank: a shard, or its file list."""
+    return re.search(r"^\.part-|\.shard-|\.rank\d+\.", name) is not None
+
+
+# -- writing together ----------------------------------------------------------------------------------------------
+
+
+class MultiRankWriter:
+    """One rank's part in writing checkpoints. `timeout` limits how long it waits for the other ranks."""
 
     def __init__(self, store: CheckpointStore, process_group: ProcessGroup, timeout: float) -> None:
         self._store = store
-        self._ranks = process_group
+        self._process_group = process_group
         self._timeout = timeout
 
     def begin(self, step: int) -> Path:
-        """Make the folder; all ranks know it afterwards. If it cannot be made, every rank gets the error."""
+        """Create the folder and broadcast its path. If that fails, every rank gets the error."""
         draft, problem = None, None
-        if self._ranks.is_main:
+        if self._process_group.is_main:
             try:
                 draft = str(self._store.begin(step))
             except OSError as error:
                 problem = str(error)
-        draft, problem = self._ranks.broadcast((draft, problem))
-        if self._ranks.is_main:  # by now every rank has heard how the save before ended
-            for verdict in self._store.root.glob(f".writing-*{_FAILED}"):
-                verdict.unlink(missing_ok=True)
+        draft, problem = self._process_group.broadcast((draft, problem))
+        if self._process_group.is_main:  # by now every rank knows how the previous save ended
+            for marker in self._store.root.glob(f".writing-*{_FAILED}"):
+                marker.unlink(missing_ok=True)
         if draft is None:
             raise OSError(problem)
-        if not all(self._ranks.gather(Path(draft).is_dir())):
-            raise OSError(
-                f"{draft} is not there on every rank. Choose a run_dir on a file system that all machines share."
-            )
+        if not all(self._process_group.all_gather_object(Path(draft).is_dir())):
+            raise OSError(f"{draft} is not visible on every rank. Choose a run_dir on a shared file system.")
         return Path(draft)
 
     def write(self, draft: Path, manifest: Manifest, fill: Fill) -> None:
-        """Write this rank's files, and wait until the checkpoint is complete. Any rank's failure is everybody's."""
-        note: dict[str, object]
+        """Write this rank's files and wait until the checkpoint is complete. If one rank fails, all ranks fail."""
+        content: dict[str, object]
         try:
             records = records_of(draft, fill(draft))
-            note = {"files": {key: [asdict(record) for record in files] for key, files in records.items()}}
+            content = {"files": {key: [asdict(record) for record in files] for key, files in records.items()}}
         except OSError as error:
-            note = {"error": f"rank {self._ranks.rank}: {error}"}
-        self._leave(draft / _NOTE.format(self._ranks.rank), note)
-        if self._ranks.is_main:
+            content = {"error": f"rank {self._process_group.rank}: {error}"}
+        _write_json(draft / _FILE_LIST.format(self._process_group.rank), content)
+        if self._process_group.is_main:
             self._complete(draft, manifest)
         else:
-            self._await_end(draft, manifest.step)
+            self._wait_for_main(draft, manifest.step)
 
     def _complete(self, draft: Path, manifest: Manifest) -> None:
-        notes = [draft / _NOTE.format(rank) for rank in range(self._ranks.world_size)]
+        lists = [draft / _FILE_LIST.format(rank) for rank in range(self._process_group.world_size)]
         try:
-            self._wait(lambda: all(note.exists() for note in notes), notes)
-            told = [json.loads(note.read_text()) for note in notes]
-            errors = [one["error"] for one in told if "error" in one]
+            self._wait(lambda: all(path.exists() for path in lists), lists)
+            contents = [json.loads(path.read_text()) for path in lists]
+            errors = [content["error"] for content in contents if "error" in content]
             if errors:
                 raise OSError("; ".join(errors))
             records: dict[str, list[FileRecord]] = {}
-            for one in told:
-                for key, files in one["files"].items():
+            for content in contents:
+                for key, files in content["files"].items():
                     records.setdefault(key, []).extend(FileRecord(**record) for record in files)
-            for note in notes:
-                note.unlink()
+            for path in lists:
+                path.unlink()
             self._store.complete(draft, manifest, records)
         except OSError as error:
-            self._give_up(draft, error)
+            try:
+                _write_json(_failure_marker(draft), {"error": str(error)})
+            except OSError:
+                pass  # most likely the disk is full; the other ranks see the folder disappear
+            shutil.rmtree(draft, ignore_errors=True)
             raise
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
 
-    def _give_up(self, draft: Path, error: OSError) -> None:
-        """Tell the others why, and take the folder away when they have heard it."""
-        try:
-            self._leave(self._verdict(draft), {"error": str(error)})
-        except OSError:
-            pass  # the disk is full, most likely; they see the folder vanish
-        shutil.rmtree(draft, ignore_errors=True)
-
-    def _await_end(self, draft: Path, step: int) -> None:
-        """Wait until rank 0 has moved the folder into place, or has given it up."""
+    def _wait_for_main(self, draft: Path, step: int) -> None:
+        """Wait until rank 0 has renamed the folder, or has given up."""
         self._wait(lambda: not draft.exists(), [])
         if (self._store.path_of(step) / MANIFEST).exists():
             return
-        verdict = self._verdict(draft)
-        reason = json.loads(verdict.read_text())["error"] if verdict.exists() else "rank 0 could not complete it"
-        raise OSError(reason)
+        marker = _failure_marker(draft)
+        raise OSError(json.loads(marker.read_text())["error"] if marker.exists() else "rank 0 could not complete it")
 
-    def _verdict(self, draft: Path) -> Path:
-        return draft.with_name(draft.name + _FAILED)
-
-    def _wait(self, done: Callable[[], bool], notes: list[Path]) -> None:
+    def _wait(self, is_done: Callable[[], bool], lists: list[Path]) -> None:
         deadline = time.monotonic() + self._timeout
-        while not done():
-            lost = None if self._ranks.watch is None else self._ranks.watch.lost()
+        while not is_done():
+            monitor = self._process_group.monitor
+            lost = None if monitor is None else monitor.lost_ranks()
             if lost is not None:
                 raise lost
             if time.monotonic() > deadline:
-                late = [str(rank) for rank, note in enumerate(notes) if not note.exists()] or ["0"]
+                late = [str(rank) for rank, path in enumerate(lists) if not path.exists()] or ["0"]
                 raise TimeoutError(
                     f"rank {', '.join(late)} did not finish its part of a checkpoint within {self._timeout:g} s"
                 )
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
 
-    @staticmethod
-    def _leave(path: Path, note: dict[str, object]) -> None:
-        """A note that is there whole or not at all."""
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(note))
-        temporary.replace(path)
+
+def _failure_marker(draft: Path) -> Path:
+    return draft.with_name(draft.name + _FAILED)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    """Atomically, so that a rank that polls never reads half a file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)

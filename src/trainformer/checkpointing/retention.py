@@ -14,7 +14,7 @@ from trainformer.engine.state import is_better
 class Retention:
     """Keep the `last` newest, the `best` by a metric, and one every `every` steps; protected ones anyway.
 
-    The newest is always kept. `best` compares with the worst that is kept; 0.0 is a value like any other, NaN is none.
+    The newest is always kept. `best` compares with the worst that is kept; 0.0 is a value like any other, NaN is not one.
     """
 
     last: int = 1
@@ -24,7 +24,7 @@ class Retention:
     mode: str = "min"
 
     def to_delete(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Those that no rule keeps."""
+        """The checkpoints that no rule keeps."""
         ordered = sorted(checkpoints, key=lambda c: c.step)
         kept = {c.step for c in ordered[-max(self.last, 1) :]}
         kept |= {c.step for c in self.ranked(ordered)[: self.best]}
@@ -33,10 +33,10 @@ class Retention:
         return [c for c in ordered if c.step not in kept and not c.is_protected]
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Those that have the metric, best first; of equals the earlier one."""
+        """The checkpoints that have the metric, best first; ties go to the earlier one."""
         scores = ((c.manifest.metrics.get(self.monitor, math.nan), c) for c in checkpoints)
         sign = 1 if self.mode == "min" else -1
-        # NaN first out, then sort: a single NaN among the keys leaves a list in no order at all.
+        # Drop NaN before sorting: a single NaN among the keys leaves a list in no order at all.
         scored = [(sign * score, c.step, c) for score, c in scores if not math.isnan(score)]
         return [c for *_, c in sorted(scored, key=lambda s: s[:2])]
 

@@ -1,8 +1,8 @@
-"""A folder of checkpoints, each a folder that appears whole or not at all.
+"""The checkpoints of a run on disk: each is a folder that appears completely or not at all.
 
-Writing: files go to a folder with a temporary name, are synced to disk, get their manifest last, and are moved into
-place by one rename. Whoever is killed in between leaves a temporary folder, which the next run clears away. So a
-folder ``step_<n>`` (or ``checkpoint-<n>``) with a valid manifest is a checkpoint, and nothing else is.
+Files are written to a folder with a temporary name and fsynced, the manifest is written last, and the folder is renamed
+into place. A process that is killed in between leaves a temporary folder, which the next run removes. So a folder
+``step_<n>`` (or ``checkpoint-<n>``) with a valid manifest is a checkpoint, and nothing else is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REPLACED = re.compile(rf"\.replaced-(?P<name>{_NAME.pattern})-(?P<process>\d+)"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, as its manifest tells. Its files have not been read."""
+    """A complete checkpoint, according to its manifest. Its files have not been read."""
 
     path: Path
     manifest: Manifest
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def is_protected(self) -> bool:
-        """Whether it must never be deleted."""
+        """Whether retention must never delete it."""
         return (self.path / _PROTECTED).exists()
 
     def verify(self) -> None:
@@ -66,7 +66,7 @@ class CheckpointStore:
     # -- writing -------------------------------------------------------------------------------------------
 
     def write(self, manifest: Manifest, fill: Callable[[Path], dict[str, list[str]]]) -> Checkpoint:
-        """Write a checkpoint. `fill` writes files into a folder and says which belong to which component."""
+        """Write a checkpoint. `fill` writes files into a folder and returns their names by component."""
         draft = self.begin(manifest.step)
         try:
             return self.complete(draft, manifest, records_of(draft, fill(draft)))
@@ -75,25 +75,25 @@ class CheckpointStore:
             raise
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of a checkpoint, which is none yet."""
+        """An empty temporary folder for the files of a checkpoint."""
         draft = self.root / f".writing-{self.path_of(step).name}-{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         return draft
 
     def complete(self, draft: Path, manifest: Manifest, records: dict[str, list[FileRecord]]) -> Checkpoint:
-        """Make a checkpoint of a folder whose files are all there."""
+        """Turn a folder with all its files into a checkpoint: write the manifest, then rename."""
         complete = Manifest(**{**vars(manifest), "components": records, "time": time.time()})
         (draft / MANIFEST).write_bytes(complete.to_bytes())
         sync(draft / MANIFEST)
         sync(draft)
         target = self.path_of(manifest.step)
-        self._put_in_place(draft, target)
+        self._rename(draft, target)
         return Checkpoint(target, complete)
 
-    def _put_in_place(self, draft: Path, target: Path) -> None:
-        # A folder cannot be renamed onto another that has content. The old one steps aside; if we are killed before
-        # the new one is there, `clean` puts it back.
+    def _rename(self, draft: Path, target: Path) -> None:
+        # A folder cannot be renamed onto one that has content. The old one is moved aside; if the process is killed
+        # before the new one is in place, `clean` restores it.
         aside = self.root / f".replaced-{target.name}-{os.getpid()}"
         if target.exists():
             shutil.rmtree(aside, ignore_errors=True)
@@ -101,10 +101,10 @@ class CheckpointStore:
         draft.rename(target)
         sync(self.root)
         shutil.rmtree(aside, ignore_errors=True)
-        self._point_to(target)
+        self._update_latest(target)
 
-    def _point_to(self, target: Path) -> None:
-        """A hint for people and scripts; nothing here relies on it."""
+    def _update_latest(self, target: Path) -> None:
+        """The file `latest` is for people and scripts; nothing here relies on it."""
         temporary = self.root / f".{LATEST}-{os.getpid()}"
         temporary.write_text(target.name)
         temporary.replace(self.root / LATEST)
@@ -112,23 +112,23 @@ class CheckpointStore:
     # -- reading -------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints, oldest first. Damaged manifests are passed over with a warning."""
+        """Complete checkpoints, oldest first. Damaged manifests are skipped with a warning."""
         found = []
         for path in self._folders():
             try:
                 found.append(Checkpoint(path, Manifest.read(path)))
             except InvalidCheckpoint as error:
-                logger.warning("%s It is passed over.", error)
+                logger.warning("%s Skipping it.", error)
         return found
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all as they were written; damaged ones are named and passed over."""
+        """The newest checkpoint whose files match their digests; damaged ones are skipped with a warning."""
         for path in reversed(self._folders()):
             try:
                 checkpoint = Checkpoint(path, Manifest.read(path))
                 checkpoint.verify()
             except InvalidCheckpoint as error:
-                logger.warning("%s The checkpoint before it is used.", error)
+                logger.warning("%s Falling back to the previous checkpoint.", error)
             else:
                 return checkpoint
         return None
@@ -141,26 +141,26 @@ class CheckpointStore:
     # -- deleting ------------------------------------------------------------------------------------------
 
     def delete(self, checkpoint: Checkpoint) -> None:
-        """Delete a checkpoint. It ceases to be one at once, by a rename, and is then removed file by file."""
-        to_delete = self.root / f".deleting-{checkpoint.path.name}-{os.getpid()}"
-        checkpoint.path.rename(to_delete)
-        shutil.rmtree(to_delete, ignore_errors=True)
+        """Delete a checkpoint: renamed first, so that it stops being one at once, then removed file by file."""
+        trash = self.root / f".deleting-{checkpoint.path.name}-{os.getpid()}"
+        checkpoint.path.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
 
     def set_aside(self, after: int) -> None:
-        """Move checkpoints of later steps out of the way: they belong to a run that was given up."""
+        """Move checkpoints of later steps aside: they belong to an abandoned run and would pass for the newest."""
         abandoned = [path for path in self._folders() if step_of(path) > after]
         if not abandoned:
             return
         number = 1
-        while (place := self.root / f"given-up-{number}").exists():
+        while (place := self.root / f"abandoned-{number}").exists():
             number += 1
         place.mkdir()
         for path in abandoned:
             path.rename(place / path.name)
-        logger.warning("%d checkpoints of later steps than %d were moved to %s", len(abandoned), after, place)
+        logger.warning("moved %d checkpoints after step %d to %s", len(abandoned), after, place)
 
     def clean(self) -> None:
-        """Clear away what a killed process left: drafts and half-deleted folders, not those of a living process."""
+        """Remove what a killed process left: temporary and half-deleted folders. Those of live processes stay."""
         if not self.root.is_dir():
             return
         for path in self.root.iterdir():
@@ -189,7 +189,7 @@ def step_of(path: Path) -> int:
 
 
 def protect(checkpoint: Checkpoint, on: bool = True) -> None:
-    """Keep a checkpoint from ever being deleted by retention."""
+    """Exempt a checkpoint from retention."""
     marker = checkpoint.path / _PROTECTED
     if on:
         marker.touch()
@@ -197,8 +197,8 @@ def protect(checkpoint: Checkpoint, on: bool = True) -> None:
         marker.unlink(missing_ok=True)
 
 
-def folder_of_checkpoints(path: Path) -> Path:
-    """Where a run keeps its checkpoints, as its config says; a folder that is not that of a run is meant itself."""
+def checkpoints_folder(path: Path) -> Path:
+    """Where a run keeps its checkpoints, according to its config; any other folder stands for itself."""
     try:
         save_dir = json.loads((path / "config.json").read_bytes())["save_dir"]["value"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -207,7 +207,7 @@ def folder_of_checkpoints(path: Path) -> Path:
 
 
 def records_of(folder: Path, files: Mapping[str, Sequence[str]]) -> dict[str, list[FileRecord]]:
-    """Put the files of each component safely on the disk, and take their sizes and digests."""
+    """Fsync the files of each component, and record their sizes and digests."""
     names = {name for names in files.values() for name in names}
     for path in {folder / name for name in names}:
         sync(path)

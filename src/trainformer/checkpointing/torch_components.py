@@ -1,52 +1,104 @@
-"""Components as files, each in its format. Reading executes nothing."""
+"""Which components make up the state of a torch run."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from safetensors import SafetensorError
+from trainformer.backends.torch import TorchBackend, capture_random, restore_random
+from trainformer.backends.torch.state import gathered
+from trainformer.checkpointing.components import StateComponent, StatefulAdapter
+from trainformer.core.types import SharingPattern
+from trainformer.distributed.sharded_state import resharded
+from trainformer.distributed.strategy import unsharded
+from trainformer.tasks.base import provides
 
-from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.distributed.process_group import TorchProcessGroup
-from trainformer.distributed.sharded_state import ShardedState, write_sharded
-from trainformer.utils.tensor_files import read_tensors, read_weights, write_tensors, write_weights
-
-
-def write_part(folder: Path, stem: str, state: Any, process_group: TorchProcessGroup) -> list[str]:
-    """Write what this rank holds of a component whose format is ``sharded``; the names of its files."""
-    try:
-        return write_sharded(folder, stem, state, process_group)
-    except (SafetensorError, RuntimeError) as error:
-        raise OSError(f"writing {folder / stem} failed: {error}") from error
+#: What training steps change, and so what a sandbox restores.
+TRAINED = ("model", "task", "optimizer", "schedule", "backend", "rng")
 
 
-def write_component(folder: Path, stem: str, format: str, state: Any) -> list[str]:
-    """Write one component; the names of its files. Whatever a full disk makes of it is an `OSError`."""
-    try:
-        if format == "weights":
-            return write_weights(folder, stem, state)
-        if format == "tensors":
-            return write_tensors(folder, stem, state)
-    except (SafetensorError, RuntimeError) as error:
-        # Both libraries hide the system's error behind one of their own.
-        raise OSError(f"writing {folder / stem} failed: {error}") from error
-    if format == "json":
-        (folder / f"{stem}.json").write_text(json.dumps(state, indent=2))
-        return [f"{stem}.json"]
-    raise BadArgument(expected("a component's format to be 'weights', 'tensors' or 'json'", format))
+def torch_components(
+    task: Any,
+    backend: TorchBackend,
+    source: Any,
+    common: Iterable[StateComponent],
+    callbacks: Iterable[tuple[str, StatefulAdapter]],
+) -> list[StateComponent]:
+    """Everything needed to resume exactly, in the order in which it is saved and loaded.
+
+    `common` are the components that every run has (progress, context, loggers), `callbacks` the states of callbacks.
+    """
+    strategy, schedule = backend.strategy, backend.schedule
+    components = [
+        _model(task, backend),
+        _optimizer(backend),
+        StateComponent("schedule", StatefulAdapter(schedule.state_dict, schedule.load_state_dict), required=False),
+        StateComponent("backend", StatefulAdapter(backend.state_dict, backend.load_state_dict), required=False),
+        *common,
+        StateComponent("rng", StatefulAdapter(capture_random, restore_random), SharingPattern.PER_RANK, required=False),
+    ]
+    stateful = list(callbacks)
+    if provides(task, "state_dict"):
+        adapter = StatefulAdapter(task.state_dict, task.load_state_dict, getattr(task, "check_state", None))
+        stateful.insert(0, ("task", adapter))
+    if hasattr(source, "state_dict"):
+        # A loader that shards the data itself has another position on each rank.
+        per_rank = backend.process_group.world_size > 1 and source.is_divided
+        pattern = SharingPattern.PER_RANK if per_rank else SharingPattern.GLOBAL
+        adapter = StatefulAdapter(source.state_dict, source.load_state_dict)
+        components.append(StateComponent("data", adapter, pattern, required=False))
+    return [*components, *(_with_tensors(key, adapter, strategy.shards_state) for key, adapter in stateful)]
 
 
-def read_component(folder: Path, names: list[str], format: str) -> Any:
-    """Read one component back."""
-    if format == "sharded":
-        return ShardedState(folder, names)
-    if format == "weights":
-        return read_weights(folder, names)
-    if format == "tensors":
-        return read_tensors(folder / names[0])
-    try:
-        return json.loads((folder / names[0]).read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / names[0]} cannot be read as JSON: it is damaged. ({error})") from error
+def _model(task: Any, backend: TorchBackend) -> StateComponent:
+    strategy = backend.strategy
+    weights, load_weights = task.model.state_dict, task.model.load_state_dict
+    if provides(task, "model_state_dict"):
+        weights, load_weights = task.model_state_dict, task.load_model_state_dict
+    # With an adapter only the adapter is saved: it is small, and stored as the file that peft reads.
+    adapter_only = strategy.shards_state and getattr(task, "adapter", None) is not None
+
+    def state() -> Any:
+        found = strategy.model_state(weights)
+        return gathered(found) if adapter_only else found
+
+    return StateComponent(
+        "model",
+        StatefulAdapter(
+            state,
+            lambda saved: strategy.load_model_state(saved, load_weights),
+            lambda saved: strategy.check_model_state(saved, weights),
+        ),
+        SharingPattern.GLOBAL if adapter_only else strategy.sharing,
+        validate_replication=strategy.sharing is SharingPattern.REPLICATED,
+        format="sharded" if strategy.shards_state and not adapter_only else "weights",
+    )
+
+
+def _optimizer(backend: TorchBackend) -> StateComponent:
+    strategy, optimizer = backend.strategy, backend.optimizer
+    return StateComponent(
+        "optimizer",
+        StatefulAdapter(
+            lambda: strategy.optimizer_state(optimizer),
+            lambda saved: strategy.load_optimizer_state(optimizer, saved),
+            lambda saved: strategy.check_optimizer_state(optimizer, saved),
+        ),
+        strategy.sharing,
+        validate_replication=strategy.sharing is SharingPattern.REPLICATED,
+        format="sharded" if strategy.shards_state else "tensors",
+    )
+
+
+def _with_tensors(key: str, adapter: StatefulAdapter, shards_state: bool) -> StateComponent:
+    """A component that may hold a copy of the model (an EMA, a momentum encoder): sharded where the model is."""
+    check = adapter.check
+    if shards_state:
+        sharded = StatefulAdapter(adapter.get, lambda s: adapter.put(resharded(s, adapter.get())), check)
+        return StateComponent(key, sharded, required=False, format="sharded")
+    full = StatefulAdapter(
+        adapter.get,
+        lambda s: adapter.put(unsharded(s)),
+        None if check is None else lambda s: check(unsharded(s)),
+    )
+    return StateComponent(key, full, required=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainformer.cli.flags import command
+from trainformer.cli import options
 from trainformer.cli.output import print_json
 from trainformer.cli.trained import only_the_result_on_stdout
 
@@ -15,12 +15,12 @@ from trainformer.cli.trained import only_the_result_on_stdout
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes, as far as it does not depend on the task."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    command.add_arguments(parser)
+    options.add_arguments(parser)
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """With the options of the task that they name."""
-    return command.parse(parser, words)
+    return options.parse(parser, words)
 
 
 def run(args: argparse.Namespace) -> int:

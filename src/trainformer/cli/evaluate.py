@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the metrics."""
     with only_the_result_on_stdout():
         trained = load_trained(args)
-        if args.data is None and trained.trainer.val_batches is None:
+        if args.data is None and trained.trainer.val_dataloader is None:
             raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
         metrics = trained.trainer.evaluate(args.data)
     if not trained.trainer.is_main:

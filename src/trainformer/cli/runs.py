@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
 
 def row_of(info: RunInfo) -> Row:
     """What the folder of a run tells beside its status."""
-    from trainformer.checkpointing.store import folder_of_checkpoints
+    from trainformer.checkpointing.store import checkpoints_folder
 
     settings = settings_of(info.path)
     metric, mode = monitored(settings)
     step, best = best_of(info.path / "metrics.jsonl", metric, mode)
-    checkpoints = folder_of_checkpoints(info.path)
+    checkpoints = checkpoints_folder(info.path)
     # A run without any has no such folder, and its own is not meant.
     size = size_of(checkpoints) if checkpoints != info.path else 0
     return Row(info, settings.get("task_type"), metric, mode, best, step, size)

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(as_json: bool) -> None:
-    from trainformer.cli.flags import catalogue
+    from trainformer.cli import catalogue
     from trainformer.cli.output import print_json, print_table
 
     lists = {kind: catalogue.entries(kind) for kind in catalogue.KINDS}
@@ -38,7 +38,7 @@ def _list(as_json: bool) -> None:
 
 
 def _show(name: str, as_json: bool) -> None:
-    from trainformer.cli.flags import catalogue
+    from trainformer.cli import catalogue
     from trainformer.cli.output import print_json, print_table
 
     entry = _find(name)
@@ -57,7 +57,7 @@ def _show(name: str, as_json: bool) -> None:
 
 
 def _find(name: str) -> Any:
-    from trainformer.cli.flags import catalogue
+    from trainformer.cli import catalogue
     from trainformer.core.errors import BadArgument, did_you_mean, expected
 
     for kind in catalogue.KINDS:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from trainformer.cli.flags import command
+from trainformer.cli import options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes, as far as it does not depend on the task."""
     shown = "print the config that these options mean, and do nothing"
     parser.add_argument("--dry-run", action="store_true", help=shown)
-    command.add_arguments(parser)
+    options.add_arguments(parser)
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """With the options of the task that they name."""
-    return command.parse(parser, words)
+    return options.parse(parser, words)
 
 
 def run(args: argparse.Namespace) -> int:

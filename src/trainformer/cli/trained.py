@@ -89,7 +89,7 @@ def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
     """The folder of the run that is meant, and the checkpoint."""
     from trainformer.checkpointing import Checkpoint
     from trainformer.checkpointing.retention import Retention
-    from trainformer.checkpointing.tools.places import find, is_checkpoint, list_checkpoints
+    from trainformer.checkpointing.tools.listing import find, is_checkpoint, list_checkpoints
     from trainformer.live.runs import find_run, is_run
 
     if is_checkpoint(Path(name)):

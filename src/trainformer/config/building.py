@@ -103,7 +103,7 @@ class _Builder:
         target = self.importer.find(call.target, call.place) if isinstance(call.target, str) else call.target
         if not callable(target):
             raise BadArgument(expected(f"a class or function{at(call.place)}", target))
-        takes = _parameters(target)
+        takes = signature_of(target)
         args, kwargs = _without(takes, call, extra)
         self._check(call, takes, args, {**kwargs, **extra})
         positions = _positions(takes)
@@ -174,8 +174,8 @@ class _Builder:
 _Takes = Mapping[str, inspect.Parameter] | None
 
 
-def _parameters(target: Any) -> _Takes:
-    """What a class or function takes; unknown of some that are written in C."""
+def signature_of(target: Any) -> _Takes:
+    """The parameters of a class or function; `None` if they are unknown, as of some that are written in C."""
     try:
         takes = inspect.signature(target).parameters
         if isinstance(target, type) and target.__new__ is not object.__new__ and not _names(takes):

@@ -51,5 +51,6 @@ def load_plugin(kind: PluginKind, name: str) -> Any | None:
         return point.load()
     except Exception as error:
         raise BadArgument(
-            f"The plugin {name!r} (trainformer.{kind}, {point.value}) cannot be imported: {type(error).__name__}: {error}"
+            f"The plugin {name!r} (trainformer.{kind}, {point.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}"
         ) from error

@@ -16,14 +16,14 @@ from trainformer.data.sharding import Shard, check_divisible
 class Receivers(Protocol):
     """The ranks, as far as it takes to hand something to each of them."""
 
-    count: int
+    dp_world_size: int
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         ...
 
-    def hand_out(self, parts: list[Any] | None) -> Any:
+    def scatter(self, parts: list[Any] | None) -> Any:
         """On rank 0 a value for each part of the data; on every rank, the value for its part."""
         ...
 
@@ -50,22 +50,22 @@ class DispatchedSource:
         if self.process_group.is_main:
             yield from self._read(self.source.batches(epoch, batch, position))
             return
-        while (part := self.process_group.hand_out(None)) is not None:
+        while (part := self.process_group.scatter(None)) is not None:
             if isinstance(part, str):
                 raise DataError(f"Rank 0, which reads the data for all, failed. {part}")
             yield part
 
     def _read(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
-        count = self.process_group.count
+        count = self.process_group.dp_world_size
         while True:
             try:
                 batch = next(batches, None)
                 if batch is not None:
                     check_divisible(batch)
             except Exception as error:
-                self.process_group.hand_out([f"{type(error).__name__}: {error}"] * count)
+                self.process_group.scatter([f"{type(error).__name__}: {error}"] * count)
                 raise
             if batch is None:
-                self.process_group.hand_out([None] * count)
+                self.process_group.scatter([None] * count)
                 return
-            yield self.process_group.hand_out([Shard(index, count).cut(batch) for index in range(count)])
+            yield self.process_group.scatter([Shard(index, count).cut(batch) for index in range(count)])

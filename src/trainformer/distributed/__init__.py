@@ -1,4 +1,4 @@
-"""Strategies: how one model is trained by several processes. One small class each, behind one protocol."""
+"""Training strategies: how several processes train one model. One class per strategy, behind one interface."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.plugins import load_plugin, plugin_names
 from trainformer.distributed.process_group import Launch, TorchProcessGroup
 from trainformer.distributed.strategy import Strategy
 
@@ -17,13 +18,13 @@ __all__ = [
     "Strategy",
     "TorchProcessGroup",
     "check_strategy",
-    "is_first_process",
+    "is_main_process",
     "make_strategy",
     "strategy_names",
 ]
 
 
-_HOMES = {
+_BUILT_IN = {
     "single": ("strategy", "Strategy"),
     "ddp": ("ddp", "DDP"),
     "fsdp": ("fsdp", "FSDP"),
@@ -34,14 +35,15 @@ _HOMES = {
 
 
 def strategy_names() -> list[str]:
-    """Names that `make_strategy` knows."""
-    return ["auto", *_HOMES]
+    """Names that `make_strategy` accepts, including those registered as entry points ``trainformer.strategies``."""
+    return ["auto", *_BUILT_IN, *(name for name in plugin_names("strategies") if name not in _BUILT_IN)]
 
 
 def make_strategy(choice: Any) -> Strategy:
-    """A strategy from a name, a mapping of a name and options, an `Accelerator`, or one that is made already.
+    """A strategy from a name, a mapping with a name and options, an `Accelerator`, or an instance.
 
-    ``auto`` is ``ddp`` where several processes were started, or what ``accelerate launch`` was told, else ``single``.
+    ``auto`` means ``ddp`` if several processes were launched (or what ``accelerate launch`` was configured for), else
+    ``single``. Installed packages can register further names under the entry point group ``trainformer.strategies``.
 
     >>> make_strategy("auto").name
     'single'
@@ -53,32 +55,30 @@ def make_strategy(choice: Any) -> Strategy:
         options = {"name": "accelerate", "accelerator": choice}
     name = options.pop("name", "auto")
     if name == "auto":
-        name = "ddp" if are_several() else "single"
+        name = "ddp" if _is_distributed() else "single"
         if name == "ddp" and any(key.startswith("ACCELERATE_") for key in os.environ):
-            asked = _asked_of_accelerate()
-            name, options = asked.pop("name", name), {**asked, **options}
-    if not isinstance(name, str) or name not in _HOMES:
-        words = f"strategy to be one of {', '.join(map(repr, strategy_names()))}, or a mapping with that as its 'name'"
-        raise BadArgument(expected(words, choice, did_you_mean(str(name), _HOMES)))
-    module, class_name = _HOMES[name]
-    strategy = getattr(import_module(f"{__name__}.{module}"), class_name)
-    return strategy(**_known(strategy, name, options))
+            from trainformer.distributed.accelerate import strategy_from_environment
 
-
-def _asked_of_accelerate() -> dict[str, Any]:
-    """What ``accelerate launch`` was told beside the number of processes; it says it in the environment."""
-    from trainformer.distributed.accelerate import launched_strategy
-
-    return launched_strategy()
+            launched = strategy_from_environment()
+            name, options = launched.pop("name", name), {**launched, **options}
+    strategy = _strategy_class(name, choice)
+    _check_options(strategy, name, options)
+    return strategy(**options)
 
 
 def check_strategy(choice: Any) -> None:
-    """Raise if a strategy does not exist, or does not have these options."""
+    """Raise if a strategy does not exist or does not take these options."""
     make_strategy(choice)
 
 
-def are_several() -> bool:
-    """Whether other processes were started along with this one."""
+def is_main_process() -> bool:
+    """Whether this process has rank 0, also before the process group is initialised."""
+    import torch.distributed as dist
+
+    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else Launch.find().rank) == 0
+
+
+def _is_distributed() -> bool:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -86,17 +86,25 @@ def are_several() -> bool:
     return Launch.find().world_size > 1
 
 
-def is_first_process() -> bool:
-    """Whether this process is the one that prints and records, of those that were started together."""
-    import torch.distributed as dist
+def _strategy_class(name: Any, choice: Any) -> type[Strategy]:
+    if name in _BUILT_IN:
+        module, class_name = _BUILT_IN[name]
+        return getattr(import_module(f"{__name__}.{module}"), class_name)
+    found = load_plugin("strategies", name) if isinstance(name, str) else None
+    if found is None:
+        names = strategy_names()
+        what = f"strategy to be one of {', '.join(map(repr, names))}, or a mapping with that as its 'name'"
+        raise BadArgument(expected(what, choice, did_you_mean(str(name), names)))
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        what = f"the plugin {name!r} of trainformer.strategies to be a subclass of trainformer.distributed.Strategy"
+        raise BadArgument(expected(what, found))
+    return found
 
-    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else Launch.find().rank) == 0
 
-
-def _known(strategy: type[Strategy], name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _check_options(strategy: type[Strategy], name: str, options: dict[str, Any]) -> None:
     parameters = inspect.signature(strategy.__init__).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return options
+        return
     known = [p for p in parameters if p != "self"]
     for option in options:
         if option not in known:
@@ -104,4 +112,3 @@ def _known(strategy: type[Strategy], name: str, options: dict[str, Any]) -> dict
             raise BadArgument(
                 expected(f"options of the strategy {name!r}", option, f"{did_you_mean(option, known)} {have}".strip())
             )
-    return options

@@ -1,9 +1,8 @@
-"""Data parallelism by accelerate: an `Accelerator` wraps what the task trains, and differentiates its losses.
+"""Data parallelism through Accelerate: an `Accelerator` wraps what the task trains and runs the backward pass.
 
-The Accelerator says on which device, with which options of `DistributedDataParallel` and with which hooks gradients are
-exchanged. Data, accumulation, precision, clipping and checkpoints stay with the run. DeepSpeed, which divides the
-optimizer over ranks, is driven by `accelerate_engine`. What takes the parameters out of the run's hands (Megatron-LM,
-FSDP as a plugin) is refused.
+The Accelerator chooses the device, the options of `DistributedDataParallel` and its communication hooks. Data, gradient
+accumulation, precision, clipping and checkpoints belong to the run. `deepspeed` drives DeepSpeed, which shards the
+optimizer. Backends that take the parameters out of the run's hands (Megatron-LM, the FSDP plugin) are refused.
 """
 
 from __future__ import annotations
@@ -20,54 +19,54 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.distributed.accelerate_engine import Zero, check_config
 from trainformer.distributed.ddp import DDP
+from trainformer.distributed.deepspeed import Zero, check_config
 from trainformer.distributed.process_group import TorchProcessGroup
-from trainformer.distributed.step_module import StepModule
+from trainformer.distributed.strategy import StepModule
 
 _REFUSED = {
-    "FSDP": "Use strategy='fsdp', which has checkpoints that go on with any number of processes.",
+    "FSDP": "Use strategy='fsdp', whose checkpoints resume with any number of processes.",
     "MEGATRON_LM": "Use strategy='tp' or 'pipeline'.",
     "TP": "Use strategy='tp'.",
 }
 
 
 class Accelerate(DDP):
-    """An `Accelerator` of accelerate.
+    """An `Accelerator` of Hugging Face Accelerate.
 
     Args:
-        accelerator: One that is made already. By default one is made when the run begins.
-        share_batchnorm: Take BatchNorm statistics over all ranks, so that their number does not change the result.
-        options: Arguments of the `Accelerator` to make, such as ``kwargs_handlers``.
+        accelerator: An existing instance. By default one is created when the run starts.
+        sync_batchnorm: Compute BatchNorm statistics over all ranks, so that the world size does not change the result.
+        options: Arguments of the `Accelerator` to create, such as ``kwargs_handlers``.
     """
 
     name = "accelerate"
 
-    def __init__(self, *, accelerator: Any = None, share_batchnorm: bool = True, **options: Any) -> None:
-        super().__init__(share_batchnorm=share_batchnorm)
-        self._made_by_us = accelerator is None
+    def __init__(self, *, accelerator: Any = None, sync_batchnorm: bool = True, **options: Any) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
+        self._creates_accelerator = accelerator is None
         self.accelerator = accelerator
         self.arguments = options
         self._zero: Zero | None = None
         if accelerator is not None:
             if options:
-                do = "Set them where you make the Accelerator."
-                raise BadArgument(expected("no options with an Accelerator that is made already", list(options), do))
+                do = "Set them where you create the Accelerator."
+                raise BadArgument(expected("no options with an existing Accelerator", list(options), do))
             _check(accelerator)
         else:
             _check_options(options)
-            if _says("ACCELERATE_USE_FSDP"):
-                do = f"Pass strategy={launched_strategy()}."
-                raise BadArgument(expected("a launch that leaves the parameters to the run", "--use_fsdp", do))
+            if _is_set("ACCELERATE_USE_FSDP"):
+                do = f"Pass strategy={strategy_from_environment()}."
+                raise BadArgument(expected("a launch without FSDP", "--use_fsdp", do))
 
-    def join(self, device: Any, timeout: float) -> torch.device:
-        """Meet the other ranks, unless the Accelerator has done so. Its device is ours."""
-        if self._made_by_us:
-            return super().join(device, timeout)
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
+        """Join the process group, unless the Accelerator has. Uses the Accelerator's device."""
+        if self._creates_accelerator:
+            return super().setup_environment(device, timeout)
         self.process_group = TorchProcessGroup.join(device, timeout)
         theirs = self.accelerator.device
         if device not in (None, "auto") and torch.device(device).type != theirs.type:
-            do = "Leave it out, or make the Accelerator for it (cpu=True)."
+            do = "Leave it out, or create the Accelerator for it (cpu=True)."
             raise BadArgument(expected(f"device to be that of the Accelerator, {theirs}", device, do))
         if (
             not self.process_group.is_single_process
@@ -75,68 +74,67 @@ class Accelerate(DDP):
             and "cpu:gloo" not in str(dist.get_backend_config())
         ):
             raise BadArgument(
-                "Expected processes that can exchange values on the host as well, received a group of "
-                f"{dist.get_backend()} alone. Call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before "
-                "you make the Accelerator, or pass strategy='accelerate' and let it be made."
+                f"Expected a process group with a CPU backend as well, received one with {dist.get_backend()} only. "
+                "Call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before creating the Accelerator, or "
+                "pass strategy='accelerate' without one."
             )
         return theirs
 
     def prepare(self, task: Any, device: torch.device) -> None:
-        """Put the modules on the device, and let the Accelerator wrap what is trained."""
-        if self._made_by_us:
-            self.accelerator = self._make(device)
+        """Move the modules to the device, and let the Accelerator wrap what is trained."""
+        if self._creates_accelerator:
+            self.accelerator = self._create(device)
             _check(self.accelerator)
         else:
             _check_precision(self.accelerator.mixed_precision, self.precision)
-        if not self._divides_optimizer:
+        if not self._uses_deepspeed:
             super().prepare(task, device)
             return
         if self.precision == "fp16":
             do = "Pass precision='bf16' or 'no'."
-            raise BadArgument(expected("a precision that needs no scaling of losses, with DeepSpeed", "fp16", do))
+            raise BadArgument(expected("a precision without loss scaling, with DeepSpeed", "fp16", do))
         self._place(task, device)
 
     @property
-    def _divides_optimizer(self) -> bool:
-        """Whether DeepSpeed does; of one process there is nothing to divide."""
-        return _kind(self.accelerator) == "DEEPSPEED" and not self.process_group.is_single_process
+    def _uses_deepspeed(self) -> bool:
+        return _distributed_type(self.accelerator) == "DEEPSPEED" and not self.process_group.is_single_process
 
     @property
-    def _lets_messages_travel(self) -> bool:
-        """Whether the Accelerator's hooks leave gradients as they are."""
+    def _can_piggyback(self) -> bool:
+        """Whether the Accelerator's communication hooks leave gradients unchanged."""
         return not _changes_gradients(self.accelerator.ddp_handler)
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         return self.accelerator.prepare_model(module, device_placement=False)
 
-    def _make(self, device: torch.device) -> Any:
+    def _create(self, device: torch.device) -> Any:
         options = dict(self.arguments)
         wanted = options.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         _check_precision(str(wanted), self.precision)
         if not self.process_group.is_single_process:
-            # It looks nowhere else, and Slurm, say, has words of its own.
+            # Accelerate reads torchrun's variables only; Slurm, for instance, sets others.
             process_group = self.process_group
-            said = {
+            variables = {
                 "RANK": process_group.rank,
                 "WORLD_SIZE": process_group.world_size,
                 "LOCAL_RANK": process_group.local_rank,
             }
             if "MASTER_ADDR" not in os.environ:
-                said["LOCAL_WORLD_SIZE"] = process_group.world_size
-            for name, value in said.items():
+                variables["LOCAL_WORLD_SIZE"] = process_group.world_size
+            for name, value in variables.items():
                 os.environ.setdefault(name, str(value))
-        # Told to stay on the CPU it would leave DeepSpeed out without a word; on a host without GPUs it does stay.
+        # With cpu=True Accelerate silently ignores DeepSpeed; without GPUs it uses the CPU anyway.
         chosen = {} if _wants_deepspeed(options) else {"cpu": device.type == "cpu"}
         try:
-            # The run has its own autocast and its own scaling of losses.
+            # The run has its own autocast and loss scaling.
             return _accelerate().Accelerator(**{**chosen, "mixed_precision": "no", **options})
         except ValueError as error:
-            do = "Pass the Accelerator that this program has made before, or strategy='ddp'."
+            do = "Pass the Accelerator that this program created before, or strategy='ddp'."
             raise BadArgument(expected("arguments that an Accelerator takes", f"{error}", do)) from error
 
-    def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the Accelerator know the optimizer. Its wrapper of it would add only what the run does itself."""
-        if self._divides_optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Register the optimizer. The Accelerator's wrapper is not used: the run does what it would add."""
+        if self._uses_deepspeed:
             self._zero = Zero(self.accelerator, StepModule(self.task), optimizer)
             return self._zero.optimizer
         if self._wrapped is not None:
@@ -144,92 +142,86 @@ class Accelerate(DDP):
         return optimizer
 
     def describe(self) -> str:
-        """Name, number of processes, and what of DeepSpeed is at work."""
         text = super().describe()
         return text if self._zero is None else f"{text}, DeepSpeed ZeRO-{self._zero.engine.zero_optimization_stage()}"
 
     # -- a step --------------------------------------------------------------------------------------------
 
     def train_step(self) -> Callable[[Any], Any] | None:
-        """The task's step, inside the wrapper's forward pass."""
         if self._zero is None:
             return super().train_step()
-        self._zero.check_batch(round(self.reference * self.process_group.count), self.process_group.count)
+        self._zero.check_batch(
+            round(self.reference * self.process_group.dp_world_size), self.process_group.dp_world_size
+        )
         return self._zero.train_step(self.task.train_step)
 
-    def apart(self) -> AbstractContextManager[Any]:
-        """No exchange of gradients."""
+    def no_sync(self) -> AbstractContextManager[Any]:
         if self._zero is not None:
-            return self._zero.apart()
-        return super().apart() if self._wrapped is None else self.accelerator.no_sync(self._wrapped)
+            return self._zero.no_sync()
+        return super().no_sync() if self._wrapped is None else self.accelerator.no_sync(self._wrapped)
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
-        """Compute gradients."""
         if self._zero is not None:
-            self._zero.backward(loss)  # the Accelerator's own way would take the optimizer step at once
+            self._zero.backward(loss)  # Accelerator.backward would take the optimizer step at once
         else:
             self.accelerator.backward(loss if scaler is None else scaler.scale(loss))
 
     def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
-        """The norm of all gradients."""
         return super().total_norm(grads, uniform) if self._zero is None else self._zero.total_norm(grads, uniform)
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of a parameter, whole. Every rank must take part."""
-        return parameter.grad if self._zero is None else self._zero.gradient_of(parameter)
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        return parameter.grad if self._zero is None else self._zero.full_gradient(parameter)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Take it back, from any strategy and number of ranks."""
         if self._zero is None:
             super().load_optimizer_state(optimizer, state)
         else:
             self._zero.load_state_dict(state)
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Raise if it does not fit."""
         if self._zero is None:
             super().check_optimizer_state(optimizer, state)
         else:
             self._zero.check_state(state)
 
 
-def launched_strategy() -> dict[str, Any]:
-    """The strategy that ``accelerate launch`` was told to use, with its options; empty where that is plain DDP.
+def strategy_from_environment() -> dict[str, Any]:
+    """The strategy that ``accelerate launch`` was configured for, with its options; empty for plain DDP.
 
-    What it was told and the run cannot do is refused, instead of ignored.
+    Options that the run does not support are refused instead of ignored.
     """
     for name, option, do in (
         ("ACCELERATE_USE_MEGATRON_LM", "--use_megatron_lm", _REFUSED["MEGATRON_LM"]),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "--use_parallelism_config", "Use strategy='tp' or 'fsdp'."),
     ):
-        if _says(name):
-            raise BadArgument(expected("options of `accelerate launch` that the run knows", option, do))
+        if _is_set(name):
+            raise BadArgument(expected("options of `accelerate launch` that are supported", option, do))
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         do = "Pass compile=True to the trainer."
         raise BadArgument(
             expected("`accelerate launch` without --dynamo_backend", os.environ["ACCELERATE_DYNAMO_BACKEND"], do)
         )
-    if _says("ACCELERATE_USE_FSDP"):
+    if _is_set("ACCELERATE_USE_FSDP"):
         _accelerate()
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         return as_fsdp(FullyShardedDataParallelPlugin())
-    # The Accelerator reads the rest of the environment, and its precision is compared with that of the run.
-    is_more = _says("ACCELERATE_USE_DEEPSPEED") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    return {"name": "accelerate"} if is_more else {}
+    # The Accelerator reads the rest of the environment; its precision is compared with that of the run.
+    is_needed = _is_set("ACCELERATE_USE_DEEPSPEED") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    return {"name": "accelerate"} if is_needed else {}
 
 
 def as_fsdp(plugin: Any) -> dict[str, Any]:
-    """The strategy 'fsdp' with the options of accelerate's plugin for it."""
-    said = plugin.reshard_after_forward
-    said = plugin.sharding_strategy if said is None else said
+    """The strategy 'fsdp' with the options of Accelerate's FSDP plugin."""
+    choice = plugin.reshard_after_forward
+    choice = plugin.sharding_strategy if choice is None else choice
     # FSDP 1 has names for it.
-    reshard = said if isinstance(said, bool) else {"FULL_SHARD": True, "SHARD_GRAD_OP": False}.get(said.name)
+    reshard = choice if isinstance(choice, bool) else {"FULL_SHARD": True, "SHARD_GRAD_OP": False}.get(choice.name)
     if reshard is None:
-        do = "Pass strategy={'name': 'fsdp', 'replicas': ...} for a hybrid one, or 'ddp' for none."
-        raise BadArgument(expected("FULL_SHARD or SHARD_GRAD_OP of FSDP", said.name, do))
+        do = "Pass strategy={'name': 'fsdp', 'replicas': ...} for hybrid sharding, or 'ddp' for none."
+        raise BadArgument(expected("FULL_SHARD or SHARD_GRAD_OP of FSDP", choice.name, do))
     if plugin.activation_checkpointing:
         do = "Pass gradient_checkpointing=True to the trainer."
         raise BadArgument(expected("FSDP without activation_checkpointing", True, do))
@@ -252,27 +244,27 @@ def _check_options(options: dict[str, Any]) -> None:
         _refuse_accumulation(options["gradient_accumulation_steps"])
 
 
-def _kind(accelerator: Any) -> str:
+def _distributed_type(accelerator: Any) -> str:
     return accelerator.distributed_type.name
 
 
-def _says(name: str) -> bool:
+def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def _wants_deepspeed(options: dict[str, Any]) -> bool:
     given = options.get("deepspeed_plugin") or options.get("deepspeed_plugins")
-    return given is not None or _says("ACCELERATE_USE_DEEPSPEED")
+    return given is not None or _is_set("ACCELERATE_USE_DEEPSPEED")
 
 
 def _check(accelerator: Any) -> None:
-    kind = _kind(accelerator)
+    kind = _distributed_type(accelerator)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         do = f"Pass strategy={as_fsdp(plugin)}."
-        raise BadArgument(expected("an Accelerator that leaves the parameters to the run", "one for FSDP", do))
+        raise BadArgument(expected("an Accelerator without the FSDP plugin", "one with it", do))
     if kind in _REFUSED:
-        raise BadArgument(expected("an Accelerator that leaves the optimizer step to the run", kind, _REFUSED[kind]))
+        raise BadArgument(expected("an Accelerator for DDP or DeepSpeed", kind, _REFUSED[kind]))
     if accelerator.gradient_accumulation_steps != 1:
         _refuse_accumulation(accelerator.gradient_accumulation_steps)
     if kind == "DEEPSPEED":
@@ -291,14 +283,14 @@ def _check_precision(theirs: str, ours: str) -> None:
     if theirs == "no" or theirs == ours == "bf16":
         return
     if theirs == ours:
-        do = "The run scales the losses itself: make the Accelerator with mixed_precision='no'."
+        do = "The run does the loss scaling: create the Accelerator with mixed_precision='no'."
     else:
-        do = f"Make it with mixed_precision='no', and pass precision={theirs!r} to the trainer if you mean that."
-    raise BadArgument(expected(f"an Accelerator in the precision of the run ({ours})", theirs, do))
+        do = f"Create it with mixed_precision='no', and pass precision={theirs!r} to the trainer if intended."
+    raise BadArgument(expected(f"an Accelerator with the precision of the run ({ours})", theirs, do))
 
 
 def _changes_gradients(handler: Any) -> bool:
-    """Whether gradients may be skipped or rounded on their way: numbers of the step must then travel by themselves."""
+    """Whether DDP may skip or round gradients: the stats of a step then need their own all-reduce."""
     if handler is None:
         return False
     return handler.find_unused_parameters or handler.static_graph or handler.comm_hook.name != "NO"

@@ -1,8 +1,8 @@
-"""Data parallelism: every rank has the whole model, computes a part of each batch, and gradients are averaged.
+"""Distributed data parallel: every rank holds the full model and a shard of each batch; gradients are averaged.
 
-The exchange of gradients is that of `DistributedDataParallel`, overlapped with the backward pass. What ranks have to
-know of each other's step beside gradients (the weight of the losses, their sum, whether somebody asks for something)
-travels with them, as the gradient of a parameter that nobody trains: no step has an exchange of its own for it.
+`DistributedDataParallel` all-reduces the gradients, overlapped with the backward pass. The few other numbers that ranks
+share per step (weight and sum of the losses, pending requests) travel in the same all-reduce, as the gradient of a
+parameter that nobody trains. So a step needs no extra collective.
 """
 
 from __future__ import annotations
@@ -19,66 +19,61 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainformer.backends.torch.optimizers import modules_of, named_parameters
-from trainformer.backends.torch.placement import resolve_device
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import SharingPattern
 from trainformer.distributed.process_group import TorchProcessGroup
-from trainformer.distributed.shared_batchnorm import share_batchnorm
-from trainformer.distributed.step_module import StepModule
-from trainformer.distributed.strategy import Strategy
-from trainformer.utils.distributed import use_group
+from trainformer.distributed.strategy import StepModule, Strategy
+from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm
+from trainformer.utils.distributed import set_data_parallel_group
 
 logger = logging.getLogger("trainformer")
 
-#: How many numbers ranks tell each other per step: the weight of the losses, their sum, and how many ask for something.
-MESSAGE = 3
+#: Numbers that ranks sum per step: weight of the losses, their sum, and how many ranks have a request.
+STATS = 3
 
-#: Arguments of `DistributedDataParallel` that are not a user's to choose.
-_OURS = (
+#: Arguments of `DistributedDataParallel` that users cannot set.
+_RESERVED = (
     *("self", "module", "device_ids", "output_device", "dim"),
     *("process_group", "device_mesh", "gradient_as_bucket_view"),
 )
 
 
 class DataParallel(Strategy):
-    """What strategies share in which ranks compute different parts of a batch."""
+    """Base of the strategies in which ranks compute different shards of a batch."""
 
-    def __init__(self, *, share_batchnorm: bool = True) -> None:
+    def __init__(self, *, sync_batchnorm: bool = True) -> None:
         super().__init__()
-        self.shares_batchnorm = share_batchnorm
+        self.sync_batchnorm = sync_batchnorm
         self._sums: Tensor | None = None
 
-    def join(self, device: Any, timeout: float) -> torch.device:
-        """Meet the other ranks. On CUDA each rank has the device of its number on the machine."""
-        use_group(None)  # another run of this process may have set one
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
+        """Join the process group. On CUDA each rank takes the device of its local rank."""
+        set_data_parallel_group(None)  # an earlier run in this process may have set one
         self.process_group = TorchProcessGroup.join(device, timeout)
-        return device_of(self.process_group, device)
+        return self.process_group.local_device(device)
 
     @property
-    def averaged_over(self) -> int:
-        """All ranks that have data of their own."""
-        return self.process_group.count
+    def gradient_divide_factor(self) -> int:
+        return self.process_group.dp_world_size
 
     def describe(self) -> str:
-        """Name and number of processes."""
         return f"{self.name} over {self.process_group.world_size} processes"
 
     def _place(self, task: Any, device: torch.device) -> None:
-        """Modules on the device, with statistics of whole batches."""
+        """Move modules to the device, and synchronise their BatchNorm statistics."""
         super().prepare(task, device)
-        if self.shares_batchnorm and self.process_group.count > 1:
-            shared = sum(share_batchnorm(module) for module in modules_of(task).values())
-            if shared:
-                logger.info("%d BatchNorm layers take their statistics over all ranks", shared)
+        if self.sync_batchnorm and self.process_group.dp_world_size > 1:
+            converted = sum(convert_sync_batchnorm(module) for module in modules_of(task).values())
+            if converted:
+                logger.info("%d BatchNorm layers compute their statistics over all ranks", converted)
 
-    def send(self, loss: Any, values: Tensor) -> Any:
-        """An exchange of their own; it runs while gradients are computed."""
-        self._sums = values.clone()
+    def piggyback_stats(self, loss: Any, stats: Tensor) -> Any:
+        """A separate asynchronous all-reduce that overlaps with the backward pass."""
+        self._sums = stats.clone()
         self._work = dist.all_reduce(self._sums, async_op=True)
         return loss
 
-    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
-        """The sums over ranks."""
+    def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
         if self._sums is not None:
             self._work.wait()
         sums, self._sums = self._sums, None
@@ -89,54 +84,55 @@ class DDP(DataParallel):
     """`torch.nn.parallel.DistributedDataParallel` around everything the task trains.
 
     Args:
-        share_batchnorm: Take BatchNorm statistics over all ranks, so that their number does not change the result.
-        find_unused_parameters: Look in every step which parameters get a gradient (for models that skip parts of
-            themselves); costs a walk through the graph and an exchange.
+        sync_batchnorm: Compute BatchNorm statistics over all ranks, so that the world size does not change the result.
+        find_unused_parameters: Find parameters without a gradient in every step (for models that skip parts of
+            themselves); costs a traversal of the graph and a collective.
         options: Further arguments of `DistributedDataParallel`, such as ``bucket_cap_mb``.
     """
 
     name = "ddp"
     sharing = SharingPattern.REPLICATED
 
-    def __init__(self, *, share_batchnorm: bool = True, find_unused_parameters: bool = False, **options: Any) -> None:
-        super().__init__(share_batchnorm=share_batchnorm)
-        known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name not in _OURS]
+    def __init__(self, *, sync_batchnorm: bool = True, find_unused_parameters: bool = False, **options: Any) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
+        signature = inspect.signature(DistributedDataParallel.__init__)
+        known = [name for name in signature.parameters if name not in _RESERVED]
         for option in options:
             if option not in known:
-                have = ["share_batchnorm", "find_unused_parameters", *known]
+                have = ["sync_batchnorm", "find_unused_parameters", *known]
                 do = f"{did_you_mean(option, have)} It has {', '.join(have)}.".strip()
                 raise BadArgument(expected("options of the strategy 'ddp'", option, do))
         self.find_unused_parameters = find_unused_parameters
         self.options = options
         self._wrapped: Any = None
-        self._message: nn.Parameter | None = None
+        self._stats: nn.Parameter | None = None
         self._trained: dict[str, nn.Parameter] = {}
-        self._resting: list[nn.Parameter] = []
+        self._unused: list[nn.Parameter] = []
 
     def prepare(self, task: Any, device: torch.device) -> None:
-        """Put the modules on the device and wrap what is trained."""
+        """Move the modules to the device and wrap what is trained."""
         self._place(task, device)
         if self.process_group.is_single_process:
             return
         module = StepModule(task)
-        if self._lets_messages_travel:
+        if self._can_piggyback:
             wide = all(p.dtype == torch.float64 for p in module.parameters() if p.requires_grad)
-            module.message = nn.Parameter(torch.zeros(MESSAGE, device=device, dtype=torch.float64 if wide else None))
-            self._message = module.message
+            module.stats = nn.Parameter(torch.zeros(STATS, device=device, dtype=torch.float64 if wide else None))
+            self._stats = module.stats
             if not self.options.get("static_graph"):
                 self._trained = {name: p for name, p in named_parameters(task).items() if p.requires_grad}
         self._wrapped = self._wrap(module)
 
     @property
-    def _lets_messages_travel(self) -> bool:
-        """Whether gradients arrive as they are, and those of a parameter that no output depends on arrive as well."""
+    def _can_piggyback(self) -> bool:
+        """Whether DDP reduces gradients unchanged, including that of a parameter no output depends on."""
         return not self.find_unused_parameters
 
     def _wrap(self, module: nn.Module) -> nn.Module:
-        # torch 2.13 has renamed the argument, and warns of the old name.
+        # torch 2.13 renamed the argument and warns about the old name.
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        chosen: dict[str, Any] = {buffers: not self.shares_batchnorm, **self.options}
+        chosen: dict[str, Any] = {buffers: not self.sync_batchnorm, **self.options}
         return DistributedDataParallel(
             module,
             find_unused_parameters=self.find_unused_parameters,
@@ -145,56 +141,44 @@ class DDP(DataParallel):
         )
 
     def train_step(self) -> Callable[[Any], Any] | None:
-        """The task's step, inside the wrapper's forward pass."""
         wrapped, task = self._wrapped, self.task
         return None if wrapped is None else lambda batch: wrapped(task.train_step, batch)
 
-    def apart(self) -> AbstractContextManager[Any]:
-        """No exchange of gradients."""
-        return super().apart() if self._wrapped is None else self._wrapped.no_sync()
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return super().no_sync() if self._wrapped is None else self._wrapped.no_sync()
 
-    def send(self, loss: Any, values: Tensor) -> Any:
-        """Let the numbers travel as the gradient of the parameter that nobody trains."""
-        if self._message is None:
-            return super().send(loss, values)
-        self._message.grad = None  # of a step that was given up
-        loss = loss + (self._message * values.to(self._message.dtype)).sum().to(loss.dtype)
-        # Parameters that the task declares unused take part with gradients of zero, which are then dropped.
+    def piggyback_stats(self, loss: Any, stats: Tensor) -> Any:
+        """Make the numbers the gradient of a parameter that nobody trains; DDP reduces it with the others."""
+        if self._stats is None:
+            return super().piggyback_stats(loss, stats)
+        self._stats.grad = None  # left over from a dropped step
+        loss = loss + (self._stats * stats.to(self._stats.dtype)).sum().to(loss.dtype)
+        # Parameters that the task declares unused take part with zero gradients, which `reduced_stats` drops.
         unused = getattr(self.task, "unused_parameters", tuple)
-        self._resting = [p for p in unused() or () if p.requires_grad]
-        return sum(((p * 0).sum().to(loss.dtype) for p in self._resting), start=loss)
+        self._unused = [p for p in unused() or () if p.requires_grad]
+        return sum(((p * 0).sum().to(loss.dtype) for p in self._unused), start=loss)
 
-    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
-        """Their sums: gradients are means over ranks."""
-        if self._message is None:
-            return super().received(scaler)
+    def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+        if self._stats is None:
+            return super().reduced_stats(scaler)
         if any(p.grad is None for p in self._trained.values()):
-            self._explain_unused()
-        for parameter in self._resting:
+            self._raise_unused()
+        for parameter in self._unused:
             parameter.grad = None
-        means, self._message.grad = self._message.grad, None
+        means, self._stats.grad = self._stats.grad, None
         if means is None:
             return None
-        sums = means.double() * self.process_group.count
+        sums = means.double() * self.process_group.dp_world_size
         scale = None if scaler is None else scaler._get_scale_async()
         return sums if scale is None else sums / scale
 
-    def _explain_unused(self) -> None:
-        """Torch would say so at the next step; by then this one had been made with gradients of one rank."""
+    def _raise_unused(self) -> None:
+        """DDP itself raises one step later, when this step has already used gradients of a single rank."""
         unused = [name for name, p in self._trained.items() if p.grad is None]
         some = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if len(unused) > 6 else "")
         raise BadArgument(
-            f"Expected a gradient for every trainable parameter, received none for {some} on rank {self.process_group.rank}: "
-            "ranks would wait for each other's. Use them in train_step, set requires_grad=False before the trainer is "
-            "made, or pass strategy={'name': 'ddp', 'find_unused_parameters': True} if it is on purpose."
+            f"Expected a gradient for every trainable parameter, received none for {some} on rank "
+            f"{self.process_group.rank}: DDP cannot all-reduce unused parameters. Use them in train_step, set "
+            "requires_grad=False before creating the trainer, or pass strategy={'name': 'ddp', "
+            "'find_unused_parameters': True} if this is intended."
         )
-
-
-def device_of(process_group: TorchProcessGroup, device: Any) -> torch.device:
-    """The device of this rank: on CUDA the one of its number on this machine, unless one is named in full."""
-    named = None if device is None or device == "auto" else torch.device(device)
-    if named is not None and (named.type != "cuda" or named.index is not None):
-        return resolve_device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", process_group.local_rank % torch.cuda.device_count())
-    return resolve_device(device)

@@ -1,9 +1,8 @@
-"""A rank that dies is named, and nothing hangs.
+"""Failure detection: errors name the rank that died, and no process hangs.
 
-The others of a rank that was killed sit in a collective: over gloo until they get an error that names nobody, over
-NCCL for as long as its timeout. `RankWatch` finds out who is gone, puts a name to such errors, and ends a process
-that would not end by itself. It owns the judgement; what ranks tell each other is in `heartbeats`. The training
-thread does nothing for it.
+When a rank is killed, the others sit in a collective: with gloo until they get an error that names nobody, with NCCL
+until its timeout. `RankMonitor` finds out which rank is gone, names it in such errors, and ends a process that would
+otherwise hang. `heartbeats` owns the communication. The training thread does nothing for it.
 """
 
 from __future__ import annotations
@@ -24,59 +23,59 @@ import torch.distributed as dist
 
 from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.distributed.heartbeats import (
-    ENDED,
+    DIED,
     FAILED,
-    LEFT,
+    FINISHED,
+    Failure,
     Heartbeats,
     LocalProcess,
-    Note,
     Peer,
-    Who,
+    ProcessInfo,
 )
 
 logger = logging.getLogger("trainformer")
 
-#: The exit code of a process that hung because of another one: EX_TEMPFAIL of sysexits.h, "try again". It is not 0, so
-#: every launcher restarts the run, and not 1, so that it is not taken for an error of the rank's own.
-HUNG = 75
+#: Exit code of a process that hung because of another rank: EX_TEMPFAIL of sysexits.h, "try again". It is not 0, so
+#: every launcher restarts the run, and not 1, so it is not taken for an error of this rank.
+HUNG_EXIT_CODE = 75
 
-_LONGEST_NOTE = 2000
-_LONGEST_LOGGING = 2.0
+_MAX_FAILURE_TEXT = 2000
+_MAX_LOG_SECONDS = 2.0
 
 
 class RankLost(TrainformerError, RuntimeError):
-    """A rank is gone, or does not answer, and the others cannot go on without it. `ranks` says which."""
+    """A rank died or does not respond, and the others cannot continue without it. `ranks` says which."""
 
-    def __init__(self, message: str, process_group: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.process_group = process_group
+        self.ranks = ranks
 
 
-class Weight(IntEnum):
-    """How well something explains that a collective failed; only the best explanations are told."""
+class Evidence(IntEnum):
+    """How well a cause explains a failed collective, best first; only the best causes are reported."""
 
     CERTAIN = 0
     SILENT = 1
-    LEFT = 2
+    FINISHED = 2
     SYMPTOM = 3
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that keeps the other ranks from going on. No rank: the store's keeper was not one."""
+    """Something that keeps the other ranks from continuing. `rank` is None if no rank hosts the lost store."""
 
-    weight: Weight
+    evidence: Evidence
     rank: int | None
     text: str
 
 
-class RankWatch:
-    """Watches over the ranks of a run while it is `guarding`.
+class RankMonitor:
+    """Monitors the ranks of a run while `guarding`.
 
-    Each rank gives a sign of life `every` so many seconds. One that gave none for `patience` seconds counts as lost,
-    until it is heard again; one whose process has ended, or that failed, counts at once. A run whose thread then stays
-    inside one call for `grace` seconds is ended with the exit code `HUNG`: no exception can reach a thread that waits
-    inside a library, and a process that hangs holds its devices and all other ranks.
+    Each rank sends a heartbeat `every` seconds. A rank without one for `patience` seconds counts as lost until it is
+    back; one whose process exited, or that failed, counts at once. If the run's thread then stays inside one call for
+    `grace` seconds, the process exits with `HUNG_EXIT_CODE`: no exception can reach a thread that waits inside a
+    library, and a hanging process blocks its devices and all other ranks.
     """
 
     def __init__(
@@ -90,34 +89,39 @@ class RankWatch:
         grace: float = 30.0,
     ) -> None:
         if every <= 0 or patience < 4 * every:
-            advice = "A busy rank may be late: leave it the time of four signs at least."
+            advice = "A busy rank may be late: allow for at least four heartbeats."
             raise BadArgument(expected("patience to be at least 4 * every, and every > 0", (patience, every), advice))
         self.rank = rank
         self.world_size = world_size
         self.every = every
         self.grace = grace
         self._store = store
-        self._place = Who.here().place
+        self._namespace = ProcessInfo.current().namespace
         self._beats = Heartbeats(store, rank, world_size, every)
-        self.patience = max(patience, 4 * self._beats.interval)  # with thousands of ranks signs are rarer
-        self._guarded = 0  # the thread that trains
-        self._answers = 0
-        self._unanswered = 0.0  # for how long the store has been silent
-        self._overdue: float | None = None  # somebody is lost, and for so long the run has not moved
-        self._spot: tuple[FrameType | None, int] = None, 0  # where it was then
+        self.patience = max(patience, 4 * self._beats.interval)  # with thousands of ranks heartbeats are rarer
+        self._guarded_thread = 0
+        self._responses = 0
+        self._store_silence = 0.0  # seconds without a response of the store
+        self._overdue: float | None = None  # seconds the run has not moved since a rank was lost
+        self._position: tuple[FrameType | None, int] = None, 0  # where the run was then
         self._explaining = False
         self._over = threading.Event()
 
+    @property
+    def peers(self) -> list[Peer]:
+        """What is known about the other ranks."""
+        return self._beats.peers
+
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Around a run: the others hear that this rank works, that it finished, or which error it failed with.
+        """Around a run: tell the other ranks that this one is running, that it finished, or its error.
 
-        An error of a collective comes out as a `RankLost` that says who is to blame, if somebody is.
+        An error of a collective is raised as a `RankLost` that names the rank to blame, if there is one.
         """
         if self.world_size == 1:
             yield
             return
-        judge = self._begin()
+        thread = self._start()
         error: BaseException | None = None
         try:
             yield
@@ -129,173 +133,170 @@ class RankWatch:
             raise
         finally:
             self._over.set()
-            judge.join()
-            self._spot = None, 0
-            self._beats.end(*_last_word(error))
-            for peer in self._beats.process_group:
+            thread.join()
+            self._position = None, 0
+            self._beats.stop(*_final_status(error))
+            for peer in self.peers:
                 if peer.process is not None:
                     peer.process.close()
 
-    def lost(self) -> RankLost | None:
-        """Who is certainly gone, as far as it is known by now; for those who wait for ranks without a collective."""
-        causes = [cause for cause in self._causes(self.patience) if cause.weight is Weight.CERTAIN]
-        return _lost(causes, self.rank) if causes else None
+    def lost_ranks(self) -> RankLost | None:
+        """The ranks known to be gone by now, for code that waits for ranks without a collective."""
+        causes = [cause for cause in self._causes(self.patience) if cause.evidence is Evidence.CERTAIN]
+        return _rank_lost(causes, self.rank) if causes else None
 
     def explain(self, error: BaseException) -> RankLost | None:
-        """Who is gone, now that a collective raised an error here; None: nobody, the error itself is the story.
+        """Which rank caused an error of a collective; None if no rank is lost and the error explains itself.
 
-        Takes as long as a few signs of life. It must be called while `guarding`.
+        Takes as long as a few heartbeats. Call it while `guarding`.
         """
-        told = isinstance(error, RankLost) or not isinstance(
-            error, Exception
-        )  # by us, or by somebody who wants to stop
-        if self.world_size == 1 or told or not is_of_a_collective(error):
+        # Either we raised it ourselves, or somebody wants to stop (KeyboardInterrupt, SystemExit).
+        is_final = isinstance(error, RankLost) or not isinstance(error, Exception)
+        if self.world_size == 1 or is_final or not is_collective_error(error):
             return None
         self._explaining = True
-        self._overdue = None if self._overdue is None else 0.0  # the run came back: time to end well
+        self._overdue = None if self._overdue is None else 0.0  # the run came back: give it time to end
         beats = self._beats
         until = time.monotonic() + 4 * beats.interval + 1
         while time.monotonic() < until and not self._over.is_set():
-            if any(cause.weight is Weight.CERTAIN for cause in self._causes(self.patience)):
+            if any(cause.evidence is Evidence.CERTAIN for cause in self._causes(self.patience)):
                 time.sleep(min(1.0, self.every))  # ranks are often lost together
                 break
             time.sleep(0.05)
-        # The failed collective is a second witness: with it, less silence is enough.
-        causes = self._causes(2.5 * beats.interval, unheard=self.patience, has_failed=True)
-        return _lost(causes, self.rank) if causes else None
+        # The failed collective is additional evidence: with it, a shorter silence is enough.
+        causes = self._causes(2.5 * beats.interval, startup_limit=self.patience, collective_failed=True)
+        return _rank_lost(causes, self.rank) if causes else None
 
-    # -- judgement -----------------------------------------------------------------------------------------
+    # -- the monitor thread --------------------------------------------------------------------------------
 
-    def _begin(self) -> threading.Thread:
+    def _start(self) -> threading.Thread:
         self._beats = Heartbeats(self._store, self.rank, self.world_size, self.every)
-        self._guarded = threading.get_ident()
-        self._answers = 0
-        self._unanswered = 0.0
+        self._guarded_thread = threading.get_ident()
+        self._responses = 0
+        self._store_silence = 0.0
         self._overdue = None
         self._explaining = False
         self._over.clear()
-        self._beats.begin()
-        judge = threading.Thread(target=self._judge, name="trainformer-watch", daemon=True)
-        judge.start()
-        return judge
+        self._beats.start()
+        thread = threading.Thread(target=self._watch, name="trainformer-watch", daemon=True)
+        thread.start()
+        return thread
 
-    def _judge(self) -> None:
+    def _watch(self) -> None:
         pause = min(1.0, self.every)
         before = time.monotonic()
         while not self._over.wait(pause):
             now = time.monotonic()
-            # Time in which this process did not run does not count.
+            # Time in which this process was suspended does not count.
             passed, before = min(now - before, 2 * pause), now
-            self._look_at_processes()
-            self._look_at_store(passed)
-            self._act_on(self._causes(self.patience), passed)
+            self._check_processes()
+            self._check_store(passed)
+            self._react(self._causes(self.patience), passed)
 
-    def _look_at_processes(self) -> None:
-        for peer in self._beats.process_group:
-            if peer.process is None and peer.who is not None and peer.who.place == self._place:
-                peer.process = LocalProcess(peer.who.process)
-            if peer.process is not None and not peer.has_ended and peer.process.has_ended():
-                peer.has_ended = True
-                self._beats.hurry()  # the store knows whether it said goodbye
+    def _check_processes(self) -> None:
+        for peer in self.peers:
+            if peer.process is None and peer.info is not None and peer.info.namespace == self._namespace:
+                peer.process = LocalProcess(peer.info.pid)
+            if peer.process is not None and not peer.has_exited and peer.process.has_exited():
+                peer.has_exited = True
+                self._beats.poll_now()  # the store knows whether it wrote a final status
 
-    def _look_at_store(self, passed: float) -> None:
-        if self._answers != self._beats.answers:
-            self._answers, self._unanswered = self._beats.answers, 0.0
+    def _check_store(self, passed: float) -> None:
+        if self._responses != self._beats.responses:
+            self._responses, self._store_silence = self._beats.responses, 0.0
         else:
-            self._unanswered += passed
+            self._store_silence += passed
 
-    def _act_on(self, causes: list[Cause], passed: float) -> None:
-        """Warn of lost ranks once, and end a run that does not come back."""
+    def _react(self, causes: list[Cause], passed: float) -> None:
+        """Warn once about lost ranks, and end the process if the run hangs."""
         if not causes:
             if self._overdue is not None:
-                self._say(logging.WARNING, "all ranks are heard again")
-            self._overdue, self._spot = None, (None, 0)
+                self._log(logging.WARNING, "heartbeats of all ranks are back")
+            self._overdue, self._position = None, (None, 0)
         elif self._overdue is None:
             self._overdue = 0.0
             if not self._explaining:
-                advice = f"This process ends when it has hung for {self.grace:g} s."
-                self._say(logging.WARNING, f"{_in_words(causes)} {advice}")
+                self._log(logging.WARNING, f"{_text(causes)} This process exits if it hangs for {self.grace:g} s.")
         else:
             self._overdue = 0.0 if self._has_moved() else self._overdue + passed
             if self._overdue >= self.grace:
-                self._end_process(causes)
+                self._exit(causes)
 
     def _has_moved(self) -> bool:
-        """Whether the run is elsewhere in its code than a moment ago. Its frame is kept, so that no other equals it."""
-        before = self._spot
-        frame = sys._current_frames().get(self._guarded)
-        self._spot = frame, frame.f_lasti if frame is not None else 0
-        return self._spot[0] is not before[0] or self._spot[1] != before[1]
+        """Whether the run's thread is at another instruction. Keeping its frame ensures no other one reuses its id."""
+        before = self._position
+        frame = sys._current_frames().get(self._guarded_thread)
+        self._position = frame, frame.f_lasti if frame is not None else 0
+        return self._position[0] is not before[0] or self._position[1] != before[1]
 
-    def _causes(self, patience: float, unheard: float | None = None, has_failed: bool = False) -> list[Cause]:
-        """What keeps this rank from going on, the best explanations alone.
+    def _causes(
+        self, patience: float, startup_limit: float | None = None, collective_failed: bool = False
+    ) -> list[Cause]:
+        """What keeps this rank from continuing, only the best explanations.
 
-        `unheard`: accuse ranks of which nothing was heard in that time. `has_failed`: a collective has.
+        `startup_limit`: also blame ranks that have sent nothing at all for that many seconds.
         """
         beats = self._beats
-        found = self._accuse_the_store()
+        found = self._blame_store()
         store_is_blamed = bool(found)
-        for peer in beats.process_group:
-            # An end that is seen from here counts when the store cannot be asked whether a goodbye came before it. Once
-            # it is gone nobody can say goodbye: then an end means something only beside a failed collective.
-            is_unheard = has_failed if beats.broken is not None else self._unanswered > 2 * beats.interval
-            seen = peer.has_ended and is_unheard and not store_is_blamed
-            if (cause := _accuse(peer, patience, seen)) is not None:
+        for peer in self.peers:
+            # An exit seen from here counts if the store cannot be asked for a final status. Once the store is gone no
+            # rank can write one: then an exit means something only together with a failed collective.
+            unknown = collective_failed if beats.error is not None else self._store_silence > 2 * beats.interval
+            if (cause := _blame(peer, patience, peer.has_exited and unknown and not store_is_blamed)) is not None:
                 found.append(cause)
-        if unheard is not None:
-            text = "{} has not been heard of since this rank began, {:.0f} s ago."
-            unseen = [peer for peer in beats.process_group if peer.who is None and peer.silence > unheard]
-            found += [Cause(Weight.SILENT, peer.rank, text.format(peer, peer.silence)) for peer in unseen]
-        if has_failed:
-            text = "{} finished at {} and left, while this rank still waits for it."
-            gone = [peer for peer in beats.process_group if peer.word == LEFT]
-            found += [Cause(Weight.LEFT, peer.rank, text.format(peer, _clock(peer))) for peer in gone]
-        best = min((cause.weight for cause in found), default=None)
-        return [cause for cause in found if cause.weight == best]
+        if startup_limit is not None:
+            text = "{} has sent no heartbeat since this rank started {:.0f} s ago."
+            absent = [peer for peer in self.peers if peer.info is None and peer.silence > startup_limit]
+            found += [Cause(Evidence.SILENT, peer.rank, text.format(peer, peer.silence)) for peer in absent]
+        if collective_failed:
+            text = "{} finished at {} while this rank still waits for it."
+            finished = [peer for peer in self.peers if peer.status == FINISHED]
+            found += [Cause(Evidence.FINISHED, peer.rank, text.format(peer, _clock(peer))) for peer in finished]
+        best = min((cause.evidence for cause in found), default=None)
+        return [cause for cause in found if cause.evidence == best]
 
-    def _accuse_the_store(self) -> list[Cause]:
-        """The store is gone with the process that kept it; after a last word of that one it is no wonder."""
+    def _blame_store(self) -> list[Cause]:
+        """The store is gone with the process that hosts it; after a final status of that one this is expected."""
         beats = self._beats
-        if beats.broken is None and self._unanswered <= self.patience:
+        if beats.error is None and self._store_silence <= self.patience:
             return []
-        keeper = next((peer for peer in beats.process_group if peer.rank == beats.keeper), None)
-        if keeper is not None and keeper.word in (LEFT, FAILED, ENDED):
+        host = next((peer for peer in self.peers if peer.rank == beats.store_rank), None)
+        if host is not None and host.status in (FINISHED, FAILED, DIED):
             return []
-        state = "is gone" if beats.broken is not None else f"has not answered for {self._unanswered:.0f} s"
-        store = f"the store where the ranks meet{f' ({beats.address})' if beats.address else ''}"
-        if keeper is not None:
-            does = "has ended" if keeper.has_ended else "does not answer"
-            return [Cause(Weight.CERTAIN, keeper.rank, f"{keeper} {does}: {store}, which it kept, {state}.")]
-        who = ", which the launcher kept," if beats.address and beats.keeper is None else ""
-        return [Cause(Weight.CERTAIN, None, f"{store}{who} {state}.")]
+        state = "is gone" if beats.error is not None else f"has not responded for {self._store_silence:.0f} s"
+        store = f"the rendezvous store{f' ({beats.address})' if beats.address else ''}"
+        if host is not None:
+            does = "has exited" if host.has_exited else "does not respond"
+            return [Cause(Evidence.CERTAIN, host.rank, f"{host} {does}: {store}, which it hosts, {state}.")]
+        where = ", hosted by the launcher," if beats.address and beats.store_rank is None else ""
+        return [Cause(Evidence.CERTAIN, None, f"{store}{where} {state}.")]
 
-    # -- the end -------------------------------------------------------------------------------------------
-
-    def _end_process(self, causes: list[Cause]) -> None:
-        frame = self._spot[0]
+    def _exit(self, causes: list[Cause]) -> None:
+        frame = self._position[0]
         place = traceback.extract_stack(frame)[-1] if frame is not None else None
         where = f" It hangs in {place.name} ({place.filename}:{place.lineno})." if place is not None else ""
-        message = f"{_lost(causes, self.rank)} This process has hung for {self.grace:g} s and ends now."
+        message = f"{_rank_lost(causes, self.rank)} This process has hung for {self.grace:g} s and exits now."
         text = f"{message}{where}\n"
         if logger.hasHandlers():
-            self._say(logging.ERROR, text.rstrip())
+            self._log(logging.ERROR, text.rstrip())
         os.write(2, f"trainformer: rank {self.rank} of {self.world_size}: {text}".encode())
-        self._beats.end(FAILED, Note(message[:_LONGEST_NOTE], symptom=True))  # so that nobody blames this rank
-        os._exit(HUNG)
+        self._beats.stop(FAILED, Failure(message[:_MAX_FAILURE_TEXT], is_symptom=True))  # so nobody blames this rank
+        os._exit(HUNG_EXIT_CODE)
 
-    def _say(self, level: int, text: str) -> None:
-        """Log, but do not wait for a log that hangs: its lock, or its disk, may be what the run hangs in."""
+    def _log(self, level: int, text: str) -> None:
+        """Log without waiting for a log that hangs: its lock or its disk may be what the run hangs in."""
         thread = threading.Thread(target=logger.log, args=(level, "%s", text), daemon=True)
         thread.start()
-        thread.join(_LONGEST_LOGGING)
+        thread.join(_MAX_LOG_SECONDS)
 
 
-def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error, or what caused it, comes from the exchange between ranks.
+def is_collective_error(error: BaseException) -> bool:
+    """Whether an error, or its cause, comes from the communication between ranks.
 
-    >>> is_of_a_collective(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"))
+    >>> is_collective_error(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"))
     True
-    >>> is_of_a_collective(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    >>> is_collective_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     False
     """
     current: BaseException | None = error
@@ -307,40 +308,40 @@ def is_of_a_collective(error: BaseException) -> bool:
     return False
 
 
-def _last_word(error: BaseException | None) -> tuple[str, Note]:
+def _final_status(error: BaseException | None) -> tuple[str, Failure]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
-        return LEFT, Note("")
-    text = f"{type(error).__name__}: {error}"[:_LONGEST_NOTE]
-    return FAILED, Note(text, symptom=is_of_a_collective(error))
+        return FINISHED, Failure("")
+    text = f"{type(error).__name__}: {error}"[:_MAX_FAILURE_TEXT]
+    return FAILED, Failure(text, is_symptom=is_collective_error(error))
 
 
-def _accuse(peer: Peer, patience: float, seen_to_end: bool) -> Cause | None:
-    """What is wrong with a rank, if anything is."""
-    if peer.word == FAILED:
-        weight = Weight.SYMPTOM if peer.note.symptom else Weight.CERTAIN
-        end = "" if peer.note.text.endswith((".", "!", "?")) else "."
-        return Cause(weight, peer.rank, f"{peer} failed at {_clock(peer)} with: {peer.note.text}{end}")
-    if peer.word == ENDED or (peer.works and seen_to_end):
-        advice = "Was it killed, by the out-of-memory killer for instance?"
-        text = f"{peer} has ended without a word; it was last heard of at {_clock(peer)}. {advice}"
-        return Cause(Weight.CERTAIN, peer.rank, text)
-    if peer.works and peer.silence > patience:
-        state = "its process is still there, but stopped or stuck" if peer.process else "its machine may be lost"
-        text = f"nothing was heard of {peer} since {_clock(peer)}, for {peer.silence:.0f} s: {state}."
-        return Cause(Weight.SILENT, peer.rank, text)
+def _blame(peer: Peer, patience: float, seen_to_exit: bool) -> Cause | None:
+    """What is wrong with a rank, if anything."""
+    if peer.status == FAILED:
+        evidence = Evidence.SYMPTOM if peer.failure.is_symptom else Evidence.CERTAIN
+        end = "" if peer.failure.text.endswith((".", "!", "?")) else "."
+        return Cause(evidence, peer.rank, f"{peer} failed at {_clock(peer)} with: {peer.failure.text}{end}")
+    if peer.status == DIED or (peer.is_running and seen_to_exit):
+        advice = "Was it killed, for instance by the out-of-memory killer?"
+        text = f"{peer} exited without reporting an error (last heartbeat at {_clock(peer)}). {advice}"
+        return Cause(Evidence.CERTAIN, peer.rank, text)
+    if peer.is_running and peer.silence > patience:
+        state = "its process exists, but is stopped or stuck" if peer.process else "its machine may be down"
+        text = f"no heartbeat from {peer} since {_clock(peer)} ({peer.silence:.0f} s): {state}."
+        return Cause(Evidence.SILENT, peer.rank, text)
     return None
 
 
 def _clock(peer: Peer) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(peer.heard))
+    return time.strftime("%H:%M:%S", time.localtime(peer.last_seen))
 
 
-def _in_words(causes: list[Cause]) -> str:
+def _text(causes: list[Cause]) -> str:
     text = " ".join(cause.text for cause in causes)
     return text[0].upper() + text[1:]
 
 
-def _lost(causes: list[Cause], rank: int) -> RankLost:
+def _rank_lost(causes: list[Cause], rank: int) -> RankLost:
     them = "it" if len(causes) == 1 else "them"
-    advice = f"Rank {rank} cannot go on without {them}. Started again, the run goes on from its last checkpoint."
-    return RankLost(f"{_in_words(causes)} {advice}", tuple(cause.rank for cause in causes if cause.rank is not None))
+    advice = f"Rank {rank} cannot continue without {them}. Restart the run to resume from its last checkpoint."
+    return RankLost(f"{_text(causes)} {advice}", tuple(cause.rank for cause in causes if cause.rank is not None))

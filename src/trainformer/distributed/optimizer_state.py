@@ -1,7 +1,7 @@
-"""The optimizer's state by the names of parameters, so that it fits wherever the same parameters are trained.
+"""Optimizer state by parameter name, so that it fits wherever the same parameters are trained.
 
-torch numbers parameters. Numbers become names on the way out and numbers again on the way in, and tensors of the size
-of their parameter are divided as the parameter is. Owns these two ways; files are the business of `sharded_state`.
+torch numbers parameters. Saving turns numbers into names, and loading turns them back and shards tensors of a
+parameter's shape like that parameter. The files belong to `sharded_state`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainformer.backends.torch.gradients import is_divided
 from trainformer.backends.torch.master_weights import MasterWeights
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.distributed.sharded_state import ShardedState, fitted
+from trainformer.distributed.sharded_state import ShardedState, resharded
+from trainformer.utils.distributed import is_dtensor
 
 
 class NamedParameters:
     """The parameters of an optimizer with their names.
 
-    Groups in which some parameters are divided over ranks and some are not become two: torch's updates take tensors of
-    one kind at a time. Outside of the optimizer there are the groups it was made with, as a single process has them.
+    Param groups with both DTensors and plain tensors are split in two, because torch's updates cannot mix them. Saved
+    states keep the groups the optimizer was created with, as a single process has them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> None:
@@ -32,32 +32,32 @@ class NamedParameters:
         if unknown:
             raise BadArgument(
                 expected(
-                    "the optimizer to have parameters of the task as they are divided over ranks",
+                    "the optimizer to hold the sharded parameters of the task",
                     f"{len(unknown)} others, of shapes {unknown[:4]}",
-                    "Pass the optimizer by name, as a class or as a factory: it is made after the model is divided.",
+                    "Pass the optimizer by name, as a class or as a factory: it is created after sharding.",
                 )
             )
         self.by_name = {names[id(p)]: p for p in parameters}
-        self._made_with = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        _separate(optimizer)
+        self._original_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        _split_mixed_groups(optimizer)
         self._groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self._names = dict(enumerate(name for group in self._groups for name in group))
         self._numbers = {name: number for number, name in self._names.items()}
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state, with names instead of numbers."""
+        """The optimizer state with names instead of numbers."""
         state = renamed(optimizer.state_dict(), self._names)
-        return {**state, "param_groups": _regrouped(state["param_groups"], self._made_with)}
+        return {**state, "param_groups": _regrouped(state["param_groups"], self._original_groups)}
 
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Take back a state: one of `state_of`, one in files, or an ordinary one with whole tensors and numbers."""
+        """Load a state from `state_of`, a `ShardedState`, or an ordinary state dict with full tensors and numbers."""
         self.check(state)
-        state = fitted(self._named(state), self._parameters_for(self._named(state)))
+        state = resharded(self._named(state), self._parameters_for(self._named(state)))
         groups = _regrouped(state["param_groups"], self._groups)
         optimizer.load_state_dict(renamed({**state, "param_groups": groups}, self._numbers))
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise if it is not the state of an optimizer of these parameters."""
+        """Raise if a state does not fit these parameters."""
         state = self._named(state)
         saved = {name for group in state["param_groups"] for name in group["params"]}
         missing, unknown = sorted(self.by_name.keys() - saved), sorted(saved - self.by_name.keys())
@@ -82,10 +82,10 @@ class NamedParameters:
     def _named(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if _has_names(state):
             return state
-        return renamed(state, dict(enumerate(name for group in self._made_with for name in group)))
+        return renamed(state, dict(enumerate(name for group in self._original_groups for name in group)))
 
     def _parameters_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A tree like that of the state, with the parameter in place of each tensor of its size."""
+        """A tree like the state, with the parameter in place of each tensor of its shape."""
         return {
             key: {name: self._parameter_for(value, name) for name, value in entries.items()}
             for key, entries in state.items()
@@ -100,25 +100,25 @@ class NamedParameters:
         return parameter if fits else None
 
 
-def whole_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Any state of an optimizer as torch's own, with numbers and whole tensors: what a single process loads."""
-    whole = state.whole() if isinstance(state, ShardedState) else state
-    if not _has_names(whole):
-        return dict(whole)
-    names = [name for group in whole["param_groups"] for name in group["params"]]
-    return renamed(whole, {name: number for number, name in enumerate(names)})
+def unsharded_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Any optimizer state in torch's own form, with numbers and full tensors, as a single process loads it."""
+    full = state.unsharded() if isinstance(state, ShardedState) else state
+    if not _has_names(full):
+        return dict(full)
+    names = [name for group in full["param_groups"] for name in group["params"]]
+    return renamed(full, {name: number for number, name in enumerate(names)})
 
 
-def _separate(optimizer: torch.optim.Optimizer) -> None:
-    """Make two groups of one that has divided and whole parameters, in place."""
+def _split_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Split param groups with both DTensors and plain tensors in two, in place."""
     holders = [optimizer, optimizer.inner] if isinstance(optimizer, MasterWeights) else [optimizer]
     for i in reversed(range(len(optimizer.param_groups))):
-        divided = [is_divided(p) for p in optimizer.param_groups[i]["params"]]
-        if any(divided) and not all(divided):
+        sharded = [is_dtensor(p) for p in optimizer.param_groups[i]["params"]]
+        if any(sharded) and not all(sharded):
             for holder in holders:
                 group = holder.param_groups[i]
                 halves = [
-                    [p for p, d in zip(group["params"], divided, strict=True) if d is kind] for kind in (True, False)
+                    [p for p, d in zip(group["params"], sharded, strict=True) if d is kind] for kind in (True, False)
                 ]
                 holder.param_groups[i : i + 1] = [{**group, "params": half} for half in halves]
     if isinstance(optimizer, MasterWeights):
@@ -127,7 +127,7 @@ def _separate(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _regrouped(saved: list[dict[str, Any]], groups: list[list[str]]) -> list[dict[str, Any]]:
-    """Groups of other parameters, each with the options of the saved group in which its first parameter was."""
+    """The given groups, each with the options of the saved group that held its first parameter."""
     own = [next(group for group in saved if names[0] in group["params"]) for names in groups]
     return [{**group, "params": names} for group, names in zip(own, groups, strict=True)]
 
@@ -137,7 +137,7 @@ def _has_names(state: Mapping[str, Any]) -> bool:
 
 
 def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """The state with other keys for parameters: in its groups, in ``state``, and in what an optimizer adds to that."""
+    """The state with other parameter keys in its groups, in ``state``, and in any further mapping of the optimizer."""
     made: dict[str, Any] = {}
     for key, entries in state.items():
         if key == "param_groups":

@@ -1,13 +1,11 @@
-"""The processes of a run: who they are, how they meet, and what they tell each other on the host.
+"""The process group of a run: joining it from any launcher, and collectives of Python objects on the host.
 
-Owns joining the process group, from whatever started the processes, and the few exchanges of plain values that a run
-needs beside its gradients. Nothing here knows how a model is divided over ranks; that is a strategy's business.
+Collectives of gradients belong to the strategies.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import re
 import socket
@@ -20,18 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from trainformer.backends.torch.placement import resolve_device
 from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.engine.process_group import run_on_main
 
 if TYPE_CHECKING:
-    from trainformer.distributed.failure_detection import RankWatch
-
-logger = logging.getLogger("trainformer")
+    from trainformer.distributed.failure_detection import RankMonitor
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process."""
+    """Rank and world size as the launcher set them."""
 
     rank: int
     world_size: int
@@ -39,12 +36,12 @@ class Launch:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """Read it from the environment: torchrun and Kubernetes' PyTorchJob say it alike, ``srun`` in its own words.
+        """Read the environment variables of torchrun (and Kubernetes' PyTorchJob), or those of ``srun``.
 
         >>> Launch.find({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
-        Launch(rank=3, world=4, local_rank=1)
+        Launch(rank=3, world_size=4, local_rank=1)
         >>> Launch.find({})
-        Launch(rank=0, world=1, local_rank=0)
+        Launch(rank=0, world_size=1, local_rank=0)
         """
         world_size = _number(environment, "WORLD_SIZE", 1)
         if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -52,29 +49,29 @@ class Launch:
             if rank >= world_size:
                 raise BadArgument(expected(f"RANK to be below WORLD_SIZE, which is {world_size}", rank))
             return cls(rank, world_size, _number(environment, "LOCAL_RANK", rank))
-        # Of the step, not of the allocation: a script that sbatch starts without srun is one process.
+        # The tasks of the step, not of the allocation: a script that sbatch starts without srun is one process.
         tasks = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
         if tasks > 1 and "SLURM_PROCID" in environment:
             return cls(_number(environment, "SLURM_PROCID", 0), tasks, _number(environment, "SLURM_LOCALID", 0))
         if world_size > 1:
             raise BadArgument(
-                f"WORLD_SIZE says that {world_size} processes train together, but RANK does not say which of them this is. "
-                "Start them with torchrun or `trainformer launch`, or unset WORLD_SIZE."
+                f"Expected RANK to be set along with WORLD_SIZE={world_size}, received no RANK. Start the processes "
+                "with torchrun or `trainformer launch`, or unset WORLD_SIZE."
             )
         return cls(0, 1, 0)
 
 
-def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
-    text = environment.get(name, str(otherwise))
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
     if not text.strip().isdecimal():
-        raise BadArgument(expected(f"the environment variable {name} to be a whole number", text))
+        raise BadArgument(expected(f"the environment variable {name} to be an integer", text))
     return int(text)
 
 
-def slurm_meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Where the processes that ``srun`` started can meet: the first host of the step, at a port of the job's own.
+def slurm_rendezvous(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Master address and port for processes started by ``srun``: the first host of the step, a port from the job id.
 
-    >>> slurm_meeting_place({"SLURM_STEP_NODELIST": "gpu[07-09,12],cpu1", "SLURM_JOB_ID": "4711"})
+    >>> slurm_rendezvous({"SLURM_STEP_NODELIST": "gpu[07-09,12],cpu1", "SLURM_JOB_ID": "4711"})
     ('gpu07', 19711)
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -85,61 +82,70 @@ def slurm_meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group of ranks: which of them this is, and whether this rank is its first."""
+class Subgroup:
+    """The subgroup that this rank belongs to, and whether this rank is its first."""
 
     number: int
     is_first: bool
 
 
 class TorchProcessGroup:
-    """The processes that train together. One process alone is a group of one, and nothing is exchanged.
+    """The processes that train together. A single process is a group of one, and nothing is communicated.
 
-    `index` and `count` say which part of each batch this rank computes, of how many; ranks that hold parts of one
-    model compute the same part.
+    `dp_rank` and `dp_world_size` say which shard of each batch this rank computes. Ranks that hold parts of one model
+    (tensor or pipeline parallelism) compute the same shard.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, local_rank: int = 0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_rank = local_rank
-        self.index = rank
-        self.count = world_size
-        self.groups: dict[str, Group] = {}
-        self.watch: RankWatch | None = None
+        self.dp_rank = rank
+        self.dp_world_size = world_size
+        self.groups: dict[str, Subgroup] = {}
+        self.monitor: RankMonitor | None = None
 
     @classmethod
     def join(cls, device: str | None, timeout: float) -> TorchProcessGroup:
-        """Meet the other processes, if there are any. A group that exists already is used as it is."""
+        """Initialise the process group if several processes were launched. One that exists already is used as it is."""
         if dist.is_available() and dist.is_initialized():
             local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
             return cls(dist.get_rank(), dist.get_world_size(), local)
         launch = Launch.find()
         if launch.world_size == 1:
             return cls()
-        _meet(launch, device, timeout)
+        _init_process_group(launch, device, timeout)
         return cls(launch.rank, launch.world_size, launch.local_rank)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints, records and prunes."""
+        """Whether this is rank 0, which prints, records and prunes checkpoints."""
         return self.rank == 0
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is nobody else."""
+        """Whether the world size is 1."""
         return self.world_size == 1
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size} (process {os.getpid()} on {socket.gethostname()})"
 
-    def group(self, name: str | None) -> Group:
-        """The group of this rank, of those a strategy has named; one for all, where it has not."""
-        return self.groups.get(name or "", Group(0, self.is_main))
+    def group(self, name: str | None) -> Subgroup:
+        """The subgroup of this rank under a name that the strategy registered; else one group of all ranks."""
+        return self.groups.get(name or "", Subgroup(0, self.is_main))
 
-    # -- exchanges; every rank must take part ----------------------------------------------------------------
+    def local_device(self, device: Any) -> torch.device:
+        """The device of this rank: the CUDA device of its local rank, unless another one is requested in full."""
+        requested = None if device is None or device == "auto" else torch.device(device)
+        if requested is not None and (requested.type != "cuda" or requested.index is not None):
+            return resolve_device(device)
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return resolve_device(device)
 
-    def gather(self, value: Any) -> list[Any]:
+    # -- collectives; every rank must call them --------------------------------------------------------------
+
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
         if self.is_single_process:
             return [value]
@@ -147,34 +153,39 @@ class TorchProcessGroup:
         dist.all_gather_object(found, value)
         return found
 
+    def all_gather_dp(self, value: Any) -> list[Any]:
+        """One value per data-parallel rank. Ranks that hold parts of one model have consecutive numbers."""
+        found = self.all_gather_object(value)
+        return [found[index * self.world_size // self.dp_world_size] for index in range(self.dp_world_size)]
+
     def broadcast(self, value: Any) -> Any:
-        """The value that rank 0 has."""
+        """The value of rank 0."""
         if self.is_single_process:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def gather_parts(self, value: Any) -> list[Any]:
-        """The values of those that compute different samples, one for each part of a batch, in the order of the parts.
+    def scatter(self, parts: list[Any] | None) -> Any:
+        """Send one value per data-parallel rank from rank 0; returns the value for this rank."""
+        if self.is_single_process:
+            assert parts is not None
+            return parts[0]
+        values = None
+        if parts is not None:
+            values = [parts[rank * self.dp_world_size // self.world_size] for rank in range(self.world_size)]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, values, src=0)
+        return box[0]
 
-        Ranks that hold parts of one model compute the same samples, and follow each other.
-        """
-        found = self.gather(value)
-        return [found[index * self.world_size // self.count] for index in range(self.count)]
-
-    def run_on_main(self, function: Callable[[], Any]) -> Any:
-        """What a function returns that rank 0 alone calls. If it fails there, all ranks fail: none waits for it."""
-        return function() if self.is_single_process else run_on_main(self, function)
-
-    def total(self, values: list[float]) -> list[float]:
-        """Sums over the parts of a batch."""
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
+        """Sums over data-parallel ranks."""
         if self.is_single_process:
             return values
-        return (self._sums(values) * self.count / self.world_size).tolist()
+        return (self._sums(values) * self.dp_world_size / self.world_size).tolist()
 
-    def any(self, flags: list[bool]) -> list[bool]:
-        """Which of them at least one rank has set."""
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        """Which flags are set on at least one rank."""
         return flags if self.is_single_process else (self._sums([float(flag) for flag in flags]) > 0).tolist()
 
     def _sums(self, values: list[float]) -> torch.Tensor:
@@ -182,45 +193,18 @@ class TorchProcessGroup:
         dist.all_reduce(sums)
         return sums
 
-    def hand_out(self, parts: list[Any] | None) -> Any:
-        """On rank 0 a value for each part of the data; on every rank, the value for its part."""
-        if self.is_single_process:
-            assert parts is not None
-            return parts[0]
-        # Ranks that hold parts of one model follow each other.
-        values = (
-            None if parts is None else [parts[rank * self.count // self.world_size] for rank in range(self.world_size)]
-        )
-        box: list[Any] = [None]
-        dist.scatter_object_list(box, values, src=0)
-        return box[0]
-
-    @contextmanager
-    def watching(self, timeout: float) -> Iterator[None]:
-        """Meanwhile, a rank that dies is named, and the others do not wait for it for ever."""
-        if self.is_single_process:
-            yield
-            return
-        from trainformer.distributed.failure_detection import RankWatch
-
-        patience = min(60.0, timeout)
-        store = dist.distributed_c10d._get_default_store()
-        self.watch = RankWatch(store, self.rank, self.world_size, every=min(2.0, patience / 8), patience=patience)
-        try:
-            with self.watch.guarding():
-                yield
-        except Exception:
-            _Parting.in_anger = True
-            raise
-        finally:
-            self.watch = None
+    def run_on_main(self, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0 and return its result on all ranks. If it fails there, all ranks raise."""
+        return function() if self.is_single_process else run_on_main(self, function)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 goes first and fills the caches; the others find them. If it fails, all of them fail."""
+        """Rank 0 runs the block first and fills caches; the others follow. If rank 0 fails, all ranks raise."""
         if not self.is_main:
-            self._wait_for_main()
-        failure: str | None = None
+            failure = self.broadcast(None)
+            if failure is not None:
+                raise TrainformerError(f"Rank 0 failed while the other ranks waited for it. {failure}")
+        failure = None
         try:
             yield
         except BaseException as error:
@@ -230,30 +214,45 @@ class TorchProcessGroup:
             if self.is_main:
                 self.broadcast(failure)
 
-    def _wait_for_main(self) -> None:
-        failure = self.broadcast(None)
-        if failure is not None:
-            raise TrainformerError(f"Rank 0 failed while the others waited for it. {failure}")
+    @contextmanager
+    def monitoring(self, timeout: float) -> Iterator[None]:
+        """Detect ranks that die inside this context: errors name them, and no rank waits for them forever."""
+        if self.is_single_process:
+            yield
+            return
+        from trainformer.distributed.failure_detection import RankMonitor
+
+        patience = min(60.0, timeout)
+        store = dist.distributed_c10d._get_default_store()
+        self.monitor = RankMonitor(store, self.rank, self.world_size, every=min(2.0, patience / 8), patience=patience)
+        try:
+            with self.monitor.guarding():
+                yield
+        except Exception:
+            _AtExit.skip_destroy = True
+            raise
+        finally:
+            self.monitor = None
 
 
-def _meet(launch: Launch, device: str | None, timeout: float) -> None:
+def _init_process_group(launch: Launch, device: str | None, timeout: float) -> None:
     if "RANK" not in os.environ:
-        host, port = slurm_meeting_place(os.environ)
+        host, port = slurm_rendezvous(os.environ)
         os.environ.setdefault("MASTER_ADDR", host)
         os.environ.setdefault("MASTER_PORT", str(port))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise BadArgument(
-            f"WORLD_SIZE says that {launch.world_size} processes train together, but {' and '.join(missing)} are not set, "
-            "so they cannot meet. Start them with torchrun or `trainformer launch`."
+            f"Expected {' and '.join(missing)} to be set along with WORLD_SIZE={launch.world_size}, received nothing. "
+            "Start the processes with torchrun or `trainformer launch`."
         )
     on_cuda = torch.cuda.is_available() and (device is None or str(device).startswith("cuda"))
     if on_cuda:
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     wait = timedelta(seconds=timeout)
     store, rank, world_size = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=wait))
-    # torchrun keeps its store over restarts. Without a name of their own, processes that are started again would find
-    # the addresses of those that are gone.
+    # torchrun keeps its store over restarts. Without a prefix per attempt, restarted processes would find the
+    # addresses of those that are gone.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
@@ -262,17 +261,17 @@ def _meet(launch: Launch, device: str | None, timeout: float) -> None:
         world_size=world_size,
         timeout=wait,
     )
-    atexit.register(_part)
+    atexit.register(_destroy_process_group)
 
 
-class _Parting:
-    in_anger = False  # a run has failed
+class _AtExit:
+    skip_destroy = False  # set when a run failed
 
 
-def _part() -> None:
-    """Leave the group that we joined. Its threads must be gone before the interpreter is.
+def _destroy_process_group() -> None:
+    """Destroy the group we created: its threads must end before the interpreter does.
 
-    Not after a failure: to take leave of ranks that are gone may wait for them.
+    Not after a failure: destroying it may wait for ranks that are gone.
     """
-    if dist.is_initialized() and not _Parting.in_anger:
+    if dist.is_initialized() and not _AtExit.skip_destroy:
         dist.destroy_process_group()

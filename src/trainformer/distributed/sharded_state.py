@@ -1,13 +1,12 @@
-"""State that is divided over ranks, as files: each rank writes what it holds, any number of ranks reads it back.
+"""Files of sharded state: each rank writes its shards, and any number of ranks can read them.
 
 A state is a tree of mappings and lists with tensors (`DTensor` or not) and plain values. Its files are
 
-    <stem>.tree.pt                            the tree, with tensors of no memory ("meta") in place of its tensors
-    <stem>.shard-00001-of-00004.safetensors   the pieces that rank 1 of 4 held, and where they belong
+    <stem>.tree.pt                            the tree, with meta tensors in place of its tensors
+    <stem>.shard-00001-of-00004.safetensors   the shards of rank 1 of 4, and their offsets
 
-What to read for which piece is planned by `torch.distributed.checkpoint`. Its own files are not used: their index is a
-pickle, which executes what it likes when it is read. Nothing here is exchanged between ranks, so that files can be
-written behind the back of a run.
+`torch.distributed.checkpoint` plans which parts to read. Its own file format is not used: the index is a pickle, which
+can execute code when it is read. Nothing here communicates between ranks, so files can be written in the background.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainformer.backends.torch.gradients import is_divided
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed.process_group import TorchProcessGroup
+from trainformer.utils.distributed import is_dtensor
 from trainformer.utils.tensor_files import read_tensors, save, untied
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-# Imported where they are used: torch.distributed.tensor takes most of a second, and few runs need it.
+# torch.distributed.tensor is imported where it is used: it takes most of a second, and few runs need it.
 _OFFSETS = "trainformer_offsets"
 _TREE, _SHARD = ".tree.pt", ".safetensors"
 _FORMAT = 1
 
 
 def write_sharded(folder: Path, stem: str, state: Any, process_group: TorchProcessGroup) -> list[str]:
-    """Write what this rank holds of a state; the names of its files. Every rank calls it, none waits for another."""
+    """Write this rank's shards of a state. Returns the file names. Every rank calls it; none waits for another."""
     found = list(named_tensors(state))
     tensors = dict(found)
     if len(tensors) < len(found):
         twice = next(name for name, _ in found if sum(name == other for other, _ in found) > 1)
-        raise BadArgument(expected("keys of a state to differ as text", twice))
-    held = {name: piece for name, tensor in tensors.items() if (piece := _held(tensor, process_group)) is not None}
+        raise BadArgument(expected("keys of a state to differ as strings", twice))
+    held = {name: piece for name, tensor in tensors.items() if (piece := _own_piece(tensor, process_group)) is not None}
     pieces, aliases = untied({name: piece for name, (piece, _) in held.items()})
     offsets = {name: held[name][1] for name in pieces}
     shard = f"{stem}.shard-{process_group.rank:05d}-of-{process_group.world_size:05d}{_SHARD}"
@@ -54,28 +53,28 @@ def write_sharded(folder: Path, stem: str, state: Any, process_group: TorchProce
             "format": _FORMAT,
             "world": process_group.world_size,
             "aliases": aliases,
-            "tree": outline_of(state, tensors),
+            "tree": meta_tree(state, tensors),
         }
         torch.save(content, folder / f"{stem}{_TREE}")
         written.append(f"{stem}{_TREE}")
     return written
 
 
-def fitted(saved: Any, like: Any) -> Any:
-    """A saved state with its tensors divided as those of the same paths in `like`; others are whole, on the host.
+def resharded(saved: Any, like: Any) -> Any:
+    """A saved state with its tensors sharded like those of the same paths in `like`; others are full, on the host.
 
-    `saved` is a `ShardedState`, of which only what this rank needs is read, or a tree of tensors, whole or divided.
+    `saved` is a `ShardedState`, of which only what this rank needs is read, or a tree of full or sharded tensors.
     """
     targets = dict(named_tensors(like))
     if isinstance(saved, ShardedState):
-        return saved.fitted(targets)
-    tensors = {name: divided_like(tensor, targets.get(name)) for name, tensor in named_tensors(saved)}
-    return rebuilt(saved, tensors)
+        return saved.resharded(targets)
+    tensors = {name: distributed_like(tensor, targets.get(name)) for name, tensor in named_tensors(saved)}
+    return with_tensors(saved, tensors)
 
 
-def divided_like(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """This rank's part of a whole tensor, as a `DTensor` that is divided like the other one. No rank is asked."""
-    if like is None or not is_divided(like) or is_divided(tensor):
+def distributed_like(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """This rank's shard of a full tensor, as a `DTensor` sharded like the other one. Needs no communication."""
+    if like is None or not is_dtensor(like) or is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import DTensor
 
@@ -91,24 +90,24 @@ def divided_like(tensor: Tensor, like: Tensor | None) -> Tensor:
 
 
 class ShardedState(Mapping[str, Any]):
-    """A state in files that any process can read, in whole or in part.
+    """A state in files that any process can read, in full or in part.
 
-    As a mapping it is the saved tree with meta tensors in it: names, shapes, types and plain values are there, and no
-    tensor has been read. Files that are damaged, missing or do not belong together are refused here.
+    As a mapping it is the saved tree with meta tensors: names, shapes, dtypes and plain values, with no tensor read.
+    Files that are damaged, missing or do not belong together are refused here.
     """
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self.folder = folder
         trees = [name for name in names if name.endswith(_TREE)]
         if len(trees) != 1:
-            raise DataError(f"{folder} lacks the file *{_TREE} that says what its shards hold; it has {names}.")
+            raise DataError(f"{folder} lacks the file *{_TREE} that describes its shards; it has {names}.")
         self._path = folder / trees[0]
-        content = _described(read_tensors(self._path), self._path)
+        content = _checked_tree(read_tensors(self._path), self._path)
         self.tree: Any = content["tree"]
-        self._outlines = dict(named_tensors(self.tree))
+        self._meta = dict(named_tensors(self.tree))
         self._aliases: dict[str, str] = content["aliases"]
-        if not {*self._aliases, *self._aliases.values()} <= self._outlines.keys():
-            raise _no_description(self._path)
+        if not {*self._aliases, *self._aliases.values()} <= self._meta.keys():
+            raise _bad_tree(self._path)
         shards = sorted(name for name in names if name.endswith(_SHARD))
         if len(shards) != content["world"]:
             raise DataError(
@@ -117,10 +116,10 @@ class ShardedState(Mapping[str, Any]):
             )
         #: In which file each piece of a tensor is, by name and offsets.
         self._places: dict[tuple[str, tuple[int, ...]], str] = {}
-        self._index = self._indexed(shards)
+        self._index = self._build_index(shards)
         self._check_complete()
 
-    # -- what it holds -------------------------------------------------------------------------------------
+    # -- mapping -------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> Any:
         return self.tree[key]
@@ -133,26 +132,26 @@ class ShardedState(Mapping[str, Any]):
 
     # -- reading -------------------------------------------------------------------------------------------
 
-    def whole(self) -> Any:
-        """The state in full, on the host. Needs no other process. Tied tensors are one tensor again."""
+    def unsharded(self) -> Any:
+        """The full state on the host. Needs no other process. Tied tensors are tied again."""
         tensors: dict[str, Tensor] = {}
-        for name, outline in self._outlines.items():
+        for name, meta in self._meta.items():
             same = tensors.get(self._aliases.get(name, ""))
-            tensors[name] = torch.empty(outline.shape, dtype=outline.dtype) if same is None else same
+            tensors[name] = torch.empty(meta.shape, dtype=meta.dtype) if same is None else same
         self._fill(tensors)
-        return rebuilt(self.tree, tensors)
+        return with_tensors(self.tree, tensors)
 
-    def fitted(self, like: Mapping[str, Tensor]) -> Any:
-        """The state with its tensors divided as those of the same paths in `like`, and others whole (see `fitted`)."""
+    def resharded(self, like: Mapping[str, Tensor]) -> Any:
+        """The state with its tensors sharded like those of the same paths in `like`, others full."""
         targets: dict[str, Tensor] = {}
-        for name, outline in self._outlines.items():
+        for name, meta in self._meta.items():
             target = like.get(name)
-            if target is not None and is_divided(target) and target.shape == outline.shape:
-                targets[name] = torch.empty_like(target, dtype=outline.dtype, requires_grad=False)
+            if target is not None and is_dtensor(target) and target.shape == meta.shape:
+                targets[name] = torch.empty_like(target, dtype=meta.dtype, requires_grad=False)
             else:
-                targets[name] = torch.empty(outline.shape, dtype=outline.dtype)
+                targets[name] = torch.empty(meta.shape, dtype=meta.dtype)
         self._fill(targets)
-        return rebuilt(self.tree, targets)
+        return with_tensors(self.tree, targets)
 
     @torch.no_grad()
     def _fill(self, targets: dict[str, Tensor]) -> None:
@@ -171,43 +170,43 @@ class ShardedState(Mapping[str, Any]):
                 try:
                     if file not in files:
                         files[file] = stack.enter_context(safe_open(self.folder / file, framework="pt"))
-                    piece = _cut(files[file], name, item.storage_offsets, item.lengths)
+                    piece = _read_slice(files[file], name, item.storage_offsets, item.lengths)
                 except (SafetensorError, OSError) as error:
                     raise _damaged(self.folder / file, error) from error
                 target = planner.resolve_tensor(item)
                 target.copy_(piece)
                 planner.commit_tensor(item, target)
 
-    # -- what the files say --------------------------------------------------------------------------------
+    # -- index ---------------------------------------------------------------------------------------------
 
-    def _indexed(self, shards: list[str]) -> dict[str, Any]:
+    def _build_index(self, shards: list[str]) -> dict[str, Any]:
         from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
         found: dict[str, TensorStorageMetadata] = {}
-        for name, outline in self._outlines.items():
-            found[name] = TensorStorageMetadata(TensorProperties(dtype=outline.dtype), outline.shape, [])
+        for name, meta in self._meta.items():
+            found[name] = TensorStorageMetadata(TensorProperties(dtype=meta.dtype), meta.shape, [])
         for shard in shards:
             path = self.folder / shard
             try:
                 with safe_open(path, framework="pt") as file:
                     for name, offsets in json.loads((file.metadata() or {})[_OFFSETS]).items():
                         piece = file.get_slice(name)
-                        self._note(found[name], name, tuple(map(int, offsets)), tuple(piece.get_shape()), shard)
+                        self._add_piece(found[name], name, tuple(map(int, offsets)), tuple(piece.get_shape()), shard)
             except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
                 raise _damaged(path, error) from error
         for alias, name in self._aliases.items():
             found[alias] = found[name]
         return found
 
-    def _note(
+    def _add_piece(
         self, entry: TensorStorageMetadata, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shard: str
     ) -> None:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if name in self._aliases:
-            return  # an empty piece of a tied tensor: only where there is something can it be told from another
+            return  # an empty shard of a tied tensor: empty tensors cannot be recognised as tied when written
         fits = len(offsets) == len(sizes) == len(entry.size)
-        if not fits or any(o < 0 or o + s > whole for o, s, whole in zip(offsets, sizes, entry.size, strict=True)):
+        if not fits or any(o < 0 or o + s > size for o, s, size in zip(offsets, sizes, entry.size, strict=True)):
             raise ValueError(f"a piece of {name} is outside of it")
         if math.prod(sizes):
             if (name, offsets) in self._places:
@@ -221,43 +220,43 @@ class ShardedState(Mapping[str, Any]):
             if there != entry.size.numel():
                 raise DataError(
                     f"The shards in {self.folder} hold {there} of the {entry.size.numel()} values of {name}: "
-                    "some of them are of another checkpoint."
+                    "some of them belong to another checkpoint."
                 )
 
 
-def _described(content: Any, path: Path) -> dict[str, Any]:
+def _checked_tree(content: Any, path: Path) -> dict[str, Any]:
     kinds: dict[str, Any] = {"format": int, "world": int, "aliases": dict, "tree": (dict, list)}
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in kinds.items()):
-        raise _no_description(path)
+        raise _bad_tree(path)
     if content["format"] > _FORMAT:
         raise DataError(f"{path} was written by a newer trainformer (format {content['format']}); please upgrade.")
     return content
 
 
-def _no_description(path: Path) -> DataError:
-    return DataError(f"{path} does not describe a divided state: it is damaged or something else.")
+def _bad_tree(path: Path) -> DataError:
+    return DataError(f"{path} does not describe a sharded state: it is damaged or something else.")
 
 
-def _held(tensor: Tensor, process_group: TorchProcessGroup) -> tuple[Tensor, list[int]] | None:
-    """The piece of a tensor that this rank writes and where it belongs; None where another rank writes it.
+def _own_piece(tensor: Tensor, process_group: TorchProcessGroup) -> tuple[Tensor, list[int]] | None:
+    """The piece of a tensor that this rank writes, and its offsets; None if another rank writes it.
 
-    Of several ranks that hold the same piece, it is the first. Where there are groups of ranks of which each divides a
-    tensor of its own (models side by side, under tensor parallelism), it is the group of rank 0.
+    The first of several ranks that hold the same shard writes it. With several meshes (model replicas under tensor
+    parallelism), those of rank 0 write.
     """
-    if not is_divided(tensor):
+    if not is_dtensor(tensor):
         return (tensor, [0] * tensor.ndim) if process_group.is_main else None
-    divided: Any = tensor
-    mesh = divided.device_mesh
+    sharded: Any = tensor
+    mesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or 0 not in mesh.mesh:
         return None
-    if any(at and how.is_replicate() for at, how in zip(coordinate, divided.placements, strict=True)):
+    if any(at and placement.is_replicate() for at, placement in zip(coordinate, sharded.placements, strict=True)):
         return None
-    (chunk,) = divided.__create_chunk_list__()
-    return divided.to_local(), list(chunk.offsets)
+    (chunk,) = sharded.__create_chunk_list__()
+    return sharded.to_local(), list(chunk.offsets)
 
 
-def _cut(file: Any, name: str, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+def _read_slice(file: Any, name: str, offsets: torch.Size, lengths: torch.Size) -> Tensor:
     if not lengths:
         return file.get_tensor(name)
     return file.get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
@@ -271,7 +270,7 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors with their paths."""
+    """All tensors of a tree with their paths."""
     if isinstance(tree, Tensor):
         yield path, tree
         return
@@ -280,24 +279,24 @@ def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(value, _joined(path, key))
 
 
-def rebuilt(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
-    """The same tree with other tensors in it, by their paths."""
+def with_tensors(tree: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
+    """The same tree with other tensors, given by path."""
     if isinstance(tree, Tensor):
         return tensors[path]
     if isinstance(tree, Mapping):
-        return {key: rebuilt(value, tensors, _joined(path, key)) for key, value in tree.items()}
+        return {key: with_tensors(value, tensors, _joined(path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        values = [rebuilt(value, tensors, _joined(path, i)) for i, value in enumerate(tree)]
+        values = [with_tensors(value, tensors, _joined(path, i)) for i, value in enumerate(tree)]
         return values if isinstance(tree, list) else tuple(values)
     return tree
 
 
 def _joined(path: str, key: Any) -> str:
-    """A path and one more key; a slash inside of a key is written as in JSON pointers, and no two paths are alike."""
+    """A path with one more key. Slashes in keys are escaped as in JSON pointers, so paths are unique."""
     step = str(key).replace("~", "~0").replace("/", "~1")
     return f"{path}/{step}" if path else step
 
 
-def outline_of(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The same tree with tensors of no memory, which say shapes and types."""
-    return rebuilt(state, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()})
+def meta_tree(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The same tree with meta tensors, which keep shapes and dtypes."""
+    return with_tensors(state, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()})

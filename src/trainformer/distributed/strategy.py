@@ -1,9 +1,9 @@
-"""What a strategy is: how one model is trained by several processes. The base class is the one for a single process.
+"""The interface of a strategy: how several processes train one model. The base class trains in a single process.
 
-A strategy is asked in this order: `join` (meet the other ranks, say which device is ours), `prepare` (wrap or divide
-the task's modules, before the optimizer is made), then per step `train_step`, `apart`, `send`, `backward`, `received`,
-`total_norm`, and now and then for state. The task's own attribute `model` stays the plain model: wrappers live here,
-so that nobody else has to unwrap anything.
+The backend calls a strategy in this order: `setup_environment` (join the process group, pick the device), `prepare`
+(wrap or shard the task's modules), `prepare_optimizer`; then in every step `train_step`, `no_sync`, `piggyback_stats`,
+`backward`, `reduced_stats`, `total_norm`; and the state methods to save and resume. The task's attribute `model`
+remains the plain model: wrappers such as DDP live in the strategy, so nobody has to unwrap anything.
 """
 
 from __future__ import annotations
@@ -17,82 +17,80 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients
-from trainformer.backends.torch.optimizers import modules_of
+from trainformer.backends.torch.optimizers import modules_of, named_parameters
 from trainformer.backends.torch.placement import resolve_device
-from trainformer.backends.torch.state_trees import check_fits, cloned
+from trainformer.backends.torch.state import check_fits, cloned
 from trainformer.core.errors import DataError
 from trainformer.core.types import SharingPattern
-from trainformer.distributed.optimizer_state import whole_optimizer_state
+from trainformer.distributed.optimizer_state import unsharded_optimizer_state
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.distributed.sharded_state import ShardedState
 
 
 class Strategy:
-    """One process, one device. The others say what they do otherwise.
-
-    Gradients after the last backward pass of a step are means over `averaged_over` ranks of what each of them computed.
-    """
+    """One process, one device. Subclasses override what they do differently."""
 
     name = "single"
-    #: Who writes the weights and the optimizer's state (see `StateComponent`).
+    #: Which ranks write the weights and the optimizer state (see `StateComponent`).
     sharing = SharingPattern.GLOBAL
-    #: Whether each rank has a part of them, and writes that: then their format is "sharded".
-    divides_state = False
+    #: Whether each rank holds and writes its own shard of them (checkpoint format "sharded").
+    shards_state = False
 
     def __init__(self) -> None:
         self.process_group = TorchProcessGroup()
         self.task: Any = None
-        self.reference = 1.0  # what each rank divides its sums by before it differentiates them; set by the backend
-        self.precision = "no"  # of the run, likewise: no, bf16 or fp16
+        self.reference = 1.0  # each rank divides loss sums by this before the backward pass; set by the backend
+        self.precision = "no"  # no, bf16, fp16 or fp8; set by the backend
 
     # -- set-up --------------------------------------------------------------------------------------------
 
-    def join(self, device: Any, timeout: float) -> torch.device:
-        """Meet the other ranks, the first time; the device of this one."""
+    def setup_environment(self, device: Any, timeout: float) -> torch.device:
+        """Join the process group, once. Returns the device of this rank."""
         return resolve_device(device)
 
     def prepare(self, task: Any, device: torch.device) -> None:
-        """Put the task's modules on the device, and wrap or divide them. The optimizer is made afterwards."""
+        """Move the task's modules to the device and wrap or shard them. Runs before the optimizer is created."""
         self.task = task
         for module in modules_of(task).values():
             module.to(device)
 
-    def connect(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Take notice of the optimizer; the one to use from now on."""
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Check or wrap the optimizer. Returns the one to use from now on."""
         return optimizer
 
     @property
-    def averaged_over(self) -> int:
-        """By how many ranks gradients were divided when they were added up."""
+    def gradient_divide_factor(self) -> int:
+        """Number of ranks that gradients are averaged over by the backward pass."""
         return 1
 
     @property
     def random_stream(self) -> int:
-        """Ranks of one number draw the same random numbers: those that compute the same layers on the same data."""
-        return self.process_group.index
+        """Ranks with the same number draw the same random numbers: those that compute the same layers and samples."""
+        return self.process_group.dp_rank
 
     def count_parameters(self, parameters: Iterable[Tensor]) -> int:
-        """Elements of the parameters of this rank, and of those that only others have."""
+        """Number of parameter elements over all ranks, counting each once."""
         return sum(p.numel() for p in parameters)
 
     def describe(self) -> str:
-        """The strategy in a few words, for the log."""
+        """A short description for the log."""
         return self.name
 
     # -- a step --------------------------------------------------------------------------------------------
 
     def train_step(self) -> Callable[[Any], Any] | None:
-        """The task's `train_step`, called in a way that lets ranks exchange gradients. None: as it is."""
+        """The task's `train_step` inside the wrapper that reduces gradients; None to call the task directly."""
         return None
 
-    def apart(self) -> AbstractContextManager[Any]:
-        """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Context of every micro-batch but the last of a step (gradient accumulation): skip the gradient all-reduce."""
         return nullcontext()
 
-    def send(self, loss: Any, values: Tensor) -> Any:
-        """Tell the other ranks a few numbers of this step along with the gradients; the loss to differentiate.
+    def piggyback_stats(self, loss: Any, stats: Tensor) -> Any:
+        """Start to sum a few numbers of this step over ranks, if possible in the same all-reduce as the gradients.
 
-        The loss is None where gradients were computed already.
+        Called before the last backward pass of a step. Returns the loss to differentiate; `loss` is None if the
+        gradients have been computed already.
         """
         return loss
 
@@ -100,20 +98,20 @@ class Strategy:
         """Compute gradients."""
         (loss if scaler is None else scaler.scale(loss)).backward()
 
-    def received(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
-        """The sums over ranks of what was sent with the step's last micro-batch. None: there is nobody else."""
+    def reduced_stats(self, scaler: torch.amp.GradScaler | None) -> Tensor | None:
+        """The sums over ranks of what `piggyback_stats` was given; None with a single process."""
         return None
 
     def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
-        """The norm of all gradients, those on other ranks included."""
+        """The norm of all gradients, including those held by other ranks."""
         return gradients.total_norm(grads, uniform)
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of a parameter, for somebody who looks at it. Every rank must take part."""
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of a parameter for inspection. A collective: every rank must call it."""
         return parameter.grad
 
-    def agree_on_overflow(self, found: Tensor) -> None:
-        """Make the flag of fp16's loss scaling that of all ranks, in place."""
+    def sync_found_inf(self, found_inf: Tensor) -> None:
+        """Combine the overflow flag of fp16 loss scaling over ranks, in place."""
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -123,54 +121,73 @@ class Strategy:
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def model_state(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The weights as this rank writes them; `plain` is how they are taken where nothing is divided."""
-        return plain()
+    def model_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The weights as this rank writes them; `state_dict` returns those of the plain model."""
+        return state_dict()
 
-    def load_model_state(self, state: Any, plain: Callable[[Any], Any]) -> None:
-        """Take weights back: whole ones, or a `ShardedState`."""
-        plain(whole(state))
+    def load_model_state(self, state: Any, load: Callable[[Any], Any]) -> None:
+        """Load weights: an ordinary state dict or a `ShardedState`."""
+        load(unsharded(state))
 
-    def check_model_state(self, state: Any, plain: Callable[[], dict[str, Any]]) -> None:
+    def check_model_state(self, state: Any, state_dict: Callable[[], dict[str, Any]]) -> None:
         """Raise if weights do not fit, before anything is changed."""
-        check_fits(plain(), whole(state), "model")
+        check_fits(state_dict(), unsharded(state), "model")
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state as this rank writes it."""
+        """The optimizer state as this rank writes it."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Take it back. A copy: torch keeps the tensors it is given and goes on to change them."""
-        optimizer.load_state_dict(cloned(whole_optimizer_state(whole(state))))
+        """Load a copy of an optimizer state: torch keeps the tensors it is given and updates them in place."""
+        optimizer.load_state_dict(cloned(unsharded_optimizer_state(unsharded(state))))
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Raise if it does not fit."""
-        check_groups(optimizer, whole_optimizer_state(whole(state)))
+        """Raise if an optimizer state does not fit."""
+        check_groups(optimizer, unsharded_optimizer_state(unsharded(state)))
 
     def copy_model(self) -> nn.Module:
-        """A second model with the same weights, at least in fp32; for averages of weights."""
-        return widened(copy.deepcopy(self.task.model))
+        """A second model with the same weights, in fp32 or wider; for weight averaging (EMA)."""
+        return upcast_to_fp32(copy.deepcopy(self.task.model))
 
-    def whole_model(self) -> nn.Module:
-        """The model with all of its weights on this rank, to be exported. Every rank must take part."""
+    def unsharded_model(self) -> nn.Module:
+        """The model with all of its weights, for export. A collective: every rank must call it."""
         return self.task.model
 
 
-def widened(model: nn.Module) -> nn.Module:
-    """The same model, with parameters of 16 bits made fp32."""
+class StepModule(nn.Module):
+    """Everything a task trains, as one module whose forward pass calls a function: ``module(function, batch)``.
+
+    DDP and FSDP wrap this module, so a task may call its model or parts of it in any way, and every parameter it trains
+    is covered, including those of the loss.
+    """
+
+    def __init__(self, task: Any) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name.replace(".", "_"): module for name, module in modules_of(task).items()})
+        known = {id(p) for p in self.parts.parameters()}
+        # Bare parameters of the task, such as a temperature.
+        self.rest = nn.ParameterList([p for p in named_parameters(task).values() if id(p) not in known])
+
+    def forward(self, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Call the function."""
+        return function(batch)
+
+
+def upcast_to_fp32(model: nn.Module) -> nn.Module:
+    """Convert 16-bit parameters to fp32, in place."""
     for p in model.parameters():
         if p.dtype in (torch.float16, torch.bfloat16):
             p.data = p.data.float()
     return model
 
 
-def whole(state: Any) -> Any:
-    """A state that was written in parts, put together; any other as it is."""
-    return state.whole() if isinstance(state, ShardedState) else state
+def unsharded(state: Any) -> Any:
+    """A `ShardedState` read in full; any other state as it is."""
+    return state.unsharded() if isinstance(state, ShardedState) else state
 
 
 def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise if an optimizer's state has other groups of parameters."""
+    """Raise if an optimizer state has other parameter groups."""
     here = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in state["param_groups"]]
     if here != saved:

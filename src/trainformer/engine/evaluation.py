@@ -40,7 +40,7 @@ def evaluate(
         if on_batch is not None:
             on_batch(batch.size)
     if keep_rows and not process_group.is_single_process:
-        pieces = _interleave(process_group.gather_parts(dict(pieces)))
+        pieces = _interleave(process_group.all_gather_dp(dict(pieces)))
     return metrics.drain(), {name: backend.join_rows(parts) for name, parts in pieces.items()}
 
 

@@ -19,8 +19,8 @@ class Event(enum.Enum):
             STEP_BEGIN (step)              steps done before this one
             for each micro-batch:
                 SUBSTEP_END (step)         gradients of one micro-batch were accumulated
-            BEFORE_UPDATE (step)           gradients are complete and clipped, weights are still the old ones
-            AFTER_UPDATE (step)            weights are new, gradients are still there
+            BEFORE_OPTIMIZER_STEP (step)   gradients are complete and clipped, weights are still the old ones
+            AFTER_OPTIMIZER_STEP (step)    weights are new, gradients are still there
             STEP_END (step, loss)          steps done including this one; the loss syncs only when read; what is due
                                            now is set in the control, and can be cancelled there
             LOG (metrics)                  at log points, before the record is written: listeners may add to it
@@ -36,8 +36,8 @@ class Event(enum.Enum):
     EPOCH_BEGIN = "epoch_begin"
     STEP_BEGIN = "step_begin"
     SUBSTEP_END = "substep_end"
-    BEFORE_UPDATE = "before_update"
-    AFTER_UPDATE = "after_update"
+    BEFORE_OPTIMIZER_STEP = "before_optimizer_step"
+    AFTER_OPTIMIZER_STEP = "after_optimizer_step"
     STEP_END = "step_end"
     LOG = "log"
     EVAL_BEGIN = "eval_begin"
@@ -49,7 +49,13 @@ class Event(enum.Enum):
 
 
 #: Events of every step.
-STEP_EVENTS = (Event.STEP_BEGIN, Event.SUBSTEP_END, Event.BEFORE_UPDATE, Event.AFTER_UPDATE, Event.STEP_END)
+STEP_EVENTS = (
+    Event.STEP_BEGIN,
+    Event.SUBSTEP_END,
+    Event.BEFORE_OPTIMIZER_STEP,
+    Event.AFTER_OPTIMIZER_STEP,
+    Event.STEP_END,
+)
 
 
 class EventBus:

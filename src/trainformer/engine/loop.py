@@ -144,11 +144,11 @@ class Loop:
             else:
                 complete = backend.finish()
 
-        if bus.listeners(Event.BEFORE_UPDATE):
-            bus.emit(Event.BEFORE_UPDATE, step)
+        if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
+            bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
         result = backend.update(step)
-        if bus.listeners(Event.AFTER_UPDATE):
-            bus.emit(Event.AFTER_UPDATE, step)
+        if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
+            bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
         backend.end_step()
 
         state.step = step = step + 1
@@ -199,7 +199,7 @@ class Loop:
         state = self.state
         if self.process_group.is_single_process:
             return
-        tokens, bad = map(int, self.process_group.total([self._local_tokens, self._local_bad]))
+        tokens, bad = map(int, self.process_group.all_reduce_sum([self._local_tokens, self._local_bad]))
         state.tokens += tokens
         state.bad_samples += bad
         state.samples -= bad  # samples are counted over all ranks, bad samples per rank

@@ -72,7 +72,7 @@ class RunningMetrics:
     def _all_ranks(self, entries: Mapping[str, list[Entry]]) -> Sums:
         """Sums and weights of all ranks."""
         together: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for sums in self._process_group.gather_parts(weighted_sums(entries, self._reader)):
+        for sums in self._process_group.all_gather_dp(weighted_sums(entries, self._reader)):
             for name, pair in sums.items():
                 together[name].append(pair)
         return {name: (_sum([a for a, _ in pairs]), _sum([b for _, b in pairs])) for name, pairs in together.items()}

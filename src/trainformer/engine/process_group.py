@@ -33,8 +33,8 @@ class ProcessGroup(Protocol):
         ...
 
     @property
-    def watch(self) -> Any:
-        """The failure detector, whose `lost()` names a dead rank; None if there is none."""
+    def monitor(self) -> Any:
+        """The failure detector, whose `lost_ranks()` names ranks that are gone; None without one."""
         ...
 
     def broadcast(self, value: Any) -> Any:
@@ -45,23 +45,23 @@ class ProcessGroup(Protocol):
         """Call a function on rank 0 and broadcast its result. If it fails there, all ranks fail."""
         ...
 
-    def watching(self, timeout: float) -> AbstractContextManager[None]:
+    def monitoring(self, timeout: float) -> AbstractContextManager[None]:
         """Run the failure detector: a rank that dies is named, and the others do not wait for it forever."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """All-gather: the values of all ranks, in rank order."""
         ...
 
-    def gather_parts(self, value: Any) -> list[Any]:
+    def all_gather_dp(self, value: Any) -> list[Any]:
         """All-gather over data-parallel ranks only: one value per part of a batch, in order."""
         ...
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """All-reduce (sum) over data-parallel ranks."""
         ...
 
-    def any(self, flags: list[bool]) -> list[bool]:
+    def any_rank(self, flags: list[bool]) -> list[bool]:
         """All-reduce (logical or): which flags at least one rank has set."""
         ...
 
@@ -73,21 +73,21 @@ class SingleProcess:
     is_single_process = True
     rank = 0
     world_size = 1
-    watch = None
+    monitor = None
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
 
-    def gather_parts(self, value: Any) -> list[Any]:
+    def all_gather_dp(self, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """The values."""
         return values
 
-    def any(self, flags: list[bool]) -> list[bool]:
+    def any_rank(self, flags: list[bool]) -> list[bool]:
         """The flags."""
         return flags
 
@@ -99,7 +99,7 @@ class SingleProcess:
         """What the function returns."""
         return function()
 
-    def watching(self, timeout: float) -> AbstractContextManager[None]:
+    def monitoring(self, timeout: float) -> AbstractContextManager[None]:
         """There is nobody to watch."""
         return nullcontext()
 

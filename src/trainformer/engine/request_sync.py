@@ -59,7 +59,7 @@ class RequestSync:
     def begin(self, callbacks_may_request: Callable[[], bool]) -> None:
         """Before the first step. `callbacks_may_request`: does a callback of this rank handle step events?"""
         self._callbacks_may_request = callbacks_may_request
-        self._any_callback_may_request = self._process_group.any([callbacks_may_request()])[0]
+        self._any_callback_may_request = self._process_group.any_rank([callbacks_may_request()])[0]
 
     def note_overdue(self, flag: str) -> None:
         """A wall-clock cadence is due. Clocks differ, so rank 0 decides."""
@@ -82,7 +82,7 @@ class RequestSync:
                 self._apply(self._take_external())
             return
         if self._backend.any_rank_has_request():
-            external = merge(self._process_group.gather(self._take_external()))
+            external = merge(self._process_group.all_gather_object(self._take_external()))
             self._any_callback_may_request |= external.callbacks_may_request
             self._apply(external)
         if self._any_callback_may_request:
@@ -90,16 +90,18 @@ class RequestSync:
 
     def drain(self) -> None:
         """After the last step, whose gradients could only carry what was requested before it."""
-        self._apply(merge(self._process_group.gather(self._take_external())))
+        self._apply(merge(self._process_group.all_gather_object(self._take_external())))
 
     def sync_requests(self) -> None:
         """All-reduce the requests of callbacks: what one rank requests, all ranks do."""
         control, process_group = self._control, self._process_group
         if self._is_single_process:
             return
-        wanted = dict(zip(_FLAGS, process_group.any([getattr(control, name) for name in _FLAGS]), strict=True))
+        wanted = dict(zip(_FLAGS, process_group.any_rank([getattr(control, name) for name in _FLAGS]), strict=True))
         if wanted.pop("should_stop"):
-            stops = process_group.gather((control.stopped_by, control.stop_reason) if control.should_stop else None)
+            stops = process_group.all_gather_object(
+                (control.stopped_by, control.stop_reason) if control.should_stop else None
+            )
             rank, (by, reason) = next((rank, stop) for rank, stop in enumerate(stops) if stop is not None)
             control.stop(str(reason), by=f"{by} (on rank {rank})")  # no effect where it was stopped already
         for name, value in wanted.items():

@@ -1,13 +1,28 @@
-"""Evaluation: metrics of a whole data set, computed once from all its predictions or embeddings."""
+"""Evaluation: metrics of a whole dataset, computed once from all its predictions or embeddings."""
 
 from trainformer.core.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "trainformer.eval.classification": ["accuracy", "confusion_matrix", "precision_recall_f1", "topk_accuracy"],
+        "trainformer.eval.classification": [
+            "TagScheme",
+            "accuracy",
+            "confusion_matrix",
+            "multilabel_metrics",
+            "pearson",
+            "precision_recall_f1",
+            "spearman",
+            "topk_accuracy",
+        ],
         "trainformer.eval.neighbours": ["NeighbourIndex", "Neighbours", "nearest"],
-        "trainformer.eval.retrieval": ["faiss_retrieval_metrics", "knn_accuracy", "knn_predict", "retrieval_metrics"],
+        "trainformer.eval.retrieval": [
+            "faiss_retrieval_metrics",
+            "knn_accuracy",
+            "knn_predict",
+            "ranking_metrics",
+            "retrieval_metrics",
+        ],
         "trainformer.eval.clustering": ["Clusters", "feature_statistics", "kmeans", "nmi", "normalized_mutual_info"],
         "trainformer.eval.calibration": [
             "Reliability",
@@ -18,12 +33,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "reliability",
         ],
         "trainformer.eval.probe": ["ProbeResult", "label_subset", "linear_probe"],
-        "trainformer.eval.correlation": ["pearson", "spearman"],
-        "trainformer.eval.entities": ["TagScheme"],
-        "trainformer.eval.multilabel": ["multilabel_metrics"],
-        "trainformer.eval.ranking": ["ranking_metrics"],
-        "trainformer.eval.ngrams": ["bigram_perplexity", "unigram_perplexity"],
         "trainformer.eval.generation": [
+            "bigram_perplexity",
             "bits_per_byte",
             "bleu",
             "chrf",
@@ -33,6 +44,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "repetition",
             "rouge",
             "token_f1",
+            "unigram_perplexity",
         ],
     },
 )

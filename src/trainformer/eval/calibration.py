@@ -1,7 +1,7 @@
-"""Whether probabilities mean what they say: calibration error, proper scores, and temperature scaling.
+"""Calibration of probabilities: reliability, expected calibration error, proper scores, and temperature scaling.
 
-Owns the arithmetic on probabilities (N, classes) and labels (N,) of a whole set. A prediction is the most probable
-class, its confidence the probability of that class.
+All functions take the probabilities (N, classes) and labels (N,) of a whole set, and compute in float64. The prediction
+is the most probable class, its confidence the probability of that class.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from trainformer.core.errors import BadArgument, DataError, expected
 
 logger = logging.getLogger(__name__)
 
-# Where no finite temperature is best (all predictions right, or worse than chance), the nearest of these is returned.
+# Returned if no finite temperature is optimal: all predictions correct, or worse than chance.
 _COLDEST, _HOTTEST = 0.01, 100.0
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Per bin of confidence: mean confidence, share of right predictions, and how many samples. Empty bins have 0."""
+    """Per bin of confidence: mean confidence, accuracy, and number of samples. Empty bins have 0."""
 
     confidence: Tensor
     accuracy: Tensor
@@ -30,7 +30,7 @@ class Reliability:
 
 
 def reliability(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Reliability:
-    """The reliability diagram: bins of equal width, each from its lower edge (not included) to its upper edge.
+    """The reliability diagram: bins of equal width, each open at its lower and closed at its upper edge.
 
     >>> reliability(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]), bins=2)
     Reliability(confidence=tensor([0.0000, 0.8000]), accuracy=tensor([0.0000, 0.5000]), count=tensor([0, 2]))
@@ -40,17 +40,16 @@ def reliability(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Reliab
         raise BadArgument(expected("bins to be a positive integer", bins, "Pass bins=15."))
     confidence, predictions = probabilities.max(1)
     edges = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device=confidence.device)[1:-1]
-    place = torch.bucketize(confidence, edges)
-    count = torch.bincount(place, minlength=bins)
-    share = count.clamp(min=1)
+    index = torch.bucketize(confidence, edges)
+    count = torch.bincount(index, minlength=bins)
     sums = torch.zeros(2, bins, dtype=confidence.dtype, device=confidence.device)
-    sums.index_add_(1, place, torch.stack((confidence, (predictions == labels).to(confidence))))
-    means = (sums / share).float()
+    sums.index_add_(1, index, torch.stack((confidence, (predictions == labels).to(confidence))))
+    means = (sums / count.clamp(min=1)).float()
     return Reliability(means[0], means[1], count)
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """ECE (Guo et al., 2017): the gap between confidence and accuracy, averaged over samples by bins of confidence.
+    """ECE (Guo et al., 2017): the gap between confidence and accuracy per bin, averaged over samples.
 
     >>> round(expected_calibration_error(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0])), 4)
     0.4
@@ -61,7 +60,7 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int 
 
 
 def brier_score(probabilities: Tensor, labels: Tensor) -> float:
-    """Squared distance of the probabilities from the label as a one-hot vector, averaged: 0 is perfect, 2 the worst.
+    """Mean squared distance between the probabilities and the one-hot label: 0 is perfect, 2 the worst.
 
     >>> round(brier_score(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0])), 4)
     0.5
@@ -73,7 +72,7 @@ def brier_score(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
-    """Mean of -log of the probability of the label. A probability of 0 counts as the smallest float: 87, not infinity.
+    """Mean negative log probability of the label. A probability of 0 counts as the smallest float: 87, not infinity.
 
     >>> round(negative_log_likelihood(torch.tensor([[0.5, 0.5]]), torch.tensor([1])), 4)
     0.6931
@@ -85,29 +84,28 @@ def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The temperature T for which ``softmax(logits / T)`` has the smallest negative log likelihood (Guo et al., 2017).
+    """The temperature T that minimises the negative log likelihood of ``softmax(logits / T)`` (Guo et al., 2017).
 
-    Fit it on validation data, and divide the logits of new data by it. That changes no prediction. Where no finite
-    temperature is best (all predictions right, or worse than chance) it is 0.01 or 100, with a warning.
+    Fit it on validation data and divide the logits of new data by it; predictions do not change. If no finite
+    temperature is optimal (all predictions correct, or worse than chance), returns 0.01 or 100 with a warning.
 
     >>> logits = torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
-    >>> round(fit_temperature(logits, torch.tensor([0, 0, 1, 1])), 3)  # right 3 times of 4: log(3) apart is honest
+    >>> round(fit_temperature(logits, torch.tensor([0, 0, 1, 1])), 3)  # 3 of 4 correct: a gap of log(3)
     3.641
     """
     scores, labels = _checked_scores(logits, labels, "logits")
-    scores = scores - scores.gather(1, labels.unsqueeze(1))  # relative to the label's: the loss is logsumexp
-    # The loss is convex in 1 / T, so its slope has one root: Newton's method, kept inside a bracket by bisection,
-    # finds it in about 6 passes over the data, without a learning rate.
+    scores = scores - scores.gather(1, labels.unsqueeze(1))  # relative to the label: the loss is logsumexp
+    # The loss is convex in 1 / T, so its slope has one root: bracketed Newton finds it in about 6 passes over the data.
     low, high, inverse = 1 / _HOTTEST, 1 / _COLDEST, 1.0
     if _slope(scores, low)[0] >= 0 or _slope(scores, high)[0] <= 0:
         best = _HOTTEST if _slope(scores, low)[0] >= 0 else _COLDEST
-        logger.warning("No finite temperature is the best for these %d logits: taking %g.", len(labels), best)
+        logger.warning("No finite temperature is optimal for these %d logits: using %g.", len(labels), best)
         return best
     for _ in range(100):
         slope, curve = _slope(scores, inverse)
         low, high = (inverse, high) if slope < 0 else (low, inverse)
         step = inverse - slope / curve if curve > 0 else low
-        # The bracket spans four decades, so its middle is the geometric one.
+        # The bracket spans four decades, so bisect geometrically.
         following = step if low < step < high else (low * high) ** 0.5
         if abs(following - inverse) <= 1e-9 * inverse:
             break
@@ -116,7 +114,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def _slope(scores: Tensor, inverse: float) -> tuple[float, float]:
-    """First and second derivative of the mean loss by 1 / T: mean and variance of the scores under the softmax."""
+    """First and second derivative of the mean loss with respect to 1 / T."""
     weights = (scores * inverse).softmax(1)
     mean = (weights * scores).sum(1)
     variance = (weights * (scores - mean.unsqueeze(1)).square()).sum(1)
@@ -124,7 +122,6 @@ def _slope(scores: Tensor, inverse: float) -> tuple[float, float]:
 
 
 def _checked(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """In float64, if they are probabilities."""
     probabilities, labels = _checked_scores(probabilities, labels, "probabilities")
     # bf16 probabilities of 1,000 classes sum to 1 within 1 %.
     total = probabilities.sum(1)
@@ -132,7 +129,7 @@ def _checked(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         worst = total[(total - 1).abs().argmax()].item()
         raise BadArgument(
             expected(
-                "probabilities: not negative, and 1 in sum for each sample",
+                "probabilities: not negative, and a sum of 1 for each sample",
                 f"values from {probabilities.min().item():.4g}, and a sum of {worst:.4g}",
                 "Pass logits.softmax(-1).",
             )

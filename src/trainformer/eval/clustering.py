@@ -1,7 +1,6 @@
-"""How embeddings lie as a whole: clusters against labels, and signs of collapse.
+"""Clustering of embeddings: k-means, normalised mutual information (NMI), and collapse statistics.
 
-Owns k-means, normalised mutual information and the collapse monitors. k-means is written in torch and used everywhere,
-so that a metric does not change with the packages that happen to be installed.
+k-means runs in torch on any device, so metrics do not depend on which optional packages are installed.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.eval.neighbours import check_embeddings, check_labels, full_precision, unit_rows
+from trainformer.eval.neighbours import check_embeddings, check_labels, normalize_rows, true_float32
 
 # Distances computed at once: 64 MiB in float32.
 _CELLS = 2**24
 
-# k-means++ looks at all rows once per cluster, one cluster after the other. Above this it takes longer than k-means.
-_CAREFUL_CLUSTERS = 512
+# k-means++ passes over all rows once per cluster, sequentially. Above this it takes longer than k-means itself.
+_PLUSPLUS_CLUSTERS = 512
 
 
 class Clusters(NamedTuple):
@@ -32,11 +31,10 @@ class Clusters(NamedTuple):
 
 @torch.no_grad()
 def kmeans(embeddings: Tensor, clusters: int, *, seed: int = 0, iterations: int = 50, restarts: int = 3) -> Clusters:
-    """k-means (Lloyd), begun by k-means++ and restarted; the run with the smallest inertia is returned.
+    """Lloyd's k-means with k-means++ initialisation; the restart with the smallest inertia wins.
 
-    Seeded: the same rows and seed give the same clusters (on CUDA up to the rounding of sums). A cluster that loses
-    all its rows gets the row that is farthest from its centre. Above 512 clusters the first centres are rows drawn at
-    random.
+    The same rows and seed give the same clusters (on CUDA up to rounding of sums). An empty cluster moves to the row
+    farthest from its center. Above 512 clusters the initial centers are random rows.
 
     >>> rows = torch.tensor([[0.0, 0.0], [0.1, 0.0], [5.0, 5.0], [5.0, 5.1]])
     >>> a = kmeans(rows, 2).assignment
@@ -48,19 +46,19 @@ def kmeans(embeddings: Tensor, clusters: int, *, seed: int = 0, iterations: int 
         raise BadArgument(expected(f"clusters from 1 to {len(rows)}, the number of rows", clusters))
     if iterations < 1 or restarts < 1:
         raise BadArgument(expected("iterations and restarts to be positive", (iterations, restarts)))
-    rows = rows - rows.mean(0)  # changes no distance, and spares float32 a large common part
-    # Drawn on the CPU, so that every device begins with the same rows.
+    rows = rows - rows.mean(0)  # distances stay the same, float32 loses fewer digits
+    # On the CPU, so that all devices start from the same rows.
     generator = torch.Generator().manual_seed(seed)
-    with full_precision(rows.device):
+    with true_float32(rows.device):
         tries = [_lloyd(rows, _first_centers(rows, clusters, generator), iterations) for _ in range(restarts)]
     best = min(tries, key=lambda one: one.inertia)
     return best._replace(centers=best.centers + embeddings.detach().float().mean(0))
 
 
 def normalized_mutual_info(first: Tensor, second: Tensor) -> float:
-    """Mutual information of two labellings over the mean of their entropies: 1 = the same up to names, 0 = unrelated.
+    """Mutual information of two labellings over their mean entropy: 1 = the same up to renaming, 0 = independent.
 
-    Two labellings of one single class each say the same, and count as 1.
+    Two labellings with a single class each count as 1.
 
     >>> normalized_mutual_info(torch.tensor([0, 0, 1, 1]), torch.tensor([5, 5, 2, 2]))
     1.0
@@ -71,7 +69,7 @@ def normalized_mutual_info(first: Tensor, second: Tensor) -> float:
         raise DataError(expected("at least 1 label", 0))
     a, count_a = _compact(first)
     b, count_b = _compact(second)
-    # Only pairs that occur: the full table of 10,000 classes by 10,000 clusters would take 800 MB.
+    # Only pairs that occur: the full table for 10,000 classes and 10,000 clusters would take 800 MB.
     pairs, joint = (a * len(count_b) + b).unique(return_counts=True)
     total = float(len(first))
     independent = count_a[pairs // len(count_b)].double() * count_b[pairs % len(count_b)].double()
@@ -84,12 +82,12 @@ def normalized_mutual_info(first: Tensor, second: Tensor) -> float:
 
 
 def nmi(embeddings: Tensor, labels: Tensor, *, seed: int = 0) -> float:
-    """Normalised mutual information of the labels and of as many k-means clusters, on rows scaled to length 1.
+    """NMI between the labels and as many k-means clusters of the L2-normalised rows.
 
     >>> nmi(torch.eye(3).repeat(4, 1), torch.arange(3).repeat(4))
     1.0
     """
-    rows = unit_rows(embeddings)
+    rows = normalize_rows(embeddings)
     labels = check_labels(labels, len(rows))
     classes = len(labels.unique())
     if classes < 2:
@@ -99,19 +97,19 @@ def nmi(embeddings: Tensor, labels: Tensor, *, seed: int = 0) -> float:
 
 @torch.no_grad()
 def feature_statistics(embeddings: Tensor) -> dict[str, float]:
-    """Signs of collapse.
+    """Collapse statistics of embeddings.
 
-    - ``feature_std``: standard deviation of each dimension over the rows scaled to length 1, averaged, times sqrt(D):
-      1 = spread evenly over the sphere, 0 = all rows point the same way;
-    - ``effective_rank``: RankMe (Garrido et al., 2023), exp of the entropy of the singular values: between 1 (all rows
-      on one line; 0 for nothing but zeros) and D.
+    - ``feature_std``: mean standard deviation of the dimensions of the L2-normalised rows, times sqrt(D): 1 = uniform
+      on the sphere, 0 = all rows point the same way;
+    - ``effective_rank``: RankMe (Garrido et al., 2023), exp of the entropy of the singular values, from 1 (all rows on
+      one line; 0 if all are zero) to D.
 
     >>> stats = feature_statistics(torch.eye(4))
     >>> round(stats["effective_rank"], 4)
     4.0
     """
     rows = check_embeddings(embeddings, least=2)
-    spread = unit_rows(rows).std(0).mean().item() * math.sqrt(rows.shape[1])
+    spread = normalize_rows(rows).std(0).mean().item() * math.sqrt(rows.shape[1])
     values = _singular_values(rows)
     share = values / values.sum().clamp(min=torch.finfo(values.dtype).tiny)
     rank = torch.special.entr(share).sum().exp().item() if bool(values.sum() > 0) else 0.0
@@ -119,33 +117,32 @@ def feature_statistics(embeddings: Tensor) -> dict[str, float]:
 
 
 def _singular_values(rows: Tensor) -> Tensor:
-    """From the D x D (or N x N) products: for 60,000 x 512 many times faster than a decomposition of the rows."""
+    """From the Gram matrix (D x D or N x N): for 60,000 x 512 many times faster than an SVD of the rows."""
     kind = torch.float32 if rows.device.type == "mps" else torch.float64
     rows = rows.to(kind)
     rows = rows / rows.abs().max().clamp(min=torch.finfo(kind).tiny)  # squares of 1e200 are infinite
     products = rows.T @ rows if rows.shape[0] > rows.shape[1] else rows @ rows.T
     squares = torch.linalg.eigvalsh(products)
-    # Zeros come out as rounding errors, and a square root makes 1e-16 of them 1e-8.
+    # Zeros come out as rounding errors, and the square root turns 1e-16 into 1e-8.
     noise = squares.max().clamp(min=0) * max(rows.shape) * torch.finfo(kind).eps
     return torch.where(squares > noise, squares, 0).sqrt()
 
 
 def _first_centers(rows: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
-    """k-means++: each next centre is drawn with the square of the distance to those before; rows at random if many."""
-    if clusters > _CAREFUL_CLUSTERS:
+    """k-means++: sample each center with probability proportional to the squared distance; random rows if many."""
+    if clusters > _PLUSPLUS_CLUSTERS:
         chosen = torch.randperm(len(rows), generator=generator)[:clusters]
         return rows[chosen.to(rows.device)].clone()
     centers = rows.new_empty(clusters, rows.shape[1])
-    place = torch.randint(len(rows), (1,), generator=generator).to(rows.device)
+    index = torch.randint(len(rows), (1,), generator=generator).to(rows.device)
     nearest = rows.new_full((len(rows),), math.inf)
     for i in range(clusters):
-        centers[i : i + 1] = rows[place]
-        nearest = torch.minimum(nearest, (rows - rows[place]).square().sum(1))
-        # The row at which the running sum passes a number drawn at random. Rows at distance 0 are never it, unless
-        # there are no others.
-        bounds = nearest.cpu().double().cumsum(0)  # on CUDA a running sum of floats is not deterministic
+        centers[i : i + 1] = rows[index]
+        nearest = torch.minimum(nearest, (rows - rows[index]).square().sum(1))
+        # Inverse transform sampling. Rows at distance 0 are never drawn, unless there are no others.
+        bounds = nearest.cpu().double().cumsum(0)  # cumsum of floats is not deterministic on CUDA
         drawn = torch.rand(1, generator=generator, dtype=torch.float64) * bounds[-1]
-        place = torch.searchsorted(bounds, drawn, right=True).clamp(max=len(rows) - 1).to(rows.device)
+        index = torch.searchsorted(bounds, drawn, right=True).clamp(max=len(rows) - 1).to(rows.device)
     return centers
 
 
@@ -166,7 +163,7 @@ def _lloyd(rows: Tensor, centers: Tensor, iterations: int) -> Clusters:
 
 
 def _assign(rows: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centre of each row, and the squared distance to it."""
+    """The nearest center of each row, and the squared distance to it."""
     size = centers.square().sum(1)
     nearest, distance = [], []
     for part in rows.split(max(1, _CELLS // len(centers))):
@@ -177,7 +174,7 @@ def _assign(rows: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compact(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels as 0, 1, 2, ... and how often each occurs."""
+    """Labels renumbered as 0, 1, 2, ..., and their counts."""
     found = labels.unique(return_inverse=True, return_counts=True)
     return found[1], found[2]
 

@@ -1,8 +1,7 @@
-"""Metrics of language models: of their losses, and of the texts they generate.
+"""Metrics of language models: perplexity, n-gram baselines, and metrics of generated texts.
 
-Owns the arithmetic on sums of losses, and on lists of texts and references. BLEU and chrF are sacrebleu's and ROUGE
-is rouge-score's, so that figures compare with published ones. How texts are generated, and which are compared, is the
-task's business. Shares lie between 0 and 1; BLEU and chrF between 0 and 100, as everybody reports them.
+BLEU and chrF come from sacrebleu and ROUGE from rouge-score, so numbers compare with published ones. Shares lie between
+0 and 1; BLEU and chrF between 0 and 100, as is customary.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
@@ -25,15 +25,16 @@ References = Sequence[str] | Sequence[Sequence[str]]
 _ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_DISCOUNT = 0.75  # absolute discount of each seen bigram; the usual value
 
 
-# -- losses ------------------------------------------------------------------------------------------------
+# -- perplexity ------------------------------------------------------------------------------------------------
 
 
 def perplexity(loss_sum: float | Tensor, tokens: int | Tensor) -> float:
-    """exp of the mean loss: among how many equally likely tokens the model hesitates. Infinite beyond 1e308.
+    """exp of the mean loss over tokens; infinite beyond 1e308.
 
-    Sums over all batches, not means of means: then neither batch size nor padding changes it.
+    Pass sums over all batches, not means of means: then neither batch size nor padding changes the result.
 
     >>> round(perplexity(20 * math.log(8), 20), 4)
     8.0
@@ -43,12 +44,44 @@ def perplexity(loss_sum: float | Tensor, tokens: int | Tensor) -> float:
 
 
 def bits_per_byte(loss_sum: float | Tensor, bytes: int | Tensor) -> float:
-    """The loss (in nats, summed) in bits per byte of the text in UTF-8: comparable between tokenizers.
+    """The summed loss (in nats) in bits per UTF-8 byte of the text: comparable between tokenizers.
 
     >>> round(bits_per_byte(20 * math.log(8), 30), 4)
     2.0
     """
     return _number("loss_sum", loss_sum) / (math.log(2) * _positive("bytes", bytes))
+
+
+def unigram_perplexity(train: Iterable[Sequence[int]], valid: Iterable[Sequence[int]], vocabulary: int) -> float:
+    """Perplexity of a unigram model with add-one smoothing: a baseline for language models.
+
+    Like `CausalLM`, it predicts all tokens but the first of each sequence.
+
+    >>> round(unigram_perplexity([[0, 1, 0, 1]], [[0, 1]], vocabulary=2), 3)
+    1.667
+    """
+    _, seen = _pairs(train, vocabulary)
+    _, wanted = _pairs(valid, vocabulary)
+    return _perplexity(_unigram(seen, vocabulary)[wanted])
+
+
+def bigram_perplexity(train: Iterable[Sequence[int]], valid: Iterable[Sequence[int]], vocabulary: int) -> float:
+    """Perplexity of a bigram model with absolute discounting, interpolated with the unigram model: a baseline.
+
+    >>> round(bigram_perplexity([[0, 1] * 50], [[0, 1, 0, 1]], vocabulary=2), 2)
+    1.01
+    """
+    before, seen = _pairs(train, vocabulary)
+    valid_before, wanted = _pairs(valid, vocabulary)
+    pairs, counts = np.unique(before * vocabulary + seen, return_counts=True)
+    totals = np.bincount(before, minlength=vocabulary)
+    distinct = np.bincount(pairs // vocabulary, minlength=vocabulary)
+    sought = valid_before * vocabulary + wanted
+    index = np.minimum(np.searchsorted(pairs, sought), len(pairs) - 1)
+    found = np.where(pairs[index] == sought, counts[index] - _DISCOUNT, 0.0)
+    total = totals[valid_before]
+    backoff = np.where(total > 0, _DISCOUNT * distinct[valid_before] / np.maximum(total, 1), 1.0)
+    return _perplexity(found / np.maximum(total, 1) + backoff * _unigram(seen, vocabulary)[wanted])
 
 
 # -- against references ------------------------------------------------------------------------------------
@@ -57,8 +90,8 @@ def bits_per_byte(loss_sum: float | Tensor, bytes: int | Tensor) -> float:
 def bleu(hypotheses: Texts, references: References, **options: Any) -> float:
     """Corpus BLEU by sacrebleu, from 0 to 100. Each text has one reference, or a list of them.
 
-    `options` are sacrebleu's (`tokenize="zh"`, `lowercase=True`, ...). It belongs to a whole set: means over batches
-    are something else.
+    `options` go to sacrebleu (`tokenize="zh"`, `lowercase=True`, ...). Pass the whole set: corpus BLEU is not a mean
+    over batches.
 
     >>> round(bleu(["the cat sat on the mat"], ["the cat sat on a mat"]), 2)
     53.73
@@ -82,10 +115,10 @@ def chrf(hypotheses: Texts, references: References, **options: Any) -> float:
 def rouge(
     hypotheses: Texts, references: References, kinds: Sequence[str] = ("rouge1", "rouge2", "rougeL"), **options: Any
 ) -> dict[str, float]:
-    """Mean F-measures by rouge-score, from 0 to 1; of several references the best one counts.
+    """Mean F-measures by rouge-score, from 0 to 1; of several references the best counts.
 
-    `kinds` are "rouge1" to "rouge9", "rougeL", and "rougeLsum", which takes lines as sentences. `options` are those
-    of rouge-score's scorer (`use_stemmer=True`, `tokenizer=...` for other scripts than the Latin one).
+    `kinds` are "rouge1" to "rouge9", "rougeL", and "rougeLsum", which splits sentences at newlines. `options` go to
+    the scorer of rouge-score (`use_stemmer=True`, `tokenizer=...` for non-Latin scripts).
 
     >>> {name: round(value, 3) for name, value in rouge(["the cat sat"], ["the cat sat down"]).items()}
     {'rouge1': 0.857, 'rouge2': 0.8, 'rougeL': 0.857}
@@ -110,10 +143,10 @@ def exact_match(
     punctuation: bool = True,
     articles: bool = True,
 ) -> float:
-    """Share of texts equal to their reference, or to one of them.
+    """Share of texts equal to their reference, or to one of several.
 
-    White space at both ends does not count with `strip`. ``lowercase=True, punctuation=False, articles=False`` is
-    SQuAD's comparison: without case, punctuation, "a", "an" and "the", and with single spaces.
+    `strip` ignores white space at both ends. ``lowercase=True, punctuation=False, articles=False`` is SQuAD's
+    normalisation: ignore case, punctuation, "a", "an", "the" and repeated spaces.
 
     >>> exact_match(["42", " yes", "The cat."], ["42", "yes", "cat"])
     0.6666666666666666
@@ -121,21 +154,21 @@ def exact_match(
     1.0
     """
 
-    def compared(text: str) -> str:
+    def normalized(text: str) -> str:
         text = text.lower() if lowercase else text
         text = text if punctuation else text.translate(_PUNCTUATION)
         text = text if articles else _ARTICLES.sub(" ", text)
         if not (punctuation and articles):
-            text = " ".join(text.split())  # what was taken out leaves gaps
+            text = " ".join(text.split())  # removed words leave gaps
         return text.strip() if strip else text
 
-    return _best_mean(hypotheses, references, lambda text, right: float(compared(text) == compared(right)))
+    return _best_mean(hypotheses, references, lambda text, right: float(normalized(text) == normalized(right)))
 
 
 def token_f1(hypotheses: Texts, references: References) -> float:
-    """Mean F1 of the words that a text shares with its reference (the best of several), as SQuAD counts it.
+    """Mean word F1 between a text and its reference (the best of several), as in SQuAD.
 
-    Compared without case, punctuation and articles. Two texts without any word are equal: 1.
+    Ignores case, punctuation and articles. Two texts without words are equal: 1.
 
     >>> round(token_f1(["a cat sat on the mat"], ["The cat sat."]), 4)
     0.6667
@@ -151,13 +184,13 @@ def token_f1(hypotheses: Texts, references: References) -> float:
     return _best_mean(hypotheses, references, score)
 
 
-# -- of the texts alone ------------------------------------------------------------------------------------
+# -- without references ------------------------------------------------------------------------------------
 
 
 def distinct_n(texts: Sequence[str | Sequence[Hashable]], n: int = 2) -> float:
-    """Share of different n-grams among all of a set of texts (Li et al., 2016): low where a model says the same again.
+    """Share of distinct n-grams among all n-grams of a set of texts (Li et al., 2016): low if a model repeats itself.
 
-    Texts are strings, split at white space, or sequences of tokens. 0 where no text is `n` long.
+    Texts are strings, split at white space, or sequences of tokens. 0 if all texts are shorter than `n`.
 
     >>> distinct_n(["the cat the cat", "the cat"], n=2)
     0.5
@@ -167,9 +200,9 @@ def distinct_n(texts: Sequence[str | Sequence[Hashable]], n: int = 2) -> float:
 
 
 def repetition(texts: Sequence[str | Sequence[Hashable]], n: int = 4) -> float:
-    """Share of n-grams that occurred before in the same text, averaged over texts: high where generation loops.
+    """Share of n-grams that repeat an earlier one of the same text, averaged over texts: high if generation loops.
 
-    A text shorter than `n` repeats nothing. (Welleck et al., 2020: seq-rep-n.)
+    A text shorter than `n` counts as 0. (seq-rep-n, Welleck et al., 2020.)
 
     >>> repetition(["one two one two one two"], n=2)
     0.6
@@ -181,7 +214,7 @@ def repetition(texts: Sequence[str | Sequence[Hashable]], n: int = 4) -> float:
     return math.fsum(shares) / len(shares)
 
 
-# -- parts -------------------------------------------------------------------------------------------------
+# -- helpers -------------------------------------------------------------------------------------------------
 
 
 def _best_mean(hypotheses: Texts, references: References, score: Callable[[str, str], float]) -> float:
@@ -191,7 +224,6 @@ def _best_mean(hypotheses: Texts, references: References, score: Callable[[str, 
 
 
 def _paired(hypotheses: Texts, references: References) -> tuple[list[str], list[list[str]]]:
-    """Texts, and a list of references for each."""
     for name, values in (("hypotheses", hypotheses), ("references", references)):
         if isinstance(values, str):
             raise BadArgument(expected(f"a list of {name}", values, f"Pass [{values[:20]!r}]."))
@@ -212,7 +244,7 @@ def _paired(hypotheses: Texts, references: References) -> tuple[list[str], list[
 
 
 def _streams(wanted: list[list[str]]) -> list[list[str | None]]:
-    """References as sacrebleu takes them: the first of all texts, the second of all, ...; None where there is none."""
+    """References as sacrebleu expects them: the first of all texts, the second of all, ..., padded with None."""
     most = max(len(rights) for rights in wanted)
     return [[rights[i] if i < len(rights) else None for rights in wanted] for i in range(most)]
 
@@ -247,3 +279,24 @@ def _positive(name: str, value: float | Tensor) -> float:
     if not 0 < number < math.inf:
         raise DataError(expected(f"{name} to be a positive number", number, "Was anything evaluated?"))
     return number
+
+
+def _pairs(sequences: Iterable[Sequence[int]], vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens but the first of each sequence, and the token before each."""
+    arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
+    arrays = [array for array in arrays if len(array) > 1]
+    if not arrays:
+        raise DataError(expected("at least one sequence of two tokens", "none"))
+    before, after = (np.concatenate([array[part] for array in arrays]) for part in (slice(-1), slice(1, None)))
+    largest = max(before.max(), after.max())
+    if largest >= vocabulary or min(before.min(), after.min()) < 0:
+        raise BadArgument(expected(f"tokens from 0 and below {vocabulary}, the vocabulary", int(largest)))
+    return before, after
+
+
+def _unigram(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+    return (np.bincount(tokens, minlength=vocabulary) + 1) / (len(tokens) + vocabulary)
+
+
+def _perplexity(probabilities: np.ndarray) -> float:
+    return math.exp(-np.log(probabilities).mean())

@@ -1,11 +1,8 @@
-"""Nearest neighbours by cosine similarity, and the checks that every function of embeddings begins with.
+"""Nearest-neighbour search by cosine similarity, and input checks for functions of embeddings.
 
-Owns the search: exact by matrix product in torch (on any device), exact or approximate (IVF) by faiss. What neighbours
-mean for a metric is the business of `retrieval`.
-
-Equal similarities are ordered by index, also where they lie across the end of the list, so that duplicates and
-collapsed embeddings give the same neighbours every time. No matrix of all queries by all rows ever exists: the largest
-piece is 64 MiB.
+The search is exact by matrix product in torch (any device), or exact or approximate (IVF) by faiss. Ties are ordered by
+index, also at the end of the list, so duplicates and collapsed embeddings give reproducible neighbours. The full matrix
+of queries by rows never exists: the largest block is 64 MiB.
 """
 
 from __future__ import annotations
@@ -34,21 +31,21 @@ IndexKind = Literal["auto", "torch", "exact", "ivf"]
 # (256, 60000) takes 1.2 s where (256, 4096) takes 1.5 s, and 1.7 s against 4.5 s for 200 neighbours.
 _COLUMNS, _CELLS, _ROWS = 2**16, 2**24, 2**11
 
-# Columns are looked at in groups of 16 first: the k best cells lie in the k groups with the highest maximum. For
+# top-k looks at groups of 16 columns first: the k best cells lie in the k groups with the highest maximum. For
 # (256, 60000) and k = 12 that takes 8 ms instead of 33, for k = 200 36 instead of 64, for k = 1000 103 instead of 154.
 _GROUP = 16
 
-# Below this "auto" takes torch: 60,000 x 60,000 x 128 with 10 neighbours takes 18 s on one thread, faiss 1.15 (exact)
-# 51 s, and torch was ahead or level at every size tried (2,000 to 60,000 rows, k up to 1,000). From here on it takes
-# IVF if there are queries enough to pay for building it: of 1,000,000 x 128 in 5,000 clusters 25 s, and then 1 ms a
-# query instead of 5. Without clear clusters a quarter of the lists must be probed: slower than all rows in torch.
+# Below this "auto" is torch: 60,000 x 60,000 x 128 with 10 neighbours takes 18 s on one thread, exact faiss 1.15 takes
+# 51 s, and torch was at least as fast at all sizes tried (2,000 to 60,000 rows, k up to 1,000). Above, "auto" is IVF if
+# there are enough queries to pay for the index: building it for 1,000,000 x 128 in 5,000 clusters takes 25 s, then a
+# query takes 1 ms instead of 5. Without clear clusters a quarter of the lists must be probed: slower than torch.
 _IVF_ROWS, _IVF_QUERIES = 1_000_000, 10_000
 
 _TUNING_QUERIES = 256
 
 
 class Neighbours(NamedTuple):
-    """The most similar rows of each query, best first: cosine similarities and row numbers, both (queries, k)."""
+    """The nearest rows of each query, best first: cosine similarities and row indices, both (queries, k)."""
 
     similarities: Tensor
     indices: Tensor
@@ -59,9 +56,9 @@ def nearest(
 ) -> Neighbours:
     """The `k` rows of `gallery` with the highest cosine similarity to each query.
 
-    With `exclude_self` query i is row i of the gallery and is not its own neighbour; a duplicate of it still is.
-    `index` is `"torch"` or `"exact"` (faiss), which find the same, `"ivf"` (faiss, approximate), or `"auto"`: torch,
-    and IVF from a million rows on, if faiss is installed. A row of zeros has similarity 0 to everything.
+    With `exclude_self` query i is row i of the gallery and not its own neighbour; a duplicate of it is. `index` is
+    `"torch"` or `"exact"` (faiss), with equal results, `"ivf"` (faiss, approximate), or `"auto"`: torch, or IVF above a
+    million rows if faiss is installed. A zero row has similarity 0 to everything.
 
     >>> rows = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0], [1.0, 1.0]])
     >>> nearest(rows, rows, 1, exclude_self=True).indices.flatten().tolist()
@@ -75,10 +72,10 @@ def nearest(
 
 
 class NeighbourIndex:
-    """A gallery that is searched more than once. `index` as in `nearest`.
+    """A gallery to search repeatedly. `index` as in `nearest`.
 
-    `num_queries`, if known, helps `"auto"` to decide whether an IVF index pays. `recall` is the share of the true
-    neighbours that IVF has to find: how many of its lists are probed is measured on a sample of the queries.
+    `num_queries`, if known, lets `"auto"` decide whether IVF pays off. `recall` is the share of true neighbours that
+    IVF must find; the number of probed lists is tuned on a sample of the queries.
 
     >>> bank = NeighbourIndex(torch.eye(3))
     >>> bank.search(torch.tensor([[0.1, 0.9, 0.2]]), k=2).indices
@@ -90,21 +87,26 @@ class NeighbourIndex:
     ) -> None:
         if not 0 < recall <= 1:
             raise BadArgument(expected("recall to be a share above 0 and up to 1", recall, "Pass recall=0.98."))
-        self._rows = unit_rows(gallery, "gallery")
+        self._rows = normalize_rows(gallery, "gallery")
         self._recall = recall
         self._tuned_k = 0
-        self._pays = True
+        self._ivf_pays_off = True
         self.kind = _resolve(index, self._rows, num_queries)
         self._faiss = None if self.kind == "torch" else _build_faiss(self._rows, self.kind)
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether searches are exact: always, except with IVF where its approximate search pays off."""
+        return self.kind != "ivf" or not self._ivf_pays_off
+
     @torch.no_grad()
     def search(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbours:
-        """The `k` most similar rows of each query, on the device of the queries.
+        """The `k` nearest rows of each query, on the device of the queries.
 
-        `exclude` (queries,) names one row per query that is not to be found: the query itself.
+        `exclude` (queries,) is one row per query to leave out, usually the query itself.
         """
         wanted, home = self._checked(queries, k, exclude), queries.device
         if exclude is not None:
@@ -113,8 +115,8 @@ class NeighbourIndex:
             self.tune(queries, k, exclude=exclude)
         similarities = wanted.new_empty(len(wanted), k)
         indices = torch.empty(len(wanted), k, dtype=torch.int64, device=wanted.device)
-        rows = self._rows_at_once(k)
-        with full_precision(wanted.device):
+        rows = self._queries_per_chunk(k)
+        with true_float32(wanted.device):
             for start in range(0, len(wanted), rows):
                 part = slice(start, start + rows)
                 one = self._search(wanted[part], None if exclude is None else exclude[part], k)
@@ -123,23 +125,22 @@ class NeighbourIndex:
 
     @torch.no_grad()
     def tune(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> None:
-        """Choose how many lists an IVF index probes, for up to `k` neighbours of queries like these.
+        """Choose the number of lists an IVF index probes, for up to `k` neighbours of similar queries.
 
-        A sample of 256 queries is searched exactly (about a second for a million rows) and the number is doubled until
-        the share found is half way between the recall asked for and 1: the sample is an estimate. Where that takes
-        more than a tenth of the lists (embeddings without clear clusters), an exact search is the faster one and is
-        used instead. The exact kinds need no tuning.
+        Searches a sample of 256 queries exactly (about a second for a million rows) and doubles the number of lists
+        until the recall on the sample is half way between the requested one and 1. If that takes more than a tenth of
+        the lists (embeddings without clear clusters), exact search is faster and used instead. No-op for exact indexes.
         """
         if self._faiss is None or self.kind != "ivf":
             return
         wanted = self._checked(queries, k, exclude)
         chosen = torch.linspace(0, len(wanted) - 1, min(_TUNING_QUERIES, len(wanted))).long()
-        # No row has the number -1: it stands for "nothing to leave out".
+        # -1 means that no row is left out.
         sample, left_out = wanted[chosen], torch.full_like(chosen, -1) if exclude is None else exclude.cpu()[chosen]
-        with full_precision(sample.device):
+        with true_float32(sample.device):
             pieces = zip(sample.split(64), left_out.to(sample.device).split(64), strict=True)
             exact = torch.cat([self._search_torch(*piece, k).similarities for piece in pieces])
-        # By similarity, not by index: one of two duplicates is as good as the other. 1e-5 is above rounding.
+        # Compare similarities, not indices, because of duplicates. 1e-5 is above rounding.
         least = exact[:, -1:].cpu() - 1e-5
         lists, share, probes = self._faiss.nlist, 0.0, 0
         most = min(lists, max(8, lists // 10))
@@ -150,12 +151,12 @@ class NeighbourIndex:
             found, rows = (torch.from_numpy(array) for array in arrays)
             good = (found >= least) & (rows != left_out.unsqueeze(1))
             share = good.sum(1).clamp(max=k).float().mean().item() / k
-        self._tuned_k, self._pays = k, share >= (1 + self._recall) / 2
+        self._tuned_k, self._ivf_pays_off = k, share >= (1 + self._recall) / 2
         logger.info("IVF finds %.4f of %d neighbours in %d of %d lists", share, k, probes, lists)
 
     def _checked(self, queries: Tensor, k: int, exclude: Tensor | None) -> Tensor:
-        """The queries as unit vectors beside the gallery, or an error."""
-        wanted = unit_rows(queries, "queries").to(self._rows.device)
+        """The normalised queries on the device of the gallery, or an error."""
+        wanted = normalize_rows(queries, "queries").to(self._rows.device)
         if wanted.shape[1] != self._rows.shape[1]:
             sizes = f"{wanted.shape[1]} and {self._rows.shape[1]}"
             raise BadArgument(expected("queries and gallery of one width", sizes))
@@ -170,14 +171,14 @@ class NeighbourIndex:
             )
         return wanted
 
-    def _rows_at_once(self, k: int) -> int:
-        """How many queries are searched in one go: 64 MiB of similarities in torch, or of results in faiss."""
-        if self._faiss is not None and self._pays:
+    def _queries_per_chunk(self, k: int) -> int:
+        """Queries per chunk: 64 MiB of similarities in torch, or of results in faiss."""
+        if self._faiss is not None and self._ivf_pays_off:
             return max(1, min(2**14, _CELLS // (4 * k)))
         return max(1, min(_ROWS, _CELLS // min(len(self), _COLUMNS), 4 * _CELLS // (_GROUP * k)))
 
     def _search(self, queries: Tensor, exclude: Tensor | None, k: int) -> Neighbours:
-        if self._faiss is None or not self._pays:
+        if self._faiss is None or not self._ivf_pays_off:
             return self._search_torch(queries, exclude, k)
         return self._search_faiss(queries, exclude, k)
 
@@ -189,35 +190,35 @@ class NeighbourIndex:
             if exclude is not None:
                 hit = ((exclude >= start) & (exclude < start + len(block))).nonzero().squeeze(1)
                 similarities[hit, exclude[hit] - start] = -math.inf
-            found = _best_columns(similarities, min(k, len(block)))
+            found = _topk_columns(similarities, min(k, len(block)))
             found = Neighbours(found.similarities, found.indices + start)
             best = found if best is None else _merge(best, found, k)
         assert best is not None
         return best
 
     def _search_faiss(self, queries: Tensor, exclude: Tensor | None, k: int) -> Neighbours:
-        """Ask for one more than needed, to see ties across the end, and for one more to leave the query out."""
+        """Request one more than needed to detect ties at the end, and one more to leave the query out."""
         assert self._faiss is not None
         more = min(k + 1 + (exclude is not None), len(self))
         arrays = self._faiss.search(queries.cpu().numpy(), more)
         similarities, indices = (torch.from_numpy(a).to(queries.device) for a in arrays)
-        # -1 is how faiss says that it found no more.
+        # faiss returns -1 if it finds no more.
         none = indices < 0 if exclude is None else (indices < 0) | (indices == exclude.unsqueeze(1))
         similarities, indices = _lowest_index_first(similarities.masked_fill(none, -math.inf), indices)
         again = similarities[:, k - 1] == -math.inf
         if self.kind == "exact" and more > k:
             again |= similarities[:, k] == similarities[:, k - 1]
-        # The rare rows that faiss cannot settle: too few found, or equal ones of which some were cut off.
+        # Repeat rare queries exactly: too few found, or a tie at the end.
         for part in again.nonzero().squeeze(1).split(max(1, _CELLS // min(len(self), _COLUMNS))):
             exact = self._search_torch(queries[part], None if exclude is None else exclude[part], k)
             similarities[part, :k], indices[part, :k] = exact
         return Neighbours(similarities[:, :k], indices[:, :k])
 
 
-def unit_rows(embeddings: Tensor, name: str = "embeddings", least: int = 1) -> Tensor:
-    """The rows scaled to length 1, in float32, after the checks of `check_embeddings`. A row of zeros stays one.
+def normalize_rows(embeddings: Tensor, name: str = "embeddings", least: int = 1) -> Tensor:
+    """The checked rows, L2-normalised in float32. A zero row stays zero.
 
-    >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    >>> normalize_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
@@ -228,7 +229,7 @@ def unit_rows(embeddings: Tensor, name: str = "embeddings", least: int = 1) -> T
 
 
 def check_embeddings(embeddings: Tensor, name: str = "embeddings", least: int = 1) -> Tensor:
-    """The embeddings, detached, if they are finite floats (N, D) with at least `least` rows; an error otherwise."""
+    """The embeddings, detached, if they are finite floats (N, D) with at least `least` rows, else an error."""
     if embeddings.ndim != 2 or not embeddings.is_floating_point() or embeddings.shape[1] == 0:
         what = f"{str(embeddings.dtype).removeprefix('torch.')} of shape {tuple(embeddings.shape)}"
         raise BadArgument(expected(f"{name} to be floats of shape (N, D)", what))
@@ -245,7 +246,7 @@ def check_embeddings(embeddings: Tensor, name: str = "embeddings", least: int = 
 
 
 def check_labels(labels: Tensor, rows: int, name: str = "labels") -> Tensor:
-    """The labels as int64, if there is one whole number per row; an error otherwise."""
+    """The labels as int64, if there is one integer per row, else an error."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
         what = f"{str(labels.dtype).removeprefix('torch.')} of shape {tuple(labels.shape)}"
         raise BadArgument(expected(f"{name} to be whole numbers of shape (N,)", what))
@@ -255,8 +256,8 @@ def check_labels(labels: Tensor, rows: int, name: str = "labels") -> Tensor:
 
 
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Products in true float32, also inside autocast: with bf16 or TF32 (1e-3 off) close neighbours change places."""
+def true_float32(device: torch.device) -> Iterator[None]:
+    """Matrix products in float32, without autocast and TF32: their error (1e-3) would swap close neighbours."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -267,7 +268,6 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _resolve(index: str, rows: Tensor, num_queries: int | None) -> str:
-    """What `"auto"` means here; the other kinds mean themselves."""
     if index not in get_args(IndexKind):
         hint = did_you_mean(str(index), get_args(IndexKind))
         raise BadArgument(expected("index to be 'auto', 'torch', 'exact' or 'ivf'", index, hint))
@@ -285,25 +285,25 @@ def _build_faiss(rows: Tensor, kind: str) -> Any:
         index = faiss.IndexFlatIP(width)
     else:
         lists = max(1, round(math.sqrt(len(rows))))
-        # The first argument must outlive the index, which therefore owns it.
+        # The quantizer must outlive the index, so the index owns it.
         quantizer = faiss.IndexFlatIP(width)
         index = faiss.IndexIVFFlat(quantizer, width, lists, faiss.METRIC_INNER_PRODUCT)
         index.own_fields = True
         quantizer.this.disown()
-        # 64 samples a centre instead of 256: a quarter of the time to build, and the probing is tuned anyway.
+        # 64 samples per centroid instead of 256: a quarter of the build time; the probing is tuned anyway.
         index.cp.min_points_per_centroid, index.cp.max_points_per_centroid = 1, 64
         index.train(array)
     index.add(array)
     return index
 
 
-def _best_columns(similarities: Tensor, k: int) -> Neighbours:
-    """The `k` largest entries of each row, of equal ones those with the lowest index first."""
-    if 2 * k >= similarities.shape[1]:  # from here on one stable sort takes less time than topk and the care for ties
+def _topk_columns(similarities: Tensor, k: int) -> Neighbours:
+    """The `k` largest entries of each row; ties by lowest index."""
+    if 2 * k >= similarities.shape[1]:  # here one stable sort is faster than topk plus the tie handling
         ordered = similarities.sort(dim=1, descending=True, stable=True)
         return Neighbours(ordered.values[:, :k], ordered.indices[:, :k])
     values, columns = _largest(similarities, k + 1)
-    cut = values[:, k] == values[:, k - 1]  # one more with the same value was left out: which ones belong in?
+    cut = values[:, k] == values[:, k - 1]  # a tie at the end: take the lowest indices
     tied = cut | (values[:, 1:k] == values[:, : k - 1]).any(1)
     values, columns = values[:, :k].contiguous(), columns[:, :k].contiguous()
     for rows in cut.nonzero().squeeze(1).split(64):
@@ -316,7 +316,7 @@ def _best_columns(similarities: Tensor, k: int) -> Neighbours:
 
 
 def _largest(similarities: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`topk` of each row, by way of the groups with the largest maxima where that is faster."""
+    """`topk` of each row, through groups with the largest maxima if that is faster."""
     groups = similarities.shape[1] // _GROUP
     if 4 * k > groups:
         found = similarities.topk(k, dim=1)
@@ -333,7 +333,7 @@ def _largest(similarities: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _lowest_columns(similarities: Tensor, least: Tensor, k: int) -> Tensor:
-    """Columns of all entries above `least` and of the first equal to it, `k` in each row, in order."""
+    """Sorted columns of all entries above `least` and the first ones equal to it, `k` per row."""
     above, equal = similarities > least, similarities == least
     room = k - above.sum(1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= room))
@@ -341,7 +341,7 @@ def _lowest_columns(similarities: Tensor, least: Tensor, k: int) -> Tensor:
 
 
 def _lowest_index_first(similarities: Tensor, indices: Tensor) -> Neighbours:
-    """Sorted by similarity, and by index where that is equal."""
+    """Sorted by similarity, ties by index."""
     order = indices.argsort(dim=1)
     similarities, indices = similarities.gather(1, order), indices.gather(1, order)
     similarities, order = similarities.sort(dim=1, descending=True, stable=True)
@@ -349,7 +349,7 @@ def _lowest_index_first(similarities: Tensor, indices: Tensor) -> Neighbours:
 
 
 def _merge(best: Neighbours, later: Neighbours, k: int) -> Neighbours:
-    """The `k` best of two lists, of which the second has the higher indices: a stable sort keeps ties in order."""
+    """The `k` best of two lists; the second has the higher indices, so a stable sort keeps ties in order."""
     similarities = torch.cat((best.similarities, later.similarities), dim=1)
     values, order = similarities.sort(dim=1, descending=True, stable=True)
     indices = torch.cat((best.indices, later.indices), dim=1).gather(1, order[:, :k])

@@ -1,7 +1,6 @@
-"""The linear probe: how well a linear classifier on frozen embeddings does, with many labels or with a few.
+"""Linear probe: the accuracy of a linear classifier on frozen embeddings, with all labels or a few per class.
 
-Owns the fit (multinomial logistic regression to its optimum, without a learning rate or a seed) and the choice of a
-class-balanced subset of labels. Where embeddings come from is the caller's business.
+Fits multinomial logistic regression to its optimum, without a learning rate or a seed.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.eval.neighbours import check_embeddings, check_labels, full_precision
+from trainformer.eval.neighbours import check_embeddings, check_labels, true_float32
 
 logger = logging.getLogger(__name__)
 
-# Sets this stream of random numbers apart from others that begin with the same seed.
+# Separates this random stream from others with the same seed.
 _STREAM = 0x9B0BE
 
-# Up to 512 MB of training embeddings are worked on in float64, more in float32.
+# Up to 512 MB of training embeddings in float64, above that in float32.
 _DOUBLE_CELLS = 2**26
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """A fitted linear classifier, for embeddings as they are: standardisation is part of `weight` and `bias`.
+    """A fitted linear classifier for raw embeddings: standardisation is folded into `weight` and `bias`.
 
-    `classes` are the labels in the order of the rows of `weight`. `loss` is what was minimised, per training sample.
+    `classes` are the labels in the order of the rows of `weight`. `loss` is the training objective per sample.
     """
 
     accuracy: float
@@ -43,7 +42,7 @@ class ProbeResult:
     converged: bool
 
     def scores(self, embeddings: Tensor) -> Tensor:
-        """Scores (N, classes): the logits of the classifier."""
+        """The logits (N, classes)."""
         rows = check_embeddings(embeddings).to(self.weight)
         return torch.addmm(self.bias, rows, self.weight.T)
 
@@ -62,12 +61,11 @@ def linear_probe(
     standardize: bool = True,
     max_iter: int = 1000,
 ) -> ProbeResult:
-    """Fit logistic regression on the training embeddings, and measure it on the test embeddings.
+    """Fit logistic regression on the training embeddings and evaluate it on the test embeddings.
 
-    Minimised is the sum of the cross entropies + l2 / 2 * the squares of the weights; biases are free. ``l2=1`` is
-    scikit-learn's ``C=1``. `standardize` scales every dimension to mean 0 and deviation 1 over the training set, as
-    the penalty treats all alike. Deterministic: the problem is convex, and L-BFGS begins at 0. A test label that is
-    not in the training set counts as wrong.
+    Minimises the summed cross-entropy + l2 / 2 * |W|^2; the bias is not penalised. ``l2=1`` is ``C=1`` in scikit-learn.
+    `standardize` scales every dimension to mean 0 and standard deviation 1 over the training set. Deterministic: the
+    problem is convex, and L-BFGS starts at 0. A test label that is not in the training set counts as wrong.
 
     >>> train, test = torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([[0.4], [4.4]])
     >>> linear_probe(train, torch.tensor([3, 3, 8, 8]), test, torch.tensor([3, 8])).accuracy
@@ -85,29 +83,29 @@ def linear_probe(
     precise = train.numel() <= _DOUBLE_CELLS and train.device.type != "mps"
     train = train.to(torch.float64 if precise else torch.float32)
     mean, scale = train.mean(0), train.std(0, correction=0)
-    # A dimension that never changes says nothing; what is left of it is rounding, not to be blown up.
+    # A constant dimension carries no information: do not amplify its rounding errors.
     scale = scale.masked_fill(scale <= 1e-6 * train.abs().amax(0), 1)
     if not standardize:
-        # Centring changes only the free biases, and one scale for all is undone in the penalty: the same minimum,
-        # found in far fewer steps.
+        # Centering changes only the bias, and a common scale is undone in the penalty: the same minimum in far fewer
+        # steps.
         scale = (train - mean).square().mean().sqrt().clamp(min=torch.finfo(train.dtype).tiny).expand_as(mean)
         l2 = l2 / scale[0].item() ** 2
-    # Evaluation runs in inference mode, whose tensors know no gradients: new ones are made outside of it.
-    with full_precision(train.device), torch.inference_mode(False), torch.enable_grad():
+    # Evaluation runs in inference mode, whose tensors cannot require gradients: leave it for the fit.
+    with true_float32(train.device), torch.inference_mode(False), torch.enable_grad():
         fit = _fit((train - mean) / scale, targets.clone(), len(classes), l2, max_iter)
     weight = fit.weight / scale
     bias = fit.bias - weight @ mean
     found = ProbeResult(0.0, 0.0, fit.loss, weight, bias, classes, fit.iterations, fit.converged)
-    with full_precision(train.device):
+    with true_float32(train.device):
         accuracy = (found.predict(test.to(train.device)) == wanted).double().mean().item()
         train_accuracy = (found.predict(train) == labels).double().mean().item()
     return ProbeResult(accuracy, train_accuracy, fit.loss, weight, bias, classes, fit.iterations, fit.converged)
 
 
 def label_subset(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
-    """Indices, in order, of `per_class` samples of every class, drawn at random.
+    """Sorted indices of `per_class` random samples of every class.
 
-    The same seed gives the same subset, and one with more samples per class contains it.
+    The same seed gives the same subset; a larger `per_class` gives a superset.
 
     >>> labels = torch.tensor([0, 1, 0, 1, 0, 1])
     >>> labels[label_subset(labels, 2)].bincount()
@@ -144,7 +142,7 @@ class _Fit:
 
 
 def _fit(rows: Tensor, targets: Tensor, classes: int, l2: float, max_iter: int) -> _Fit:
-    """The minimum of mean cross entropy + l2 / (2 N) |W|^2."""
+    """Minimise mean cross-entropy + l2 / (2 N) |W|^2."""
     weight = rows.new_zeros(classes, rows.shape[1]).requires_grad_()
     bias = rows.new_zeros(classes).requires_grad_()
     limit = 1e-8 if rows.dtype == torch.float64 else 1e-5
@@ -171,7 +169,7 @@ def _fit(rows: Tensor, targets: Tensor, classes: int, l2: float, max_iter: int) 
     assert bias.grad is not None
     gradient = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
     iterations = int(optimizer.state[weight]["n_iter"])
-    # With rounding the search can stall a little above the limit: the loss then no longer changes in its last digits.
+    # Due to rounding, the line search can stall a little above the limit.
     converged = gradient <= 10 * limit
     if not converged:
         logger.warning(

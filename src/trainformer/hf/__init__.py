@@ -1,4 +1,4 @@
-"""The way in for users of HuggingFace's `Trainer` and of Forgather: a model, arguments, data sets and callbacks.
+"""The entry point for users of the HF `Trainer` and of Forgather: a model, arguments, datasets and callbacks.
 
 >>> from trainformer.hf import Trainer, TrainingArguments
 """
@@ -10,16 +10,21 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.hf.arguments": ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"],
         "trainformer.hf.base_trainer": ["BaseTrainer", "TrainOutput"],
-        "trainformer.hf.trainer": ["Trainer"],
-        "trainformer.hf.parallel_trainers": [
+        "trainformer.hf.trainer": [
             "AccelTrainer",
             "DDPTrainer",
             "FSDPTrainer",
             "PipelineTrainer",
             "TPTrainer",
+            "Trainer",
         ],
-        "trainformer.hf.prediction": ["EvalPrediction", "PredictionOutput"],
-        "trainformer.hf.outputs": ["logits_from_outputs", "loss_and_logits_from_outputs", "loss_from_outputs"],
+        "trainformer.hf.outputs": [
+            "EvalPrediction",
+            "PredictionOutput",
+            "logits_from_outputs",
+            "loss_and_logits_from_outputs",
+            "loss_from_outputs",
+        ],
         "trainformer.hf.callbacks": [
             "DivergenceDetector",
             "GradLogger",

@@ -1,7 +1,7 @@
-"""`BaseTrainer`: what every trainer in HuggingFace's style has, whoever writes its loop.
+"""`BaseTrainer`: what every HF-style trainer has, also one with its own training loop.
 
-Owns callbacks and their dispatch, the settings of the process during a run, and saving and loading by components. How
-training and evaluation are done is left to `_prepare`, `_train_loop` and `_eval_loop`.
+It dispatches events to callbacks, applies process-wide settings during a run, and saves and loads checkpoints.
+Subclasses implement `_prepare`, `_train_loop` and `_eval_loop`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.compat import original
+from trainformer.callbacks.compat import unwrap_callback
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
-from trainformer.checkpointing import CheckpointStore, Manifest, Retention, SharingPattern, StateComponent
-from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states, versions
-from trainformer.checkpointing.torch_components import write_component
-from trainformer.checkpointing.torch_files import TorchFiles
+from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent, StatefulAdapter
+from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
+from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
-from trainformer.hf.compat import Scripting
+from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import this_process
-from trainformer.hf.handle import LogRelay, RankedBridge
-from trainformer.hf.settings import CHECKPOINT_NAME, kept_best, monitored
-from trainformer.hf.task import save_beside_weights
-from trainformer.run.components import StatefulAdapter
+from trainformer.hf.run import LogRelay, RankedBridge
+from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
+from trainformer.hf.task import save_pretrained_assets
 
 logger = logging.getLogger("trainformer")
 
@@ -47,19 +45,19 @@ _FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
 
 class TrainOutput(NamedTuple):
-    """What `train()` returns. `metrics` also says who stopped the run before its end, and why, if anybody did."""
+    """The result of `train()`. If a callback stopped the run, `metrics` has `stopped_by` and `stop_reason`."""
 
     global_step: int
     training_loss: float
     metrics: dict[str, Any]
 
 
-class BaseTrainer(Scripting, ABC):
-    """Base of trainers. `callbacks` are added to the default ones; the list itself is not kept."""
+class BaseTrainer(ScriptMixin, ABC):
+    """Base class of HF-style trainers. `callbacks` are added to the default ones."""
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
-        """Callbacks that every trainer of the class has."""
+        """The callbacks that every trainer of this class has."""
         return []
 
     def __init__(
@@ -76,7 +74,7 @@ class BaseTrainer(Scripting, ABC):
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         if isinstance(args, nn.Module) or isinstance(model, MinimalTrainingArguments):
-            args, model = model, args  # type: ignore[assignment]  # HuggingFace's order
+            args, model = model, args  # type: ignore[assignment]  # HF's order
         if model is None and model_init is None:
             raise BadArgument("Expected a model or model_init, received neither. Pass one of them.")
         if model is not None and not isinstance(model, nn.Module):
@@ -94,13 +92,13 @@ class BaseTrainer(Scripting, ABC):
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         process = this_process()
-        self.is_local_process_zero = Answer(process.local_rank == 0)
-        self.is_world_process_zero = Answer(process.rank == 0)
+        self.is_local_process_zero = CallableBool(process.local_rank == 0)
+        self.is_world_process_zero = CallableBool(process.rank == 0)
         self.num_processes = process.world_size
         self._callbacks = CallbackList()
         self._bridge = RankedBridge.of(self._callbacks.shared)
         self._stop_requested_by: tuple[str, str, str] | None = None
-        self._has_weights = False  # while a checkpoint is written: its weights are in place already
+        self._skips_weights = False  # while saving a checkpoint, which writes the weights itself
         state = self._bridge.state
         state.max_steps, state.num_train_epochs = self.args.max_steps, self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
@@ -112,11 +110,11 @@ class BaseTrainer(Scripting, ABC):
         kind = type(self.model).__name__ if self.model is not None else "model_init"
         return f"{type(self).__name__}({kind}, step {self.state.global_step}, callbacks {self.callbacks})"
 
-    # -- what subclasses write -----------------------------------------------------------------------------
+    # -- to be implemented ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Make ready to train or to evaluate; either data set may be None."""
+        """Prepare for training or evaluation; either dataset may be None."""
 
     @abstractmethod
     def _train_loop(self) -> TrainOutput:
@@ -126,10 +124,10 @@ class BaseTrainer(Scripting, ABC):
     def _eval_loop(self) -> dict[str, float]:
         """Evaluate."""
 
-    # -- doing ---------------------------------------------------------------------------------------------
+    # -- training and evaluation ---------------------------------------------------------------------------
 
     def train(self, **kwargs: Any) -> TrainOutput:
-        """Prepare, then train. May be called again."""
+        """Prepare, then train. Can be called repeatedly."""
         for flag in _FLAGS:
             setattr(self.control, flag, False)
         self._stop_requested_by = None
@@ -140,21 +138,21 @@ class BaseTrainer(Scripting, ABC):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics of the evaluation data, or of other data."""
+        """Evaluate on the evaluation data, or on another dataset."""
         with self._process_settings():
             self._prepare(None, self.eval_dataset if eval_dataset is None else eval_dataset)
             return self._eval_loop()
 
     @contextmanager
     def _process_settings(self) -> Iterator[None]:
-        """What holds for the whole process meanwhile, and is put back afterwards."""
+        """Apply process-wide settings, and restore them afterwards."""
         args = self.args
         with ExitStack() as stack:
             backends = sdpa_backends(args.sdpa_backend)
             if backends:
                 stack.enter_context(sdpa_kernel(backends, set_priority=args.sdpa_set_priority))
             if args.detect_anomaly:
-                logger.warning("autograd looks for anomalies (detect_anomaly): every step takes much longer")
+                logger.warning("detect_anomaly is on: every step is much slower")
                 stack.enter_context(torch.autograd.detect_anomaly(check_nan=True))
             if args.dynamo_recompile_limit is not None:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=args.dynamo_recompile_limit))
@@ -163,12 +161,12 @@ class BaseTrainer(Scripting, ABC):
                 stack.callback(torch.use_deterministic_algorithms, before)
                 torch.use_deterministic_algorithms(True)
             if args.dataloader_num_workers:
-                # Else tokenizers warn in every worker that they were forked, and then do the same by themselves.
+                # Otherwise tokenizers warn in every forked worker, and then disable parallelism themselves.
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             yield
 
     def make_model(self) -> nn.Module:
-        """The model; the first time, where there is none, by `model_init` in `default_dtype`."""
+        """The model. If none was passed, the first call creates it with `model_init` in `default_dtype`."""
         if self.model is None:
             assert self.model_init is not None
             before = torch.get_default_dtype()
@@ -183,51 +181,51 @@ class BaseTrainer(Scripting, ABC):
         return self.model
 
     def unwrapped_model(self) -> nn.Module:
-        """The model without wrappers of torch."""
-        return unwrapped(self.make_model())
+        """The model without the wrappers of torch."""
+        return unwrap_model(self.make_model())
 
     # -- callbacks -----------------------------------------------------------------------------------------
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks, in their order."""
-        return [original(callback) for callback in self._callbacks if not isinstance(callback, LogRelay)]
+        """The callbacks in order."""
+        return [unwrap_callback(callback) for callback in self._callbacks if not isinstance(callback, LogRelay)]
 
     def add_callback(self, callback: Any) -> None:
-        """One more, of any dialect; a class is instantiated."""
+        """Add a callback: an object, a class to instantiate, or a name."""
         self._callbacks.add(callback() if isinstance(callback, type) else callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take out a callback, or the first of a class, and return it; None if there is none."""
+        """Remove a callback, or the first instance of a class, and return it; None if there is none."""
         return self._callbacks.remove(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """The same, without returning it."""
+        """Remove a callback, or the first instance of a class."""
         self.pop_callback(callback)
 
     @property
     def state(self) -> TrainerState:
-        """Where the run is."""
+        """The progress of the run."""
         return self._bridge.state
 
     @property
     def control(self) -> TrainerControl:
-        """What callbacks have asked for."""
+        """The requests of callbacks."""
         return self._bridge.control
 
     def log(self, logs: dict[str, float]) -> TrainerControl:
-        """Record metrics: in the history, and with every callback that hears `on_log`."""
+        """Add metrics to the log history, and dispatch `on_log`."""
         self.state.log_history.append({**logs, "step": self.state.global_step})
         return self._dispatch_event("on_log", logs=logs)
 
     def _dispatch_event(self, event: str, **kwargs: Any) -> TrainerControl:
-        """Tell an event to all of HuggingFace's callbacks, in their order; what they asked for is in the control."""
+        """Call all HF callbacks in order. The returned control holds their requests."""
         for callback in list(self._callbacks):
-            if isinstance(callback, HuggingFaceCallback) and callback.hears(event):
-                self._tell(callback.original, event, kwargs)
+            if isinstance(callback, HuggingFaceCallback) and callback.overrides(event):
+                self._call_callback(callback.wrapped, event, kwargs)
         return self.control
 
-    def _tell(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
+    def _call_callback(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
         control = self.control
         before = {name: bool(getattr(control, name)) for name in _FLAGS}
         returned = getattr(callback, event)(
@@ -250,16 +248,16 @@ class BaseTrainer(Scripting, ABC):
                 self._stop_requested_by = type(callback).__name__, event, stops[name]
                 logger.info("%s asked to %s in %s", *(self._stop_requested_by[i] for i in (0, 2, 1)))
 
-    # -- keeping -------------------------------------------------------------------------------------------
+    # -- saving and loading --------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
-        """Write the weights, the configuration and the tokenizer; what `from_pretrained` opens, and no more.
+        """Write the weights, the config and the tokenizer, for `from_pretrained`.
 
-        Override it, or `_save`, to write more: for every checkpoint it is called, too. Every process calls it: those
-        among which the model is divided have to give their parts. The first one writes.
+        Override it, or `_save`, to write more files; checkpoints call it, too. Call it on every rank: a sharded model
+        is gathered. Rank 0 writes.
         """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        weights = None if self._has_weights else self._weights()
+        weights = None if self._skips_weights else self._weights()
         if self.is_world_process_zero:
             folder.mkdir(parents=True, exist_ok=True)
             self._save(str(folder), weights)
@@ -267,30 +265,30 @@ class BaseTrainer(Scripting, ABC):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        if not self._has_weights:
+        if not self._skips_weights:
             write_component(folder, "model", "weights", self._weights() if state_dict is None else state_dict)
-        save_beside_weights(self.make_model(), self.processing_class, folder)
+        save_pretrained_assets(self.make_model(), self.processing_class, folder)
 
-    def save_beside_checkpoint(self, folder: Path) -> None:
-        """Write what belongs beside the weights of a checkpoint, with what the user's `save_model` adds to it.
+    def save_checkpoint_assets(self, folder: Path) -> None:
+        """Write the files of a checkpoint besides its state, including those of an overridden `save_model`.
 
-        It gets a folder of its own: files that the checkpoint has already are what a run goes on from, and stay.
+        An override writes to a temporary folder first, so that it cannot overwrite the state of the checkpoint.
         """
         if type(self).save_model is BaseTrainer.save_model and type(self)._save is BaseTrainer._save:
-            save_beside_weights(self.make_model(), self.processing_class, folder)
+            save_pretrained_assets(self.make_model(), self.processing_class, folder)
             return
         own = folder / "saved_by_user"
         own.mkdir()
-        self._has_weights = True
+        self._skips_weights = True
         try:
             self.save_model(str(own), _internal_call=True)
         finally:
-            self._has_weights = False
+            self._skips_weights = False
         for path in sorted(own.iterdir()):
             if (folder / path.name).exists():
                 logger.warning(
-                    "%s.save_model wrote %s, which a checkpoint has of its own: that of the checkpoint is kept. Write "
-                    "it under another name.", type(self).__name__, path.name,
+                    "%s.save_model wrote %s, which is part of the checkpoint already; keeping that one. Use another "
+                    "name.", type(self).__name__, path.name,
                 )  # fmt: skip
             else:
                 path.rename(folder / path.name)
@@ -300,55 +298,46 @@ class BaseTrainer(Scripting, ABC):
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
 
     def _join(self) -> TorchProcessGroup:
-        """The processes that train together."""
+        """The process group of the run."""
         return self.args.join()
 
     def save_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> str:
-        """Write everything that is needed to go on exactly from here; where it is.
+        """Save a checkpoint to resume from, and return its path.
 
-        Without a path it goes to ``output_dir/checkpoint-<step>``, and older ones are deleted as the arguments say.
+        The default path is ``output_dir/checkpoint-<step>``; older checkpoints there are deleted as the arguments say.
         """
+        metric, greater_is_better = monitored_metric(self.args)
         keep = Retention(
-            last=self.args.save_total_limit or 10**9,
-            best=kept_best(self.args) if isinstance(self.args, BaseTrainingArguments) else 0,
-            monitor=monitored(self.args)[0],
-            mode="max" if monitored(self.args)[1] else "min",
+            last=self.args.save_total_limit or KEEP_ALL,
+            best=num_best_kept(self.args),
+            monitor=metric,
+            mode="max" if greater_is_better else "min",
         )
-        place, naming = Path(self.args.output_dir), CHECKPOINT_NAME
+        folder, naming = Path(self.args.output_dir), CHECKPOINT_NAME
         if checkpoint_path is not None:
-            place, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
-            keep = Retention(last=10**9)
-        state = self.state
-        process_group = self._join()
-        manifest = Manifest(
-            step=state.global_step,
-            epoch=state.raw_epoch,
-            components={},
-            metrics={},
-            versions=versions(TorchFiles()),
-            world_size=process_group.world_size,
-        )
-        timeout = self.args.ddp_timeout
+            folder, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
+            keep = Retention(last=KEEP_ALL)
         checkpointer = Checkpointer(
-            place,
+            self.get_state_components,
+            TorchFiles(),
+            CheckpointStore(place, naming),
             keep,
-            asynchronous=False,
-            naming=naming,
-            files=TorchFiles(),
-            process_group=process_group,
-            timeout=timeout,
+            process_group=self._join(),
+            timeout=self.args.ddp_timeout,
+            assets=self._assets,
         )
-        if not checkpointer.save(self.get_state_components(), manifest, assets=self._assets):
-            checkpointer.conclude()  # raises, and says why
-        return str(checkpointer.store.path_of(state.global_step))
+        state = self.state
+        path = checkpointer.save(state.global_step, state.raw_epoch)
+        checkpointer.close()  # raises if the save failed
+        return str(path)
 
     def _assets(self, folder: Path) -> list[str]:
         before = set(folder.iterdir())
-        self.save_beside_checkpoint(folder)
+        self.save_checkpoint_assets(folder)
         return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
-        """Go on from a checkpoint, without a path from the newest in `output_dir`. One that does not fit is refused."""
+        """Load a checkpoint, by default the newest in `output_dir`. Raises if it does not fit."""
         states = read_states(self._checkpoint_at(checkpoint_path), TorchFiles(), self._join().rank)
         load_components(self.get_state_components(), states)
 
@@ -363,7 +352,7 @@ class BaseTrainer(Scripting, ABC):
         return newest.path
 
     def get_state_components(self) -> list[StateComponent]:
-        """Everything that belongs into a checkpoint, and how it is shared over processes."""
+        """The components of a checkpoint, and how each is shared between ranks."""
         model = self.make_model()
         parts = [StateComponent("model", model, required=True, format="weights")]
         for key, part in (("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)):
@@ -380,27 +369,26 @@ class BaseTrainer(Scripting, ABC):
         return SharingPattern.GLOBAL
 
     def get_process_groups(self) -> dict[str, Any]:
-        """Process groups by name, for components that are shared within one. A single process has none."""
+        """Process groups by name, for components that are shared within one; empty for a single process."""
         return {"world": dist.group.WORLD} if self.num_processes > 1 and dist.is_initialized() else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the run is."""
+        """The progress of the run."""
         state = self.state
         names = ("global_step", "epoch_start_step", "raw_epoch", "epoch", "num_input_tokens_seen", "total_flos")
         best = ("best_metric", "best_global_step", "best_model_checkpoint")
         return {name: getattr(state, name) for name in (*names, *best)} | {"log_history": list(state.log_history)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for name, value in state_dict.items():
             setattr(self.state, name, list(value) if name == "log_history" else value)
 
 
-class Answer(int):
-    """True or False, which HuggingFace's users call and Forgather's do not."""
+class CallableBool(int):
+    """A bool that can be called: a method in HF, an attribute in Forgather."""
 
     def __call__(self) -> bool:
-        """The answer."""
         return bool(self)
 
     def __repr__(self) -> str:
@@ -408,7 +396,7 @@ class Answer(int):
 
 
 def arguments_from(args: Any) -> Any:
-    """Our arguments: those given, the default ones, or what transformers' say."""
+    """`TrainingArguments` from None, from our own classes, or from those of transformers."""
     if args is None:
         return TrainingArguments()
     if isinstance(args, BaseTrainingArguments):
@@ -416,9 +404,9 @@ def arguments_from(args: Any) -> Any:
     if isinstance(args, MinimalTrainingArguments):
         return TrainingArguments(**{n: getattr(args, n) for n in args.__dataclass_fields__ if n != "_"})
     if type(args).__module__.startswith("transformers"):
-        # They are compared with untouched ones: many are changed as soon as they are made.
-        plain = type(args)(args.output_dir, use_cpu=args.use_cpu)
+        # Compare with fresh arguments: transformers changes many defaults on construction.
+        fresh = type(args)(args.output_dir, use_cpu=args.use_cpu)
         names = [name for name, f in args.__dataclass_fields__.items() if f.init]
-        given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(plain, name)}
+        given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(fresh, name)}
         return TrainingArguments(**{**given, "output_dir": args.output_dir, "use_cpu": args.use_cpu})
     raise BadArgument(expected("args to be TrainingArguments", type(args).__name__))

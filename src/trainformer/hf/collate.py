@@ -1,4 +1,4 @@
-"""From examples to batches, in HuggingFace's way."""
+"""Datasets and collators: which columns a model receives, and how examples become batches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
-from trainformer.adapters.base import is_adapted, unwrapped
+from trainformer.adapters.base import is_adapted, unwrap_model
 
 
 def collator_for(given: Callable[[list[Any]], Any] | None, processing_class: Any) -> Callable[[list[Any]], Any]:
-    """The user's collator; else one that pads, if there is a tokenizer; else one that stacks."""
+    """The given collator; by default one that pads if there is a tokenizer, otherwise one that stacks."""
     if given is not None:
         return given
     try:
@@ -23,21 +23,20 @@ def collator_for(given: Callable[[list[Any]], Any] | None, processing_class: Any
         return default_collate
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return DataCollatorWithPadding(processing_class)
+    return stack_examples
 
-    return stacked
 
-
-def stacked(examples: list[Any]) -> Any:
-    """A batch of examples of one shape: a dict of dicts, a tuple of tuples."""
+def stack_examples(examples: list[Any]) -> Any:
+    """Stack examples of one shape, dicts to a dict and tuples to a tuple."""
     from transformers import default_data_collator
 
     return default_data_collator(examples) if isinstance(examples[0], Mapping) else default_collate(examples)
 
 
 class Collator:
-    """Makes batches, without columns that the model does not take.
+    """Drops columns that the model does not accept, then collates.
 
-    It holds nothing else: where workers are not forked it is pickled, and sent to each of them.
+    It holds no model or trainer, because spawned DataLoader workers receive it pickled.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], accepted: Collection[str] | None) -> None:
@@ -45,14 +44,13 @@ class Collator:
         self.accepted = accepted
 
     def __call__(self, examples: list[Any]) -> Any:
-        """A batch of these."""
         if self.accepted is not None:
-            examples = [without_unused(example, self.accepted) for example in examples]
+            examples = [_drop_unused(example, self.accepted) for example in examples]
         return self.collate(examples)
 
 
 def accepted_names(model: nn.Module, label_names: Collection[str]) -> set[str] | None:
-    """Columns that a model takes, and the labels; None where it takes whatever it is given."""
+    """The parameters of a model's forward, and the labels; None if it accepts any."""
     forward = inspect.signature(inner_model(model).forward)
     named = {
         name
@@ -63,20 +61,19 @@ def accepted_names(model: nn.Module, label_names: Collection[str]) -> set[str] |
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model itself, inside the wrappers of torch and of peft."""
-    inner: Any = unwrapped(model)
+    """The model inside the wrappers of torch and peft."""
+    inner: Any = unwrap_model(model)
     return inner.get_base_model() if is_adapted(inner) else inner
 
 
-def without_unused(example: Any, wanted: Collection[str]) -> Any:
-    """An example without the columns that nobody wants (texts, identifiers)."""
+def _drop_unused(example: Any, accepted: Collection[str]) -> Any:
     if not isinstance(example, Mapping):
         return example
-    return {name: value for name, value in example.items() if name in wanted}
+    return {name: value for name, value in example.items() if name in accepted}
 
 
 class Stream(IterableDataset):
-    """An iterable of examples that torch does not know as a data set: a stream of `datasets`, say."""
+    """Wraps an iterable of examples that is not a torch dataset, such as a streaming `datasets` dataset."""
 
     def __init__(self, examples: Any) -> None:
         self.examples = examples
@@ -85,7 +82,7 @@ class Stream(IterableDataset):
             self.load_state_dict = examples.load_state_dict
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the examples which epoch it is, where they want to know."""
+        """Pass the epoch on, for shuffling."""
         if hasattr(self.examples, "set_epoch"):
             self.examples.set_epoch(epoch)
 
@@ -94,7 +91,7 @@ class Stream(IterableDataset):
 
 
 def as_dataset(data: Any) -> Any:
-    """Data as the session takes them: what can only be iterated yields examples here, not batches."""
+    """A dataset as runs accept it. An iterable yields examples here, not batches."""
     if data is None or isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return data
     return Stream(data)

@@ -1,77 +1,84 @@
-"""What a trainer in HuggingFace's style does with data it is not trained on: loaders, metrics, predictions.
+"""The evaluation half of `Trainer`: dataloaders, prediction steps, metrics and predictions.
 
-Users override most of this. An override counts wherever HuggingFace calls the method: that of `evaluate` also for the
-evaluations during training, that of `get_eval_dataloader` for every evaluation.
+Users override most of this. An override is used wherever HF calls the method: `evaluate` also for evaluations during
+training, `get_eval_dataloader` for every evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainformer.callbacks.compat.huggingface import our_name
+from trainformer.callbacks.compat.huggingface import from_hf_name
 from trainformer.core.errors import BadArgument
 from trainformer.hf.base_trainer import BaseTrainer
 from trainformer.hf.collate import as_dataset
-from trainformer.hf.prediction import EvalPrediction, PredictionOutput, arrays, label_arrays, logits_of
-from trainformer.hf.task import ModelTask, takes
+from trainformer.hf.outputs import EvalPrediction, PredictionOutput, arrays, labels_of, logits_of
+from trainformer.hf.task import ModelTask, accepts
+
+if TYPE_CHECKING:
+    from trainformer.hf.run import HfRun
 
 
 class EvaluatingTrainer(BaseTrainer):
-    """A trainer that runs on a session; the half of it that measures."""
+    """A trainer that evaluates and predicts with a run; `Trainer` adds training."""
 
-    _run: Any
+    _run: HfRun | None
     _eval_data: Any
     compute_metrics: Callable[[Any], Mapping[str, float]] | None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
-    _is_asked_by_run = False  # an evaluation that the run asked for: the run itself tells everybody what comes out
+    _called_by_run = False  # during an evaluation that the run asked for, and whose metrics it logs itself
 
     def _overrides(self, name: str) -> bool:
         raise NotImplementedError
 
-    def _parts(self) -> int:
-        """Into how many parts each batch is divided over processes."""
+    def _num_replicas(self) -> int:
+        """The number of data-parallel ranks, each of which computes a part of every batch."""
         raise NotImplementedError
 
-    def total_of_ranks(self, samples: int) -> float:
-        """The samples that all processes have evaluated; those that hold parts of one model see the same ones."""
-        process_group = self._run.process_group
-        return process_group.total([float(samples)])[0] * process_group.count / process_group.world_size
-
-    def _task(self) -> ModelTask:
+    def _ready_run(self, eval_dataset: Any = None) -> HfRun:
+        """The current run; a new one if there is none."""
+        self._prepare(None, self.eval_dataset if eval_dataset is None else eval_dataset)
         assert self._run is not None
-        return self._run.task
+        return self._run
 
-    # -- loaders -------------------------------------------------------------------------------------------
+    def sum_over_replicas(self, samples: int) -> float:
+        """The samples that all ranks have evaluated. Ranks that shard one model compute the same samples."""
+        assert self._run is not None
+        process_group = self._run.process_group
+        return (
+            process_group.all_reduce_sum([float(samples)])[0] * process_group.dp_world_size / process_group.world_size
+        )
+
+    # -- dataloaders ---------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """A loader of the training data. Override it to bring another, which is then used as it is.
+        """A dataloader of the training data. Override it to use your own.
 
-        Its batches are those of all processes together, and each computes its part. A loader with a
-        `DistributedSampler` has those of one process.
+        Its batches are global: each rank computes its part. A dataloader with a `DistributedSampler` yields the
+        batches of one rank instead.
         """
         shuffle = self.args.train_sampling_strategy == "random" and not is_stream(self.train_dataset)
         options = {"shuffle": shuffle, "drop_last": self.args.dataloader_drop_last}
-        return self._loader(self.train_dataset, "train_dataset", self.args.per_device_train_batch_size, **options)
+        return self._dataloader(self.train_dataset, "train_dataset", self.args.per_device_train_batch_size, **options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """A loader of the evaluation data. Override it to bring another, which is then used as it is."""
+        """A dataloader of the evaluation data. Override it to use your own."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
             data = self.eval_dataset[data]
-        return self._loader(data, "eval_dataset", self.args.per_device_eval_batch_size)
+        return self._dataloader(data, "eval_dataset", self.args.per_device_eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """A loader of data to predict for. Override it to bring another, which is then used as it is."""
-        return self._loader(test_dataset, "test_dataset", self.args.per_device_eval_batch_size)
+        """A dataloader of the data to predict. Override it to use your own."""
+        return self._dataloader(test_dataset, "test_dataset", self.args.per_device_eval_batch_size)
 
-    def _loader(self, data: Any, name: str, size: int, **options: Any) -> DataLoader:
+    def _dataloader(self, data: Any, name: str, batch_size: int, **options: Any) -> DataLoader:
         if data is None:
             raise BadArgument(f"Expected a {name}, received none. Pass it to the trainer.")
         args, model = self.args, self.make_model()
@@ -80,7 +87,7 @@ class EvaluatingTrainer(BaseTrainer):
             options["persistent_workers"] = args.dataloader_persistent_workers
         return DataLoader(
             as_dataset(data),
-            batch_size=size * self._parts(),
+            batch_size=batch_size * self._num_replicas(),
             collate_fn=ModelTask(self, model, self._label_names(model)).collate_fn,
             num_workers=args.dataloader_num_workers,
             generator=torch.Generator().manual_seed(args.seed),
@@ -90,8 +97,7 @@ class EvaluatingTrainer(BaseTrainer):
     def _label_names(self, model: nn.Module) -> list[str]:
         if self.args.label_names:
             return list(self.args.label_names)
-        named = [name for name in ("start_positions", "end_positions") if takes(model, name)]
-        return named or ["labels"]
+        return [name for name in ("start_positions", "end_positions") if accepts(model, name)] or ["labels"]
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -104,53 +110,53 @@ class EvaluatingTrainer(BaseTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, logits and labels of a batch; without labels there is no loss."""
-        task = self._task()
+        """Loss, logits and labels of a batch; the loss is None without labels."""
+        assert self._run is not None
         names = self._label_names(model)
         labels = [inputs.get(name) for name in names] if isinstance(inputs, Mapping) else [inputs[1]]
         if any(label is None for label in labels):
             outputs = model(**inputs)
             loss = None
         else:
-            items = task.weight_of(inputs)
+            items = self._run.task.weight_of(inputs)
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
         if prediction_loss_only:
             return loss, None, None
-        logits, targets = logits_of(outputs, model, ignore_keys or ()), label_arrays(labels)
+        logits, targets = logits_of(outputs, model, ignore_keys or ()), labels_of(labels)
         if self.preprocess_logits_for_metrics is not None:
             logits = self.preprocess_logits_for_metrics(logits, targets)
         return loss, logits, targets
 
     def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """What `compute_metrics` says of the rows of an evaluation."""
+        """The metrics that `compute_metrics` returns for the rows of an evaluation."""
         predictions, labels = arrays(rows, "logits"), arrays(rows, "labels")
         if self.compute_metrics is None or predictions is None or labels is None:
             return {}
-        further = arrays(rows, "inputs"), arrays(rows, "losses")
-        found = self.compute_metrics(EvalPrediction(predictions, labels, *further))
-        return {name.removeprefix("eval_"): value for name, value in found.items()}
+        metrics = self.compute_metrics(
+            EvalPrediction(predictions, labels, arrays(rows, "inputs"), arrays(rows, "losses"))
+        )
+        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics of the evaluation data, or of other data, with the model as it is now."""
+        """Evaluate the current model on the evaluation data, or on another dataset."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
             data = self.eval_dataset[data]
         if isinstance(data, dict):
-            parts = {
-                name: self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in data.items()
-            }
-            return {name: value for part in parts.values() for name, value in part.items()}
+            metrics: dict[str, float] = {}
+            for name, part in data.items():
+                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
         if data is None and not self._overrides("get_eval_dataloader"):
             raise BadArgument("Expected an eval_dataset to evaluate on, received none. Pass it to the trainer or here.")
         with self._process_settings():
-            self._prepare(None, data)
-            measured = self._measured(data, ignore_keys)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-        if self._is_asked_by_run:
+            found = self._evaluate_with(self._ready_run(data), data, ignore_keys)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        if self._called_by_run:
             return metrics
         metrics["epoch"] = self.state.epoch
         self.log(metrics)
@@ -158,50 +164,49 @@ class EvaluatingTrainer(BaseTrainer):
         return metrics
 
     def _eval_loop(self) -> dict[str, float]:
-        return {f"eval_{name}": value for name, value in self._measured(self._eval_data).items()}
+        found = self._evaluate_with(self._ready_run(self._eval_data), self._eval_data)
+        return {f"eval_{name}": value for name, value in found.items()}
 
-    def _measured(
-        self, data: Any, ignore_keys: Collection[str] | None = None, loader: Callable[..., Any] | None = None
+    def _evaluate_with(
+        self,
+        run: HfRun,
+        data: Any,
+        ignore_keys: Collection[str] | None = None,
+        get_dataloader: Callable[..., Any] | None = None,
     ) -> dict[str, float]:
-        """Metrics of data, without a prefix; what `loader` makes of them is evaluated, where the user overrides it."""
-        assert self._run is not None
-        most = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
-        make = loader or self.get_eval_dataloader
+        """Metrics without a prefix. Uses `get_dataloader` (default: `get_eval_dataloader`) if the user overrides it."""
+        get_dataloader = get_dataloader or self.get_eval_dataloader
         source = as_dataset(data)
-        if self._overrides(make.__name__):
-            source = make() if data is None or data is self.eval_dataset else make(data)
-        with self._task().ignoring(ignore_keys or ()):
-            metrics = self._run.evaluate_on(source, most=most)
+        if self._overrides(get_dataloader.__name__):
+            source = get_dataloader() if data is None or data is self.eval_dataset else get_dataloader(data)
+        limit = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
+        with run.task.ignoring(ignore_keys or ()):
+            metrics = run.evaluate_on(source, most=limit)
         return {name.removeprefix("val/"): value for name, value in metrics.items()}
 
     def evaluates_as_usual(self) -> bool:
-        """Whether an evaluation during training is one of the whole of one data set, by this class."""
+        """Whether an evaluation during training covers one whole dataset and `evaluate` is not overridden."""
         usual = not isinstance(self.eval_dataset, dict) and self.args.max_eval_steps <= 0
         return usual and not self._overrides("evaluate")
 
-    def evaluate_all(self) -> dict[str, float]:
-        """The evaluation during training where there are several data sets, a limit, or an `evaluate` of the user's."""
-        with self._asked_by_run():
-            found = self.evaluate()
-        metrics = {name: value for name, value in (found or {}).items() if isinstance(value, Real)}
-        return {our_name(name): value for name, value in metrics.items() if name != "epoch"}
-
-    @contextmanager
-    def _asked_by_run(self) -> Iterator[None]:
-        self._is_asked_by_run = True
+    def evaluate_during_training(self) -> dict[str, float]:
+        """The metrics of `evaluate`, under our names, for several datasets, a limit, or an overridden `evaluate`."""
+        self._called_by_run = True
         try:
-            yield
+            found = self.evaluate()
         finally:
-            self._is_asked_by_run = False
+            self._called_by_run = False
+        metrics = {name: value for name, value in (found or {}).items() if isinstance(value, Real) and name != "epoch"}
+        return {from_hf_name(name): value for name, value in metrics.items()}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions for data, and metrics where they have labels."""
+        """Predictions for a dataset, and metrics if it has labels."""
         with self._process_settings():
-            self._prepare(None, test_dataset)
-            with self._task().collecting() as rows:
-                measured = self._measured(test_dataset, ignore_keys, self.get_test_dataloader)
+            run = self._ready_run(test_dataset)
+            with run.task.collecting() as rows:
+                found = self._evaluate_with(run, test_dataset, ignore_keys, self.get_test_dataloader)
                 predictions, labels = arrays(rows, "logits"), arrays(rows, "labels")
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self._dispatch_event("on_predict", metrics=metrics)
         return PredictionOutput(predictions, labels, metrics)
 

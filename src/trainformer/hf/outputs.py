@@ -1,13 +1,14 @@
-"""Loss and logits out of whatever a model returns: a tensor, a tuple, a mapping, or an object with attributes."""
+"""Outputs of models (loss and logits in any form), and the arrays that evaluations and predictions return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
+from trainformer.hf.collate import inner_model
 
 _HINTS = {
     "loss": "Call the model with labels, or compute the loss from its logits (compute_loss_func).",
@@ -16,9 +17,9 @@ _HINTS = {
 
 
 def logits_from_outputs(outputs: Any) -> Tensor:
-    """The logits: the tensor itself, `.logits`, ``["logits"]``, or of a tuple what comes after the loss.
+    """The logits of a model's outputs: a tensor, `.logits`, ``["logits"]``, or the element of a tuple after the loss.
 
-    A tuple that does not begin with a loss (one number) begins with the logits, as that of a model without labels.
+    A tuple that does not start with a scalar loss starts with the logits, as for a model called without labels.
 
     >>> import torch
     >>> logits_from_outputs((torch.tensor(0.5), torch.ones(2, 3))).shape
@@ -27,13 +28,13 @@ def logits_from_outputs(outputs: Any) -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, tuple | list):
-        behind_loss = len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].numel() == 1
-        return _tensor(outputs, "logits", outputs[1] if behind_loss else (outputs[0] if outputs else None))
+        has_loss = len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].numel() == 1
+        return _tensor(outputs, "logits", outputs[1] if has_loss else (outputs[0] if outputs else None))
     return _tensor(outputs, "logits", _named(outputs, "logits"))
 
 
 def loss_from_outputs(outputs: Any) -> Tensor:
-    """The loss: `.loss`, ``["loss"]``, the first of a tuple, or a tensor of one number itself.
+    """The loss of a model's outputs: `.loss`, ``["loss"]``, the first element of a tuple, or a scalar tensor.
 
     >>> import torch
     >>> loss_from_outputs({"loss": torch.tensor(0.5)})
@@ -50,7 +51,7 @@ def loss_from_outputs(outputs: Any) -> Tensor:
 
 
 def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
-    """Both: the first two of a tuple, which may be longer, or what `.loss` and `.logits` are.
+    """Loss and logits of a model's outputs: the first two elements of a tuple, or `.loss` and `.logits`.
 
     >>> import torch
     >>> loss, logits = loss_and_logits_from_outputs((torch.tensor(0.5), torch.ones(2, 3), "states"))
@@ -66,7 +67,7 @@ def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _named(outputs: Any, name: str) -> Any:
-    if isinstance(outputs, Mapping):  # transformers' ModelOutput is one, too
+    if isinstance(outputs, Mapping):  # includes the ModelOutput of transformers
         return outputs.get(name)
     return getattr(outputs, name, None)
 
@@ -81,3 +82,57 @@ def _tensor(outputs: Any, name: str, value: Any) -> Tensor:
     elif isinstance(outputs, tuple | list):
         where += f" of {len(outputs)}"
     raise BadArgument(expected(f"outputs with {name} as a tensor", where, _HINTS[name]))
+
+
+class PredictionOutput(NamedTuple):
+    """The result of `predict()`: arrays with one row per sample, and metrics."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+class EvalPrediction:
+    """The argument of `compute_metrics`: arrays with one row per evaluation sample."""
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions = predictions
+        self.label_ids = label_ids
+        self.inputs = inputs
+        self.losses = losses
+        self.elements = tuple(part for part in (predictions, label_ids, inputs, losses) if part is not None)
+
+    def __iter__(self) -> Any:
+        return iter(self.elements)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.elements[index]
+
+
+def arrays(rows: Mapping[str, Tensor], name: str) -> Any:
+    """The collected rows of a name: one array, a tuple for nested outputs, or None."""
+    found = [rows[key].numpy() for key in rows if key == name or key.startswith(f"{name}.")]
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def logits_of(outputs: Any, model: nn.Module, ignore_keys: Collection[str]) -> Any:
+    """The outputs to collect: all but the loss, KV caches and ignored keys."""
+    config = getattr(inner_model(model), "config", None)
+    ignored = {"loss", "past_key_values", *ignore_keys, *getattr(config, "keys_to_ignore_at_inference", ())}
+    if isinstance(outputs, Mapping):
+        kept = tuple(value for key, value in outputs.items() if key not in ignored)
+    elif isinstance(outputs, (list, tuple)):
+        kept = tuple(outputs[1:])
+    else:
+        return outputs
+    return kept[0] if len(kept) == 1 else kept
+
+
+def labels_of(labels: list[Tensor | None]) -> Any:
+    """Labels as HF returns them: one tensor, a tuple of several, or None."""
+    found = tuple(label for label in labels if label is not None)
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else found

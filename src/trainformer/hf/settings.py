@@ -1,7 +1,8 @@
-"""What HuggingFace's arguments mean to a run: its settings, and the habits that differ from those of `Trainer`."""
+"""Translates `TrainingArguments` to the settings of a run."""
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,32 +14,32 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
 from trainformer.run import RunSettings
-from trainformer.run.habits import FrontOptions
+from trainformer.run.settings import FrontOptions
 
 CHECKPOINT_NAME = "checkpoint-{}"
-_ALL = 10**9  # more checkpoints than anybody keeps
+KEEP_ALL = 10**9  # checkpoints
 _LOGGERS = ("tensorboard", "wandb", "mlflow")
 
 
 def settings_of(
-    args: BaseTrainingArguments, batches: int | None, resume: str | None, strategy: Any = "auto", parts: int = 1
+    args: BaseTrainingArguments, batches: int | None, resume: str | None, strategy: Any = "auto", replicas: int = 1
 ) -> RunSettings:
-    """The settings of a run over data with so many batches per epoch (None: nobody knows).
+    """The settings of a run with `batches` batches per epoch, or an unknown number of them.
 
-    `parts` is into how many parts each batch is divided over processes; the arguments name the size of one of them.
+    The arguments give the batch size per device; it is multiplied by `replicas`, the number of data-parallel ranks.
     """
     steps = planned_steps(args, batches)
     return RunSettings(
         epochs=max(1, math.ceil(args.num_train_epochs)),
-        max_steps=steps if _counts_steps(args) else None,
-        batch_size=int(args.per_device_train_batch_size) * parts,
-        eval_batch_size=int(args.per_device_eval_batch_size) * parts,
+        max_steps=steps if _ends_by_steps(args) else None,
+        batch_size=int(args.per_device_train_batch_size) * replicas,
+        eval_batch_size=int(args.per_device_eval_batch_size) * replicas,
         accumulation_steps=int(args.gradient_accumulation_steps),
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
         gradient_clip=args.max_grad_norm or None,
         optimizer=optimizer_spec(args),
-        scheduler=schedule_factory(args),
+        scheduler=scheduler_factory(args),
         seed=args.seed,
         sampler=_sampler(args),
         drop_last=args.dataloader_drop_last,
@@ -65,20 +66,20 @@ def settings_of(
         eval_every=_cadence(args.eval_strategy, args.eval_steps, steps),
         save_every=_cadence(args.save_strategy, args.save_steps, steps),
         save_dir=str(Path(args.output_dir).absolute()),
-        save_best=kept_best(args),
-        save_last=args.save_total_limit or _ALL,
+        save_best=num_best_kept(args),
+        save_last=args.save_total_limit or KEEP_ALL,
         eval_on_save=args.eval_on_save,
-        monitor_metric=monitored(args)[0],
-        monitor_mode="max" if monitored(args)[1] else "min",
+        monitor_metric=monitored_metric(args)[0],
+        monitor_mode="max" if monitored_metric(args)[1] else "min",
         resume=resume,
     )
 
 
-def habits_of(args: BaseTrainingArguments) -> FrontOptions:
-    """What HuggingFace's users are used to: no record but those that are due, their names of checkpoints."""
+def front_options(args: BaseTrainingArguments) -> FrontOptions:
+    """HF's defaults where they differ from those of `trainformer.Trainer`: when to log, and the checkpoint names."""
     plan = {
         "log_first": args.logging_first_step,
-        # An epoch that the end of the run cuts short has ended, too; and steps are evaluated and saved at the last one.
+        # A partial last epoch counts as an epoch; step-based evaluation and saving include the last step.
         "log_remaining": args.logging_strategy == "epoch",
         "eval_at_end": args.eval_strategy != "no",
         "save_at_end": args.save_strategy in ("steps", "epoch"),
@@ -88,7 +89,7 @@ def habits_of(args: BaseTrainingArguments) -> FrontOptions:
 
 
 def planned_steps(args: BaseTrainingArguments, batches: int | None) -> int | None:
-    """Optimizer steps of the whole run, where that can be known."""
+    """Optimizer steps of the whole run, or None if unknown."""
     if args.max_steps > 0:
         return int(args.max_steps)
     if batches is None:
@@ -96,13 +97,13 @@ def planned_steps(args: BaseTrainingArguments, batches: int | None) -> int | Non
     return math.ceil(args.num_train_epochs * math.ceil(batches / args.gradient_accumulation_steps))
 
 
-def _counts_steps(args: BaseTrainingArguments) -> bool:
-    """Whether the run ends after steps rather than after whole epochs."""
+def _ends_by_steps(args: BaseTrainingArguments) -> bool:
+    """Whether the run ends after a number of steps rather than after whole epochs."""
     return args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)
 
 
 def _cadence(strategy: str, every: float | None, total: int | None) -> int | str | None:
-    """Steps, a share of all steps, or epochs."""
+    """A cadence in steps or epochs; `every` below 1 is a fraction of all steps."""
     if strategy == "epoch":
         return "1epochs"
     if strategy != "steps" or every is None:
@@ -110,14 +111,14 @@ def _cadence(strategy: str, every: float | None, total: int | None) -> int | str
     if every < 1:
         if total is None:
             raise BadArgument(
-                expected("whole numbers of steps where the data have no length", every, "Pass max_steps, or a count.")
+                expected("a number of steps for data without a length", every, "Pass max_steps, or a whole number.")
             )
         every = math.ceil(total * every)
     return f"{int(every)}steps"
 
 
-def monitored(args: BaseTrainingArguments) -> tuple[str, bool]:
-    """The metric that tells which checkpoint is best, in our words, and whether more of it is better."""
+def monitored_metric(args: BaseTrainingArguments) -> tuple[str, bool]:
+    """The metric that selects the best checkpoint, under our name, and whether higher is better."""
     if args.preserve_best_model and args.metric_for_best_model is None:
         name, greater = args.best_model_metric, args.best_model_greater_is_better
     else:
@@ -125,14 +126,14 @@ def monitored(args: BaseTrainingArguments) -> tuple[str, bool]:
     return f"val/{name.removeprefix('eval_')}", is_greater_better(name) if greater is None else greater
 
 
-def kept_best(args: BaseTrainingArguments) -> int:
-    """How many of the best checkpoints are safe from `save_total_limit`."""
-    wanted = args.preserve_best_model or args.load_best_model_at_end or args.save_strategy == "best"
-    return args.preserve_n_best if wanted else 0
+def num_best_kept(args: BaseTrainingArguments) -> int:
+    """How many of the best checkpoints are kept besides the last `save_total_limit`."""
+    keeps_best = args.preserve_best_model or args.load_best_model_at_end or args.save_strategy == "best"
+    return args.preserve_n_best if keeps_best else 0
 
 
 def optimizer_spec(args: BaseTrainingArguments) -> dict[str, Any]:
-    """The optimizer by name, with its options."""
+    """The name of the optimizer and its options."""
     name = args.optim.lower()
     options: dict[str, Any] = {"name": name}
     if "adam" in name:
@@ -141,13 +142,10 @@ def optimizer_spec(args: BaseTrainingArguments) -> dict[str, Any]:
         options |= {"betas": (args.adam_beta1, args.adam_beta2)}
     elif name == "sgd":
         options |= {"momentum": 0.0}
-    return options | _parsed(args.optim_args)
+    return options | _parse_options(args.optim_args)
 
 
-def _parsed(text: str | None) -> dict[str, Any]:
-    """Options in HuggingFace's form: ``"momentum=0.9,nesterov=True"``."""
-    import ast
-
+def _parse_options(text: str | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
         name, equals, value = part.partition("=")
@@ -160,12 +158,12 @@ def _parsed(text: str | None) -> dict[str, Any]:
     return options
 
 
-def schedule_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
-    """The schedule that transformers makes for these arguments."""
+def scheduler_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
+    """Creates the scheduler of transformers for these arguments."""
     kind = args.lr_scheduler_type
     if kind in ("reduce_lr_on_plateau", "greedy"):
-        do = "Pass a schedule of steps, such as 'cosine', or one of your own in `optimizers`."
-        raise BadArgument(expected("lr_scheduler_type to be a function of the step", kind, do))
+        do = "Use 'cosine', for instance, or pass your own scheduler in `optimizers`."
+        raise BadArgument(expected("an lr_scheduler_type that depends on the step only", kind, do))
     optimization = require("transformers.optimization", "hf", "for lr_scheduler_type")
     known = [name.value for name in optimization.SchedulerType]
     if kind not in known:
@@ -174,7 +172,7 @@ def schedule_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
     def make(optimizer: Any, total: Any) -> Any:
         if total is None:
             raise BadArgument(
-                f"The schedule {kind!r} needs the number of steps, but the data have no length. Pass max_steps."
+                f"The scheduler {kind!r} needs the number of steps, but the data has no length. Pass max_steps."
             )
         return optimization.get_scheduler(
             kind,
@@ -187,8 +185,8 @@ def schedule_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
     return make
 
 
-class InOrder:
-    """A sampler that reads the data in their order, epoch after epoch."""
+class SequentialSampler:
+    """Samples the dataset in order, in every epoch."""
 
     def __init__(self, dataset: Any) -> None:
         self._length = len(dataset)
@@ -197,12 +195,12 @@ class InOrder:
         return self._length
 
     def order(self, epoch: int, seed: int) -> np.ndarray:
-        """Every sample once."""
+        """Indices of an epoch."""
         return np.arange(self._length)
 
 
 def _sampler(args: BaseTrainingArguments) -> Any:
-    return {"random": None, "sequential": InOrder, "group_by_length": "length"}[args.train_sampling_strategy]
+    return {"random": None, "sequential": SequentialSampler, "group_by_length": "length"}[args.train_sampling_strategy]
 
 
 def _compile(args: BaseTrainingArguments) -> Any:
@@ -226,6 +224,6 @@ def _loggers(args: BaseTrainingArguments) -> list[str] | str:
     names = [name for name in names if name != "none"]
     unknown = [name for name in names if name not in _LOGGERS]
     if unknown:
-        do = "For others, pass the callback of transformers in `callbacks`; it works here unchanged."
+        do = "For others, pass the callback of transformers in `callbacks`; it works unchanged."
         raise BadArgument(expected(f"report_to to be among {', '.join(_LOGGERS)}, all, none", unknown[0], do))
     return names or "none"

@@ -1,7 +1,7 @@
-"""A model and a way to compute its loss, as a task.
+"""The model of a `Trainer` as a task: training and evaluation steps, and the default loss.
 
-A loss is a mean over what is supervised in a micro-batch: labels that are not -100 where labels have one entry per
-token, else samples. It counts with that number, so that neither accumulation nor batch size changes the result.
+A loss is a mean over the supervised items of a micro-batch: labels other than -100 if there is one label per token,
+otherwise samples. It is weighted by their number, so gradient accumulation and batch size do not change the result.
 """
 
 from __future__ import annotations
@@ -18,106 +18,88 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainformer.adapters.base import is_adapted, unwrapped
+from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
 from trainformer.hf.outputs import logits_from_outputs
-from trainformer.models.language import told_documents
+from trainformer.models.language import declare_packing
 from trainformer.tasks.base import TaskBase
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 class Front(Protocol):
-    """What the task asks of the trainer it belongs to; users override these methods."""
+    """The methods of the trainer that the task calls. Users override some of them."""
 
     args: Any
     data_collator: Any
     processing_class: Any
 
     @property
-    def state(self) -> Any:
-        """Where the run is."""
-        ...
-
+    def state(self) -> Any: ...
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean loss of a batch, and the model's outputs if they are asked for."""
-        ...
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Loss, logits and labels of a batch."""
-        ...
-
-    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """What `compute_metrics` says of a whole evaluation."""
-        ...
-
-    def save_beside_checkpoint(self, folder: Path) -> None:
-        """Write what belongs beside the weights of a checkpoint."""
-        ...
-
-    def total_of_ranks(self, samples: int) -> float:
-        """The samples that all processes have evaluated."""
-        ...
+    ) -> Any: ...
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any: ...
+    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]: ...
+    def save_checkpoint_assets(self, folder: Path) -> None: ...
+    def sum_over_replicas(self, samples: int) -> float: ...
 
 
 class ModelTask(TaskBase):
-    """Trains the model of a front."""
+    """The task that trains the model of a trainer."""
 
     def __init__(self, front: Front, model: nn.Module, label_names: Sequence[str]) -> None:
         self.front = front
         self.model = model
         self.title = type(inner_model(model)).__name__
         self.label_names = list(label_names)
-        self.keeps_rows = False
+        self.collects_rows = False
         self.rows: dict[str, Tensor] = {}
         self._accepted = accepted_names(model, label_names) if front.args.remove_unused_columns else None
         self._shifts = shifts_labels(model)
         self._began = 0.0
         self._ignored_keys: list[str] = []
-        self._evaluated = (0, 0)  # batches and samples of the evaluation that is going on
+        self._evaluated = (0, 0)  # batches and samples of the current evaluation
 
     # -- data ----------------------------------------------------------------------------------------------
 
     @property
     def collate_fn(self) -> Collator:
-        """Makes batches of examples."""
+        """Collates examples, without unused columns."""
         return Collator(self.front.data_collator, self._accepted)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> Mean:
-        """The loss, and how much it counts."""
         weight = self.weight_of(batch)
-        with _as_one_document(batch):
-            loss = self.front.compute_loss(self.model, _copied(batch), num_items_in_batch=_at_least_one(weight))
+        with _single_document(batch):
+            loss = self.front.compute_loss(self.model, _shallow_copy(batch), num_items_in_batch=_at_least_one(weight))
         return Mean(loss, weight)
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
-        """The loss; and where somebody computes metrics of them, logits and labels as rows."""
+        """The loss; and logits and labels as rows, if metrics or predictions need them."""
         size = batch_length(batch)
         if self._evaluated[0] == 0:
             self._began = time.perf_counter()
         self._evaluated = self._evaluated[0] + 1, self._evaluated[1] + size
         ignored = self._ignored_keys or None
         loss, logits, labels = self.front.prediction_step(
-            self.model, _copied(batch), not self.keeps_rows, ignore_keys=ignored
+            self.model, _shallow_copy(batch), not self.collects_rows, ignore_keys=ignored
         )
         metrics: dict[str, Any] = {}
         if loss is not None:
             weight = self.weight_of(batch)
             metrics["loss"] = loss * weight, weight
-        if self.keeps_rows:
-            metrics |= _rows("logits", logits) | _rows("labels", labels) | self._further_rows(batch, loss, size)
+        if self.collects_rows:
+            metrics |= _rows("logits", logits) | _rows("labels", labels) | self._extra_rows(batch, loss, size)
         return metrics
 
-    def _further_rows(self, batch: Any, loss: Any, size: int) -> dict[str, Tensor]:
-        """What else `compute_metrics` is to see, as `include_for_metrics` says."""
+    def _extra_rows(self, batch: Any, loss: Any, size: int) -> dict[str, Tensor]:
+        """Inputs and losses for `compute_metrics`, if `include_for_metrics` names them."""
         wanted = self.front.args.include_for_metrics
         found: dict[str, Tensor] = {}
         if "inputs" in wanted and isinstance(batch, Mapping):
@@ -127,31 +109,31 @@ class ModelTask(TaskBase):
         return found
 
     def weight_of(self, batch: Any) -> Any:
-        """What a batch's loss is a mean over: supervised tokens, else samples."""
+        """The number of items that the loss of a batch averages over: supervised tokens, or samples."""
         labels = batch.get(self.label_names[0]) if isinstance(batch, Mapping) and self.label_names else None
         if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
             return batch_length(batch)
         shifted = batch.get("shift_labels")
         if shifted is None:
             shifted = labels[..., 1:] if self._shifts else labels
-        return shifted.ne(IGNORED).sum()
+        return shifted.ne(IGNORE_INDEX).sum()
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
     @contextmanager
     def collecting(self) -> Iterator[dict[str, Tensor]]:
-        """Keep logits and labels of the evaluations in this block; of the last one, when it is left."""
-        before, self.keeps_rows = self.keeps_rows, True
+        """Collect the logits and labels of an evaluation in this block."""
+        before, self.collects_rows = self.collects_rows, True
         self.rows = {}
         try:
             yield self.rows
         finally:
-            self.keeps_rows = before
+            self.collects_rows = before
             self.rows = {}
 
     @contextmanager
     def ignoring(self, keys: Iterable[str]) -> Iterator[None]:
-        """Leave outputs of these names out of the evaluations in this block."""
+        """Do not collect these outputs in evaluations in this block."""
         before, self._ignored_keys = self._ignored_keys, list(keys)
         try:
             yield
@@ -159,56 +141,54 @@ class ModelTask(TaskBase):
             self._ignored_keys = before
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
-        """The user's metrics of the whole set."""
         self.rows.clear()
         self.rows.update(rows)
         return self.front.metrics_of(rows)
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """How long it took."""
+        """Duration and throughput."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         batches, samples = self._evaluated
         self._evaluated = 0, 0
         return {
             "runtime": seconds,
-            "samples_per_second": self.front.total_of_ranks(samples) / seconds,
+            "samples_per_second": self.front.sum_over_replicas(samples) / seconds,
             "steps_per_second": batches / seconds,
         }
 
     def join_rows(self, pieces: list[Tensor]) -> Tensor:
-        """Batches padded to their own longest text are padded to the longest of all, with -100."""
-        ranks = {piece.ndim for piece in pieces}
-        if len({piece.shape[1:] for piece in pieces}) == 1 or len(ranks) > 1:
+        """Concatenate batches that were padded to different lengths, padding with -100."""
+        ndims = {piece.ndim for piece in pieces}
+        if len({piece.shape[1:] for piece in pieces}) == 1 or len(ndims) > 1:
             return torch.cat(pieces)
         longest = [max(sizes) for sizes in zip(*(piece.shape[1:] for piece in pieces), strict=True)]
-        return torch.cat([F.pad(piece, _margins(piece, longest), value=IGNORED) for piece in pieces])
+        return torch.cat([F.pad(piece, _padding(piece, longest), value=IGNORE_INDEX) for piece in pieces])
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: with an adapter of peft, the adapter alone."""
+        """The weights for checkpoints; of a peft model, those of the adapter."""
         return adapter_state_dict(self.model) if is_adapted(self.model) else self.model.state_dict()
 
     def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take it back."""
         if is_adapted(self.model):
             load_adapter_state_dict(self.model, state)
         else:
             self.model.load_state_dict(state)
 
     def save_assets(self, folder: Path) -> list[str]:
-        """What `from_pretrained` looks for beside the weights, and where the run is in HuggingFace's words."""
+        """Write what `from_pretrained` needs besides the weights, and HF's trainer state and arguments."""
         before = set(folder.iterdir())
-        self.front.save_beside_checkpoint(folder)
+        self.front.save_checkpoint_assets(folder)
         self.front.state.save_to_json(folder / "trainer_state.json")
         (folder / "training_args.json").write_text(self.front.args.to_json_string(), encoding="utf-8")
         return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
 
-def save_beside_weights(model: nn.Module, processing_class: Any, folder: Path) -> None:
-    """Configurations, tokenizer, and what makes an adapter one of peft's."""
+def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:
+    """Write configs, tokenizer, and the peft config of an adapter, next to the weights."""
     weights = folder / "model.safetensors"
-    inner: Any = unwrapped(model)
+    inner: Any = unwrap_model(model)
     if is_adapted(model):
         save_adapter_beside(model, weights)
     elif hasattr(getattr(inner, "config", None), "save_pretrained"):
@@ -222,16 +202,16 @@ def save_beside_weights(model: nn.Module, processing_class: Any, folder: Path) -
 def default_loss(
     model: nn.Module, inputs: Any, labels_name: str, smoothing: float, function: Any, items: Any
 ) -> tuple[Tensor, Any]:
-    """Loss and outputs of a model: by the user's function, by the model itself, or cross-entropy of its logits."""
+    """Loss and outputs of a model: by the user's loss function, by the model itself, or cross-entropy of its logits."""
     if not isinstance(inputs, Mapping):
         labels = inputs[1] if isinstance(inputs, (list, tuple)) and len(inputs) > 1 else None
         outputs = model(inputs[0] if isinstance(inputs, (list, tuple)) else inputs)
         return _loss_of(outputs, labels, model, smoothing, function, items), outputs
     inputs = dict(inputs)
-    smooth = smoothing and can_be_smoothed(labels_name, inputs.get(labels_name))
-    own = function is None and not smooth and takes(model, labels_name)
+    smooth = smoothing and are_class_labels(labels_name, inputs.get(labels_name))
+    own = function is None and not smooth and accepts(model, labels_name)
     if own and inputs.get(labels_name) is not None:
-        if takes_loss_arguments(model):
+        if accepts_num_items(model):
             inputs["num_items_in_batch"] = items
         outputs = model(**inputs)
         return _own_loss(outputs), outputs
@@ -242,13 +222,13 @@ def default_loss(
     return _loss_of(outputs, labels, model, smoothing if smooth else 0.0, function, items), outputs
 
 
-def can_be_smoothed(name: str, labels: Any) -> bool:
-    """Whether labels are classes. Numbers to be met, several labels at once and positions of answers are not."""
+def are_class_labels(name: str, labels: Any) -> bool:
+    """Whether labels are classes: not regression targets, multi-label vectors or answer positions."""
     return name == "labels" and isinstance(labels, Tensor) and not labels.is_floating_point()
 
 
 def _add_decoder_inputs(inputs: dict[str, Any], labels: Tensor, model: nn.Module) -> None:
-    """What an encoder-decoder makes of its labels itself, when it gets to see them."""
+    """Derive the decoder inputs from the labels, as encoder-decoders do if they receive labels."""
     make = getattr(inner_model(model), "prepare_decoder_input_ids_from_labels", None)
     if make is not None and "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs:
         inputs["decoder_input_ids"] = make(labels=labels)
@@ -262,14 +242,14 @@ def _own_loss(outputs: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         keys = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise BadArgument(
-            expected("the model to return a loss when it is given labels", keys, "Pass compute_loss_func.")
+            expected("the model to return a loss when called with labels", keys, "Pass compute_loss_func.")
         )
     return loss
 
 
 def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, function: Any, items: Any) -> Tensor:
     if function is not None:
-        counts = takes(function, "num_items_in_batch")
+        counts = accepts(function, "num_items_in_batch")
         return function(outputs, labels, num_items_in_batch=items) if counts else function(outputs, labels)
     if labels is None:
         raise BadArgument(
@@ -285,7 +265,7 @@ def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, func
     total = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
-        ignore_index=IGNORED,
+        ignore_index=IGNORE_INDEX,
         reduction="sum" if counts else "mean",
         label_smoothing=smoothing,
     )
@@ -293,30 +273,30 @@ def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, func
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model predicts the next token, so that labels are compared one place further on."""
+    """Whether a model predicts the next token, so that its loss shifts the labels by one."""
     inner: Any = inner_model(model)
     if not hasattr(inner, "loss_type") or getattr(inner.config, "is_encoder_decoder", False):
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if inner.loss_type is None:  # a name that tells nothing of the loss, such as GPT2LMHeadModel
+    if inner.loss_type is None:  # not derivable from the class name, as for GPT2LMHeadModel
         return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
 
 
-def takes_loss_arguments(model: nn.Module) -> bool:
-    """Whether a model can be told over how many items its loss is to be the mean."""
+def accepts_num_items(model: nn.Module) -> bool:
+    """Whether the forward of a model accepts `num_items_in_batch`, the denominator of its loss."""
     inner: Any = inner_model(model)
-    told = getattr(inner, "accepts_loss_kwargs", None)
-    if told is not None:
-        return bool(told)
+    declared = getattr(inner, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
     parameters = parameters_of(inner.forward).values()
     return hasattr(inner, "loss_function") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def takes(function: Any, name: str) -> bool:
-    """Whether a function, or a model's forward, takes an argument of a name."""
+def accepts(function: Any, name: str) -> bool:
+    """Whether a function, or the forward of a model, has a parameter of a name."""
     return name in parameters_of(inner_model(function).forward if isinstance(function, nn.Module) else function)
 
 
@@ -324,24 +304,24 @@ _PARAMETERS: WeakKeyDictionary[Any, Mapping[str, inspect.Parameter]] = WeakKeyDi
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """What a function takes. It is asked in every step, and costs 20 us to find out: it is found out once."""
+    """The parameters of a function. Needed in every step and costs 20 us to inspect, hence cached."""
     function = getattr(function, "__func__", function)
     try:
         if function not in _PARAMETERS:
             _PARAMETERS[function] = inspect.signature(function).parameters
         return _PARAMETERS[function]
-    except (TypeError, ValueError):  # something built in, or that cannot be remembered
+    except (TypeError, ValueError):  # a builtin, or not weakly referenceable
         return {}
 
 
-def _as_one_document(batch: Any) -> AbstractContextManager[None]:
-    """Without positions a sequence is one document. transformers would ask the device for them, in every step."""
+def _single_document(batch: Any) -> AbstractContextManager[None]:
+    """A sequence without position ids is one document. To find out, transformers would sync in every step."""
     texts = isinstance(batch, Mapping) and "input_ids" in batch and "position_ids" not in batch
-    return told_documents(packed=False) if texts else nullcontext()
+    return declare_packing(packed=False) if texts else nullcontext()
 
 
-def _copied(batch: Any) -> Any:
-    """A batch that may be popped from."""
+def _shallow_copy(batch: Any) -> Any:
+    """A batch that users may pop entries from."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
@@ -350,7 +330,7 @@ def _at_least_one(weight: Any) -> Any:
 
 
 def _rows(name: str, value: Any) -> dict[str, Tensor]:
-    """Tensors of a nested output under names of their own."""
+    """Flatten nested outputs to named tensors."""
     if value is None:
         return {}
     if isinstance(value, Tensor):
@@ -362,7 +342,7 @@ def _rows(name: str, value: Any) -> dict[str, Tensor]:
     return found
 
 
-def _margins(piece: Tensor, longest: Sequence[int]) -> list[int]:
-    """What `pad` is to add after each dimension but the first, last dimension first."""
+def _padding(piece: Tensor, longest: Sequence[int]) -> list[int]:
+    """The argument of `F.pad` that extends all dimensions but the first to `longest`."""
     missing = [most - have for most, have in zip(longest, piece.shape[1:], strict=True)]
     return [margin for extra in reversed(missing) for margin in (0, extra)]

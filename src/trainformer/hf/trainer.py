@@ -1,4 +1,7 @@
-"""`Trainer` in HuggingFace's style: a model, arguments, data sets, callbacks. It runs on the project's one engine."""
+"""`Trainer` with the interface of HF, on trainformer's engine; and one subclass per distributed strategy.
+
+Start distributed runs with ``trainformer launch --nproc 4 script.py`` or torchrun. A single process works, too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from trainformer.adapters.base import is_adapted
 from trainformer.adapters.state import adapter_state_dict
 from trainformer.backends.torch.optimizers import make_optimizer
-from trainformer.callbacks.compat.huggingface import our_name, training_summary
+from trainformer.callbacks.compat.huggingface import from_hf_name, training_summary
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -22,24 +25,25 @@ from trainformer.distributed import TorchProcessGroup, make_strategy
 from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
-from trainformer.hf.compat import refuse_dead_overrides, refuse_foreign_checkpoint
-from trainformer.hf.distributed import strategy_choice
+from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
+from trainformer.hf.distributed import strategy_spec
 from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
-from trainformer.hf.handle import HfHandle, HfRun, LogRelay
-from trainformer.hf.settings import InOrder, habits_of, optimizer_spec, schedule_factory, settings_of
-from trainformer.hf.task import ModelTask, can_be_smoothed, default_loss
-from trainformer.run.plans import retention
+from trainformer.hf.run import HfHandle, HfRun, LogRelay
+from trainformer.hf.settings import SequentialSampler, front_options, optimizer_spec, scheduler_factory, settings_of
+from trainformer.hf.task import ModelTask, are_class_labels, default_loss
+from trainformer.run import RunSettings
+from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
 from trainformer.run.torch.preflight import CheckReport, check_run
 
 logger = logging.getLogger("trainformer")
 
-#: Strategies that leave the model as it is, so that it can be trained again.
-_REPEATABLE = ("single", "ddp", "accelerate")
+#: Strategies that do not shard the model, so that it can be trained again.
+_UNSHARDED = ("single", "ddp", "accelerate")
 
 
 class Trainer(EvaluatingTrainer):
-    """Trains a model of transformers, or any other.
+    """Trains a model of transformers, or any other torch module.
 
     >>> import torch
     >>> from trainformer.hf import TrainingArguments
@@ -56,12 +60,12 @@ class Trainer(EvaluatingTrainer):
     3
     """
 
-    #: How several processes train together: a name, or ``{"name": ..., options}``. Subclasses choose.
+    #: The distributed strategy: a name, or ``{"name": ..., **options}``.
     strategy: Any = "auto"
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
-        """A progress bar, and a summary of the run when it begins."""
+        """A progress bar, and a summary when training begins."""
         return [ProgressCallback(), InfoCallback()]
 
     def __init__(
@@ -80,16 +84,16 @@ class Trainer(EvaluatingTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        refuse_dead_overrides(type(self))
+        check_overrides(type(self))
         self._run: HfRun | None = None
         self._handle = HfHandle(self)
-        self._began_run = False  # the session's run has begun: another train() needs another session
+        self._has_trained = False  # whether the run has begun: another train() needs a new one
         self._eval_data: Any = None
         self._resume: str | None = None
-        self._recording: dict[str, Any] | None = None
-        self._said: set[str] = set()
-        self._process_group: TorchProcessGroup | None = None  # once they have met
-        self._divided_by: str | None = None
+        self._record: dict[str, Any] | None = None  # the log record that is passing through an overridden `log`
+        self._warned: set[str] = set()
+        self._process_group: TorchProcessGroup | None = None  # once it exists
+        self._sharded_by: str | None = None
         super().__init__(
             args,
             model,
@@ -113,59 +117,57 @@ class Trainer(EvaluatingTrainer):
     # -- training ------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> TrainOutput:
-        """Train; a second call begins a new run from the weights as they are.
+        """Train. A second call starts a new run from the current weights.
 
-        `resume_from_checkpoint` (or the argument of that name): the path of a checkpoint, True for the newest in
-        `output_dir`, or "auto" for the newest if there is one.
+        `resume_from_checkpoint` (default: the argument of that name) is the path of a checkpoint, True for the newest
+        in `output_dir`, or "auto" for the newest if there is one.
         """
         if kwargs:
             raise BadArgument(expected("no further arguments to train()", ", ".join(kwargs), "Set them in args."))
         if self.train_dataset is None and not self._overrides("get_train_dataloader"):
             raise BadArgument("Expected a train_dataset to train on, received none. Pass it to the trainer.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self._resume = self._resumed_from(wanted)
+        self._resume = self._find_checkpoint(wanted)
         return super().train()
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
-        """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
+        """Check within seconds whether this run will work, without changing model, optimizer or random state."""
         with self._process_settings():
-            self._prepare(None, self.eval_dataset)
-            assert self._run is not None
-            return check_run(self._run, raise_on_failure)
+            return check_run(self._ready_run(), raise_on_failure)
 
-    def _resumed_from(self, wanted: Any) -> str | None:
+    def _find_checkpoint(self, wanted: Any) -> str | None:
         if wanted in (None, False, "False", "false"):
             return None
         if wanted in (True, "True", "true", "auto"):
             folder = Path(self.args.output_dir)
             newest = CheckpointStore(folder).newest()
             if newest is None:
-                refuse_foreign_checkpoint(*sorted(folder.glob("checkpoint-*")))
+                reject_hf_checkpoint(*sorted(folder.glob("checkpoint-*")))
             if newest is None and wanted != "auto":
-                do = "Pass 'auto' to go on only where there is one."
+                do = "Pass 'auto' to resume only if there is one."
                 raise DataError(expected("a checkpoint to resume from", f"none in {self.args.output_dir}", do))
             return "auto"
-        refuse_foreign_checkpoint(Path(wanted))
+        reject_hf_checkpoint(Path(wanted))
         return str(wanted)
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """A session for what is to be done: a new one for a new run, the one there is for an evaluation."""
+        """Build a run if there is none, or if training starts again; evaluations use the current one."""
         self._eval_data = eval_dataset
-        if self._run is None or (train_dataset is not None and self._began_run):
+        if self._run is None or (train_dataset is not None and self._has_trained):
             self._run = self._make_run()
-            self._began_run = False
+            self._has_trained = False
 
     def _make_run(self) -> HfRun:
-        self._refuse_divided()
+        self._check_not_sharded()
         model = self.make_model()
         task = ModelTask(self, model, self._label_names(model))
-        task.keeps_rows = self.compute_metrics is not None and not self.args.prediction_loss_only
-        choice, parts = self._meet(), self._parts()
+        task.collects_rows = self.compute_metrics is not None and not self.args.prediction_loss_only
+        strategy, replicas = self._join_strategy(), self._num_replicas()
         train, evaluation = self._training_data(), self._evaluation_data()
-        settings = settings_of(self.args, self._batches_of(train), self._resume, choice, parts)
-        if train is not None and (is_loader(train) or (settings.sampler is InOrder and is_stream(train))):
-            settings.sampler = None  # they have an order of their own
-        self._bring_optimizer(settings, model)
+        settings = settings_of(self.args, self._batches_of(train), self._resume, strategy, replicas)
+        if train is not None and (is_loader(train) or (settings.sampler is SequentialSampler and is_stream(train))):
+            settings.sampler = None  # loaders and streams define their own order
+        self._set_optimizer(settings)
         self._handle = HfHandle(self)
         run = HfRun(
             self._handle,
@@ -175,57 +177,50 @@ class Trainer(EvaluatingTrainer):
             val_data=evaluation,
             callbacks=self._callbacks,
             passed=frozenset(settings.values()),
-            habits=habits_of(self.args),
+            options=front_options(self.args),
         )
-        self._note_division(run)
+        if not run.process_group.is_single_process and run.backend.strategy.name not in _UNSHARDED:
+            self._sharded_by = run.backend.strategy.name
         self._handle._run = run
         run.connect()
         self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
-        self.train_dataloader, self.eval_dataloader = run.train_batches(), run.val_batches()
+        self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
 
-    def _meet(self) -> Any:
-        """Meet the processes that train together; the strategy that is wanted, in words."""
-        choice = strategy_choice(self.strategy, self.args)
-        strategy = make_strategy(choice)
-        strategy.join("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+    def _join_strategy(self) -> Any:
+        """Join the process group, and return the specification of the strategy."""
+        spec = strategy_spec(self.strategy, self.args)
+        strategy = make_strategy(spec)
+        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
         self._process_group = strategy.process_group
-        self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # it has the time in its name
-        return choice
+        self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # contains the time
+        return spec
 
-    def _parts(self) -> int:
+    def _num_replicas(self) -> int:
         if self._process_group is None:
-            self._meet()
+            self._join_strategy()
         assert self._process_group is not None
-        return self._process_group.count
+        return self._process_group.dp_world_size
 
-    def _note_division(self, run: HfRun) -> None:
-        name = run.backend.strategy.name
-        if not run.process_group.is_single_process and name not in _REPEATABLE:
-            self._divided_by = name
-
-    def _refuse_divided(self) -> None:
-        """A model that a run has divided over processes is in pieces; it cannot be divided once more."""
-        if self._divided_by is not None:
+    def _check_not_sharded(self) -> None:
+        if self._sharded_by is not None:
             raise BadArgument(
-                f"A run before has divided the model over processes ({self._divided_by}), and it cannot be divided "
-                "again. Make a new trainer with a new model, and give it the weights or a checkpoint."
+                f"An earlier run has sharded the model ({self._sharded_by}), and it cannot be sharded again. Create a "
+                "new trainer with a new model, and load the weights or a checkpoint."
             )
 
     def _join(self) -> TorchProcessGroup:
-        self._prepare(None, self.eval_dataset)
-        assert self._run is not None
-        return self._run.process_group
+        return self._ready_run().process_group
 
     def _train_loop(self) -> TrainOutput:
         run = self._run
         assert run is not None
-        self._began_run = True
+        self._has_trained = True
         run.settings.resume = self._resume
         if self.args.eval_on_start:
             self.evaluate()
         began, first_step = time.perf_counter(), run.state.step
-        run.fit()
+        fit(run)
         metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
         metrics["epoch"] = self.state.epoch
         self.state.log_history.append({**metrics, "step": run.state.step})
@@ -239,15 +234,15 @@ class Trainer(EvaluatingTrainer):
     def _load_best(self) -> None:
         run = self._run
         assert run is not None
-        best = retention(run.settings).ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
+        best = run.settings.retention().ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
         path = run.process_group.broadcast(str(best[0].path) if best else None)
         if path is None:
-            logger.warning("load_best_model_at_end: there is no checkpoint with %s", run.settings.monitor_metric)
+            logger.warning("load_best_model_at_end: no checkpoint has the metric %s", run.settings.monitor_metric)
             return
         run.load(Path(path), only=["model"])
         self.state.best_model_checkpoint = path
 
-    # -- what is trained, and on what ----------------------------------------------------------------------
+    # -- data and optimizer --------------------------------------------------------------------------------
 
     def _training_data(self) -> Any:
         if self._overrides("get_train_dataloader"):
@@ -265,11 +260,11 @@ class Trainer(EvaluatingTrainer):
             return None
         if is_loader(data):
             return len(data)
-        size = self.args.per_device_train_batch_size * self._parts()
+        size = self.args.per_device_train_batch_size * self._num_replicas()
         return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
 
-    def _bring_optimizer(self, settings: Any, model: nn.Module) -> None:
-        """Put into the settings what the user passed, or makes in methods of his own."""
+    def _set_optimizer(self, settings: RunSettings) -> None:
+        """Use the optimizer and scheduler that the user passed, or creates in overridden methods."""
         if self._overrides("create_optimizer_and_scheduler"):
             self.create_optimizer_and_scheduler(settings.max_steps or -1)
             settings.optimizer, settings.scheduler = self.optimizer, self.lr_scheduler
@@ -283,16 +278,16 @@ class Trainer(EvaluatingTrainer):
         elif self._overrides("create_scheduler"):
             settings.scheduler = lambda optimizer, total: self.create_scheduler(total, optimizer) or self.lr_scheduler
 
-    def _say_once(self, message: str, *values: Any) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _warn_once(self, message: str, *values: Any) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             logger.warning(message, *values)
 
     def _overrides(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(Trainer, name)
 
     def create_optimizer(self) -> Any:
-        """The optimizer that the arguments ask for. Override it to bring another."""
+        """Create the optimizer of the arguments. Override it to use your own."""
         task = ModelTask(self, self.make_model(), [])
         self.optimizer = make_optimizer(
             optimizer_spec(self.args), task, self.args.learning_rate, self.args.weight_decay
@@ -300,103 +295,142 @@ class Trainer(EvaluatingTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule that the arguments ask for. Override it to bring another."""
+        """Create the scheduler of the arguments. Override it to use your own."""
         optimizer = self.optimizer if optimizer is None else optimizer
-        self.lr_scheduler = schedule_factory(self.args)(optimizer, num_training_steps)
+        self.lr_scheduler = scheduler_factory(self.args)(optimizer, num_training_steps)
         return self.lr_scheduler
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Both of them."""
+        """Create both. Override it to use your own."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps)
-
-    # -- steps that users override -------------------------------------------------------------------------
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a batch over its supervised items, of which there are `num_items_in_batch`."""
+        """The mean loss of a batch over its `num_items_in_batch` supervised items. Override it to use your own."""
         name, smoothing = self._label_names(model)[0], self.args.label_smoothing_factor
-        if smoothing and isinstance(inputs, Mapping) and not can_be_smoothed(name, inputs.get(name)):
-            self._say_once("label_smoothing_factor does nothing: %s are no classes", name)
+        if smoothing and isinstance(inputs, Mapping) and not are_class_labels(name, inputs.get(name)):
+            self._warn_once("label_smoothing_factor has no effect: %s are not classes", name)
         loss, outputs = default_loss(model, inputs, name, smoothing, self.loss_fn, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     # -- callbacks and state -------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
-        """One more, of any dialect; a class is instantiated."""
+        """Add a callback: an object, a class to instantiate, or a name."""
         if self._run is None:
             super().add_callback(callback)
         else:
             self._run.add_callback(callback() if isinstance(callback, type) else callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take out a callback, or the first of a class, and return it; None if there is none."""
+        """Remove a callback, or the first instance of a class, and return it; None if there is none."""
         return super().pop_callback(callback) if self._run is None else self._run.remove_callback(callback)
 
     @property
     def state(self) -> TrainerState:
-        """Where the run is."""
+        """The progress of the run."""
         if self._run is not None:
             self._bridge.refresh(self._handle)
-            self._bridge.take_history(self._handle)
+            self._bridge.sync_history(self._handle)
         return self._bridge.state
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> TrainerControl:
-        """Record metrics: with the loggers, in the history, and with every callback that hears `on_log`."""
-        if self._recording is not None:
-            self._recording.update(logs)  # called for a record that the run is writing: what is added goes into it
+        """Send metrics to the loggers, add them to the log history, and dispatch `on_log`."""
+        if self._record is not None:
+            self._record.update(logs)  # an override of `log` adds to the record that the run is writing
             return self.control
         if self._run is not None and self._run.is_running:
-            self._run.log({our_name(name): value for name, value in logs.items()}, self._run.state.step)
+            self._run.log({from_hf_name(name): value for name, value in logs.items()}, self._run.state.step)
         return super().log(logs)
 
-    def recorded(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """What a `log` that the user has overridden makes of a record of the run."""
-        self._recording = {}
+    def logs_of_override(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """What an overridden `log` makes of a log record of the run."""
+        self._record = {}
         try:
             self.log({**logs, "epoch": self.state.epoch})
-            return self._recording
+            return self._record
         finally:
-            self._recording = None
+            self._record = None
 
-    def _tell(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
+    def _call_callback(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
         if self._run is None:
-            super()._tell(callback, event, extra)
+            super()._call_callback(callback, event, extra)
         else:
             self._bridge.call(self._handle, callback, event, extra)
 
-    def whole_model(self) -> nn.Module:
-        """The model with all of its weights on the first process. Every process has to ask where it is divided."""
-        return self.make_model() if self._run is None else self._run.backend.strategy.whole_model()
+    def unsharded_model(self) -> nn.Module:
+        """The model with all weights on rank 0. A collective operation if the model is sharded."""
+        return self.make_model() if self._run is None else self._run.backend.strategy.unsharded_model()
 
     def _weights(self) -> dict[str, Any]:
-        model = self.whole_model()
+        model = self.unsharded_model()
         return adapter_state_dict(model) if is_adapted(model) else model.state_dict()
 
     def get_state_components(self) -> list[StateComponent]:
-        """Everything that belongs into a checkpoint."""
-        self._prepare(None, self.eval_dataset)
-        assert self._run is not None
-        return self._run.components()
+        """The components of a checkpoint."""
+        return self._ready_run().components()
 
     def load_checkpoint(self, checkpoint_path: Any = None) -> None:
-        """Go on from a checkpoint with the next `train()`; without a path from the newest in `output_dir`."""
+        """Load a checkpoint, by default the newest in `output_dir`; the next `train()` resumes from it."""
         path = self._checkpoint_at(checkpoint_path)
-        if self._began_run:
+        if self._has_trained:
             self._run = None
-        self._prepare(None, self.eval_dataset)
-        assert self._run is not None
-        self._run.load(path)
+        self._ready_run().load(path)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back how far the run was."""
+        """Restore the progress of a run."""
         super().load_state_dict(state_dict)
-        self._prepare(None, self.eval_dataset)
-        assert self._run is not None
-        run = self._run.state
-        run.step, run.epoch = state_dict["global_step"], state_dict["raw_epoch"]
-        run.tokens = state_dict["num_input_tokens_seen"]
-        run.batch = (run.step - state_dict["epoch_start_step"]) * self._run.settings.accumulation_steps
-        run.position = run.batch * self._run.settings.batch_size
+        run = self._ready_run()
+        state, settings = run.state, run.settings
+        state.step, state.epoch = state_dict["global_step"], state_dict["raw_epoch"]
+        state.tokens = state_dict["num_input_tokens_seen"]
+        state.batch = (state.step - state_dict["epoch_start_step"]) * settings.accumulation_steps
+        state.position = state.batch * settings.batch_size
+
+
+class DDPTrainer(Trainer):
+    """Every rank has a copy of the model and computes a part of each batch. The default of `Trainer`, too."""
+
+    strategy = "ddp"
+
+
+class FSDPTrainer(Trainer):
+    """Parameters, gradients and optimizer states are sharded over the ranks (FSDP2)."""
+
+    strategy = "fsdp"
+
+
+class TPTrainer(Trainer):
+    """The layers of the model are sharded over the ranks (tensor parallelism)."""
+
+    strategy = "tp"
+
+
+class PipelineTrainer(Trainer):
+    """Each rank holds some layers of the model; micro-batches pass through the ranks (pipeline parallelism)."""
+
+    strategy = "pipeline"
+
+
+class AccelTrainer(Trainer):
+    """Trains with an `Accelerator` of accelerate: the one passed, or one created from `strategy_options`."""
+
+    strategy: Any = "accelerate"
+
+    def __init__(self, *args: Any, accelerator: Any = None, **kwargs: Any) -> None:
+        if accelerator is not None:
+            if type(accelerator).__name__ != "Accelerator":
+                raise BadArgument(
+                    expected("accelerator to be an Accelerator of accelerate", type(accelerator).__name__)
+                )
+            self.strategy = accelerator
+        super().__init__(*args, **kwargs)
+
+    @property
+    def accelerator(self) -> Any:
+        """The `Accelerator`, or None before the first run has created one."""
+        if not isinstance(self.strategy, str):
+            return self.strategy
+        return None if self._run is None else getattr(self._run.backend.strategy, "accelerator", None)

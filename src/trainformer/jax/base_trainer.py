@@ -47,8 +47,8 @@ from trainformer.jax.validation import (
     warn_of_two_optimizers,
 )
 from trainformer.run.api import TrainerApi
-from trainformer.run.jax.run import JaxRun
-from trainformer.run.jax.settings import JaxSettings
+from trainformer.run.fit import fit
+from trainformer.run.jax.run import JaxRun, JaxSettings
 
 
 class BaseTrainer(TrainerApi):
@@ -173,7 +173,7 @@ class BaseTrainer(TrainerApi):
             passed=settings_passed(arguments.passed, values),
             console=console,
             derive=self.derive_metrics,
-            processes=self.processes,
+            process_group=self.processes,
         )
 
     # -- what a subclass may say otherwise -----------------------------------------------------------------------
@@ -359,7 +359,7 @@ class BaseTrainer(TrainerApi):
                 run.settings.resume = str(ckpt_path)
             else:
                 run.load(Path(ckpt_path))
-        run.fit()
+        fit(run)
         return self.model_state
 
     def eval(self, state: Any = None) -> dict[str, float]:
@@ -438,7 +438,7 @@ class BaseTrainer(TrainerApi):
         return self.tx
 
     @property
-    def active_schedule(self) -> Any:
+    def active_scheduler(self) -> Any:
         """The learning rate at work."""
         return Rates(self)
 

@@ -61,7 +61,7 @@ class DPOConfig(TextArguments):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
                 raise BadArgument(expected(f"{name} to be {words}", value))
         if self.label_smoothing and self.loss_type not in _SMOOTHED:
-            what = f"label_smoothing=0 with {self.loss_type!r}, which takes every label at its word"
+            what = f"label_smoothing=0 with {self.loss_type!r}, which has no label smoothing"
             raise BadArgument(expected(what, self.label_smoothing, "Use 'sigmoid' or 'simpo'."))
         if self.packing:
             raise BadArgument("Expected packing=False, received True. Answers are compared one by one: leave it out.")

@@ -13,11 +13,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trainformer.backends.jax.processes import on_every_host
-from trainformer.checkpointing import CheckpointStore, Manifest, Retention
-from trainformer.checkpointing.checkpointer import Checkpointer, versions
+from trainformer.checkpointing import CheckpointStore, Retention, StateComponent, StatefulAdapter
+from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.core.errors import BadArgument, expected
 from trainformer.jax.serialization import FILE_NAME
-from trainformer.run.components import StatefulAdapter
 
 if TYPE_CHECKING:
     from trainformer.jax.base_trainer import BaseTrainer
@@ -40,38 +39,39 @@ def save_trainer(
     if "{" in path.name or "}" in path.name:
         raise BadArgument(expected("a folder whose name has no braces", path.name))
     path = path.absolute()
-    components = run.components()
-    if state is not None:
-        given = StatefulAdapter(lambda: state, lambda saved: None)
-        components = [dataclasses.replace(c, stateful=given) if c.key == "state" else c for c in components]
     chosen = on_every_host(run.backend.state if state is None else state)
-    manifest = Manifest(step=int(chosen.step), epoch=run.state.epoch, components={}, versions=versions(run.files))
-    checkpointer = Checkpointer(
-        path.parent,
-        Retention(last=10**9),
-        asynchronous=False,
-        naming=path.name,
-        files=run.files,
-        process_group=run.process_group,
-    )
-    checkpointer.store = _OneFolder(path.parent, path.name)
-    # What stood there before is replaced in one move; a folder of other things is not ours to replace.
+    # An existing folder is replaced by one rename; a folder with other content is not ours to replace.
     if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
         raise BadArgument(expected("a new folder, or one that save_pretrained wrote", str(path), "Choose another one."))
+
+    def components() -> list[StateComponent]:
+        found = run.components()
+        if state is None:
+            return found
+        given = StatefulAdapter(lambda: state, lambda saved: None)
+        return [dataclasses.replace(c, stateful=given) if c.key == "state" else c for c in found]
 
     def assets(folder: Path) -> list[str]:
         return [*trainer.save_assets(folder), *(write or trainer.save_weights)(folder, chosen)]
 
-    if not checkpointer.save(components, manifest, assets):
-        checkpointer.conclude()  # raises, and says why
+    checkpointer = Checkpointer(
+        components,
+        run.files,
+        _OneFolder(path.parent, path.name),
+        Retention(last=10**9),
+        process_group=run.process_group,
+        assets=assets,
+    )
+    checkpointer.save(int(chosen.step), run.state.epoch)
+    checkpointer.close()  # raises if the save failed
     return path
 
 
 class _OneFolder(CheckpointStore):
     """A folder on its own, in a place that belongs to the user: nothing else is written there."""
 
-    def _point_to(self, target: Path) -> None:
-        """No hint to the latest."""
+    def _update_latest(self, target: Path) -> None:
+        """No file `latest`."""
 
 
 def save_weights(trainer: BaseTrainer, folder: Path, state: Any) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.checkpointing.store import folder_of_checkpoints, is_named, step_of
+from trainformer.checkpointing.store import checkpoints_folder, is_named, step_of
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.live import address
 from trainformer.utils.processes import process_identity
@@ -143,7 +143,7 @@ def _other_host(folder: Path, process: Any) -> str | None:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run, by its name; its files are not read."""
-    place = folder_of_checkpoints(folder)
+    place = checkpoints_folder(folder)
     try:
         paths = [path for path in place.iterdir() if is_named(path) and (path / MANIFEST).exists()]
     except OSError:

@@ -1,4 +1,4 @@
-"""Losses: margin softmax, contrastive, distillation, pairs, rankings, tokens and preferences."""
+"""Losses: margin softmax, contrastive, self-distillation, pairs, tokens and preferences."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -6,7 +6,14 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.losses.margin": ["ArcFaceLoss", "CosFaceLoss", "NormFaceLoss", "SubCenterArcFaceLoss"],
-        "trainformer.losses.contrastive": ["NTXentLoss", "infonce_with_queue", "moco_v3_loss", "nt_xent_loss"],
+        "trainformer.losses.contrastive": [
+            "NTXentLoss",
+            "cosine_similarity_loss",
+            "infonce_with_queue",
+            "moco_v3_loss",
+            "multiple_negatives_loss",
+            "nt_xent_loss",
+        ],
         "trainformer.losses.distillation": [
             "Center",
             "byol_loss",
@@ -16,7 +23,15 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "negative_cosine",
             "teacher_entropy",
         ],
-        "trainformer.losses.pairs": ["PairLoss", "make_miner", "make_pair_loss", "miner_names", "pair_loss_names"],
+        "trainformer.losses.metric_learning": [
+            "PairLoss",
+            "make_metric_loss",
+            "make_miner",
+            "make_pair_loss",
+            "metric_loss_names",
+            "miner_names",
+            "pair_loss_names",
+        ],
         "trainformer.losses.preference": [
             "PreferenceRewards",
             "dpo_loss",
@@ -31,7 +46,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "sequence_log_probs",
             "token_cross_entropy",
         ],
-        "trainformer.losses.ranking": ["cosine_similarity_loss", "multiple_negatives_loss"],
-        "trainformer.losses.factory": ["make_metric_loss", "metric_loss_names"],
     },
 )

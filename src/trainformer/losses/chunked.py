@@ -1,7 +1,7 @@
-"""The chunked work behind `losses.tokens`: losses of tokens, with the logits of a few of them at a time.
+"""The chunked output layer behind `losses.tokens`: cross-entropy with the logits of a few tokens at a time.
 
-Owns how hidden states become losses and gradients chunk by chunk, in which precision, and how autograd comes by them.
-The arguments of users, shifting and labels are the business of `losses.tokens`.
+Owns the autograd functions that turn hidden states into losses and gradients chunk by chunk, and their precision.
+`losses.tokens` owns the user-facing arguments, shifting and labels.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.losses.numerics import check_count, check_positive, full, full_precision
+from trainformer.losses.numerics import check_count, check_positive, no_autocast, upcast
 
-# The default chunk: at least so many tokens, more while their logits are no more than so many elements.
-# CPU: 16 MiB, which the allocator hands out again without new pages; 0.7 to 0.9 of the time of plain cross-entropy.
-# The weight is read, and its gradient written, once per chunk: a quarter of the tokens takes half as long again.
+# Default chunk: at least this many tokens, more as long as their logits have at most this many elements.
+# CPU: 16 MiB, which the allocator reuses without new pages; 0.7 to 0.9 of the time of plain cross-entropy. The weight
+# is read, and its gradient written, once per chunk: with a quarter of the tokens it takes 1.5 times as long.
 # H200, bf16, 8k tokens: 2,048 take 1.05 of the time and 0.3 to 0.4 of the memory; 1,024 up to 1.19 and 0.2 to 0.3.
 _CPU_CHUNK = (128, 2**22)
 _GPU_CHUNK = (2048, 2**26)
-# Gradients by the logits lie between -1 and 1; times this, probabilities down to 7e-9 are normal numbers in float16.
+# Loss scale for float16: logit gradients lie in [-1, 1]; scaled, probabilities down to 7e-9 are normal numbers.
 _HALF_GAIN = 2.0**13
 
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states become losses: everything but the tensors."""
+    """The settings of the output layer and the loss: everything but the tensors."""
 
     chunk: int
-    dtype: torch.dtype  # that of the matrix products
+    dtype: torch.dtype  # of the matrix products
     softcap: float | None = None
     scale: float = 1.0
     z_loss: float = 0.0
@@ -48,7 +48,7 @@ class Head:
         z_loss: float = 0.0,
         smoothing: float = 0.0,
     ) -> Head:
-        """Checked, with the chunk chosen by the size of the vocabulary and the precision by autocast."""
+        """Validate; the default chunk follows from the vocabulary size, the dtype from autocast."""
         check_options(z_loss=z_loss, label_smoothing=smoothing)
         if softcap is not None:
             check_positive("softcap", softcap, "Pass softcap=30.0 as Gemma does, or None for none.")
@@ -65,17 +65,17 @@ class Head:
 
     @property
     def gain(self) -> float:
-        """What gradients by the logits are multiplied with while they are in the precision of the products."""
+        """Scale of the logit gradients while they are in `dtype`."""
         return _HALF_GAIN if self.dtype is torch.float16 else 1.0
 
     @property
     def unit(self) -> float:
-        """What gradients found by `_sweep` are yet to be multiplied with."""
+        """What the gradients of `_sweep` must still be multiplied with."""
         return self.scale / self.gain
 
 
 class Rows(NamedTuple):
-    """Hidden states (N, D), their labels, and which are supervised; `kept`: their places, if some were dropped."""
+    """Hidden states (N, D), labels, and the supervision mask; `kept`: the original indices, if rows were dropped."""
 
     hidden: Tensor
     labels: Tensor
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(hidden: Tensor, labels: Tensor, ignore_index: int) -> Rows:
-        """Flat; on the CPU only what is supervised (looking for it on a GPU would wait for it)."""
+        """Flatten; on the CPU drop unsupervised rows (on a GPU, finding them would be a sync)."""
         hidden = hidden.reshape(-1, hidden.shape[-1])
         valid = labels != ignore_index
         size = len(labels)
@@ -97,21 +97,21 @@ class Rows(NamedTuple):
         return Rows(hidden, torch.where(valid, labels, 0), valid, kept, size)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of these rows, at their places among all, zero elsewhere."""
+        """Scatter per-row values to the original rows, zero elsewhere."""
         return values if self.kept is None else values.new_zeros(self.size).index_copy(0, self.kept, values)
 
 
 class _Gradients(NamedTuple):
-    """By hidden states, weight and bias, each if wanted; to be multiplied by `Head.unit`."""
+    """With respect to hidden states, weight and bias, each if required; to be multiplied by `Head.unit`."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
     def times(self, factor: Tensor, like: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The gradients times `factor`, in place: a copy of the weight's would be as large as the weight.
+        """The gradients times `factor`, in place to avoid a copy as large as the weight.
 
-        A compiled backward pass plans its memory itself, and may run twice on what it was given.
+        Not in place under torch.compile, which plans memory itself and may run the backward pass twice.
         """
         scaled = torch.mul if torch.compiler.is_compiling() else Tensor.mul_
         pairs = zip(self, like, strict=True)
@@ -119,7 +119,7 @@ class _Gradients(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Per token the loss and whether it was predicted right; and gradients."""
+    """Per token the loss and whether it was predicted correctly; and gradients."""
 
     losses: Tensor
     right: Tensor
@@ -133,7 +133,7 @@ def _sweep(
     slopes: Tensor | None = None,
     needs: tuple[bool, ...] = (False, False, False),
 ) -> _Found:
-    """Losses of all tokens and, with `slopes` (what each token's loss counts, at most 1), the gradients asked for."""
+    """Losses of all tokens and, with `slopes` (the weight of each token's loss, at most 1), the required gradients."""
     hidden, weight, bias = tensors
     wide = torch.promote_types(head.dtype, torch.float32)
     size = len(labels)
@@ -142,7 +142,7 @@ def _sweep(
     by_hidden = hidden.new_empty(hidden.shape, dtype=_kept_as(hidden, head)) if needs[0] else None
     by_weight = hidden.new_zeros(weight.shape, dtype=wide) if needs[1] else None
     by_bias = hidden.new_zeros((len(weight), 1), dtype=wide) if needs[2] else None
-    with full_precision(hidden):
+    with no_autocast(hidden):
         layer = weight.to(head.dtype)
         offset = None if bias is None else bias.to(head.dtype)
         for begin, end in _spans(size, head.chunk):
@@ -151,7 +151,7 @@ def _sweep(
             logits = _logits(states, layer, offset, head.scale)
             losses[part], right[part], by_logits = _chunk(logits, labels[part], head, learn=slopes is not None)
             if slopes is not None:
-                # What a row counts is put on the small matrices: one pass less over all logits.
+                # Row weights are applied to the small matrices, which saves one pass over the logits.
                 slope = slopes[part].unsqueeze(1)
                 if by_hidden is not None:
                     by_hidden[part] = _product(by_logits, layer) * slope
@@ -159,19 +159,19 @@ def _sweep(
                     _add_product(by_weight, by_logits.T, (states * slope).to(head.dtype))
                 if by_bias is not None:
                     _add_product(by_bias, by_logits.T, slope.to(head.dtype))
-            del logits, by_logits  # or the next chunk's would be made while these exist
+            del logits, by_logits  # free them before the next chunk is allocated
     if by_weight is not None:
         by_weight = by_weight.to(_kept_as(weight, head))
     return _Found(losses, right, _Gradients(by_hidden, by_weight, None if by_bias is None else by_bias.squeeze(1)))
 
 
 def _chunk(logits: Tensor, labels: Tensor, head: Head, learn: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, whether right, and gradients by the unscaled logits times `head.gain`; overwrites the logits."""
+    """Losses, correctness, and gradients of the unscaled logits times `head.gain`; overwrites the logits."""
     gain, capped = head.gain, None
     if head.softcap is not None:
-        capped = full(logits).div(head.softcap).tanh_()
+        capped = upcast(logits).div(head.softcap).tanh_()
         logits = capped * head.softcap
-    right = likeliest(logits) == labels
+    right = argmax_rows(logits) == labels
     logs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     place = labels.unsqueeze(1)
     log_label = logs.gather(1, place)
@@ -180,16 +180,16 @@ def _chunk(logits: Tensor, labels: Tensor, head: Head, learn: bool) -> tuple[Ten
         losses = (1 - head.smoothing) * losses - head.smoothing * logs.mean(-1)
     normaliser = None
     if head.z_loss:
-        normaliser = full(logits.gather(1, place)) - log_label
+        normaliser = upcast(logits.gather(1, place)) - log_label
         losses = losses + head.z_loss * normaliser.squeeze(1).square()
     if not learn:
         return losses, right, logits
 
-    # Of a token that is nearly certain, p - 1 is small: taken from a p in half precision it would be off by a fifth.
+    # For a nearly certain token p - 1 is small: computed from p in half precision it would be off by a fifth.
     at_label = log_label.expm1()
     if gain != 1.0:
         logs += math.log(gain)
-    slopes = torch.exp(logs, out=logits)  # as probabilities, in the memory of the logits
+    slopes = torch.exp(logs, out=logits)  # probabilities, reusing the memory of the logits
     if normaliser is not None:
         pull = 2 * head.z_loss * normaliser
         at_label = at_label * (1 + pull) + pull
@@ -205,7 +205,7 @@ def _chunk(logits: Tensor, labels: Tensor, head: Head, learn: bool) -> tuple[Ten
 
 
 class Summed(torch.autograd.Function):
-    """The sum of the losses, with the gradients computed on the way: nothing is recomputed."""
+    """The sum of the losses; gradients are computed in the forward pass, nothing is recomputed."""
 
     @staticmethod
     def forward(
@@ -218,7 +218,7 @@ class Summed(torch.autograd.Function):
         head: Head,
         learn: bool,
     ) -> tuple[Tensor, Tensor]:
-        # `needs_input_grad` is true under `no_grad`, too: an evaluation would compute gradients for nothing.
+        # `needs_input_grad` is also true under `no_grad`: evaluation would compute gradients for nothing.
         needs = ctx.needs_input_grad[:3] if learn else (False, False, False)
         slopes = valid.to(torch.promote_types(head.dtype, torch.float32)) if any(needs) else None
         found = _sweep((hidden, weight, bias), labels, head, slopes, needs)
@@ -234,14 +234,14 @@ class Summed(torch.autograd.Function):
         _refuse_second_order()
         hidden, weight, bias, labels, valid = ctx.saved_tensors
         found, ctx.found = ctx.found, None
-        if found is None:  # a second pass (`retain_graph=True`): the first one's were scaled in place, and given away
+        if found is None:  # second backward (`retain_graph=True`): the first one scaled and consumed the gradients
             slopes = valid.to(slope.dtype)
             found = _sweep((hidden, weight, bias), labels, ctx.head, slopes, ctx.needs_input_grad[:3]).gradients
         return *found.times(slope * ctx.head.unit, (hidden, weight, bias)), None, None, None, None
 
 
 class PerToken(torch.autograd.Function):
-    """One loss per token. What each counts is known in the backward pass only, which makes the logits anew."""
+    """One loss per token. Their weights are known in the backward pass only, which recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -256,7 +256,7 @@ class PerToken(torch.autograd.Function):
         _refuse_second_order()
         hidden, weight, bias, labels, valid = ctx.saved_tensors
         slopes = torch.where(valid, slopes, 0.0)
-        # A scaled loss would leave the range of float16: the largest slope is taken out, and put back at the end.
+        # A scaled loss would overflow float16: divide by the largest slope and multiply by it at the end.
         largest = torch.linalg.vector_norm(slopes, math.inf)
         slopes = slopes / torch.where(largest > 0, largest, 1.0)
         found = _sweep((hidden, weight, bias), labels, ctx.head, slopes, ctx.needs_input_grad[:3]).gradients
@@ -267,18 +267,18 @@ class PerToken(torch.autograd.Function):
 
 
 def _spans(size: int, chunk: int) -> list[tuple[int, int]]:
-    """Pieces of about equal size, none longer than `chunk`: a short last one would use the device badly."""
+    """Chunks of about equal size, none longer than `chunk`: a short last one would underuse the device."""
     pieces = -(-size // chunk)
     return [(size * i // pieces, size * (i + 1) // pieces) for i in range(pieces)]
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row; on a CPU `max` takes half the time of `argmax`."""
+def argmax_rows(logits: Tensor) -> Tensor:
+    """argmax of each row (the first of equal ones); on a CPU `max` takes half the time of `argmax`."""
     return logits.max(-1).indices
 
 
 def _logits(states: Tensor, layer: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Scaled logits; the scale costs nothing inside the matrix product."""
+    """Scaled logits; the scale is free inside the matrix product."""
     if bias is None:
         bias, beta = states.new_zeros(1), 0.0
     else:
@@ -287,13 +287,13 @@ def _logits(states: Tensor, layer: Tensor, bias: Tensor | None, scale: float) ->
 
 
 def _kept_as(tensor: Tensor, head: Head) -> torch.dtype:
-    """The precision in which a gradient waits for the backward pass. float16 has too little range for unscaled ones."""
+    """dtype in which a gradient is kept until the backward pass: float16 lacks the range for unscaled ones."""
     halved = torch.float16 in (tensor.dtype, head.dtype)
     return torch.promote_types(tensor.dtype, torch.float32) if halved else tensor.dtype
 
 
 def _accumulates_wide(a: Tensor) -> bool:
-    """Whether the device multiplies half precision into single precision. CUDA does, and it costs nothing there."""
+    """Whether the device can multiply half precision into float32. CUDA can, at no cost."""
     return a.device.type == "cuda" and torch.version.hip is None and a.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -320,7 +320,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def check_options(*, z_loss: float, label_smoothing: float) -> None:
-    """What is added to the loss of every token, with or without chunks."""
+    """Reject invalid z_loss and label smoothing."""
     if not 0 <= z_loss < math.inf:
         raise BadArgument(expected("z_loss to be 0 or a positive number", z_loss, "1e-4 is usual."))
     if not 0 <= label_smoothing < 1:
@@ -328,7 +328,7 @@ def check_options(*, z_loss: float, label_smoothing: float) -> None:
 
 
 def _refuse_second_order() -> None:
-    """With `create_graph` the gradients would look like constants: a penalty on them would do nothing, silently."""
+    # With `create_graph` the gradients would look like constants: a gradient penalty would silently do nothing.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        do = "For gradients of gradients make the logits and use token_cross_entropy."
+        do = "For gradients of gradients compute the logits and use token_cross_entropy."
         raise BadArgument(expected("a backward pass without create_graph", "create_graph=True", do))

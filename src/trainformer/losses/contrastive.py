@@ -1,13 +1,18 @@
-"""Contrastive losses: NT-Xent (SimCLR), InfoNCE against a queue (MoCo v2), and against the batch (MoCo v3).
+"""Contrastive losses: NT-Xent (SimCLR), InfoNCE (MoCo v2 and v3), multiple negatives ranking, cosine regression.
 
-Owns the losses, in float32 and as one matrix product each. With several processes the negatives are those of all of
-them, and each computes the loss of its own rows: averaged over ranks, gradients are those of one process with the
-whole batch, also where ranks have different numbers of rows. Filling a queue and computing keys is the task's business.
+All are computed in float32 with one matrix product per direction. With several processes the negatives come from all
+ranks, and each rank computes the loss of its own rows: averaged over ranks, the gradients equal those of one process
+with the whole batch, also when ranks hold different numbers of rows.
 
-Chen et al., SimCLR, 2020; Chen et al., MoCo v2, 2020; Chen et al., MoCo v3, 2021.
+Chen et al., SimCLR, 2020; Chen et al., MoCo v2, 2020; Chen et al., MoCo v3, 2021; Henderson et al., Efficient Natural
+Language Response Suggestion, 2017; Reimers & Gurevych, Sentence-BERT, 2019.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +24,21 @@ from trainformer.losses.numerics import (
     check_positive,
     check_reduction,
     check_rows,
-    full_precision,
-    reduced,
-    unit_rows,
+    l2_normalize,
+    no_autocast,
+    reduce_loss,
+    upcast,
 )
-from trainformer.utils.distributed import Shares, gather_rows, row_shares
+from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
 
 def nt_xent_loss(
     z1: Tensor, z2: Tensor, temperature: float = 0.1, *, reduction: Reduction = "mean", gather: bool = True
 ) -> Tensor:
-    """NT-Xent of two views (B, D): each row shall find the other view of its image among all other rows.
+    """NT-Xent of two views (B, D): the positive of a row is the other view of its image, all others are negatives.
 
-    `reduction="none"` gives one value per image, the mean of its two rows. With `gather` the rows of all ranks are
-    negatives. A single image has nothing to be told from: its loss is 0.
+    `reduction="none"` returns one value per image, the mean of its two rows. With `gather` the rows of all ranks are
+    negatives. A single image has no negatives: its loss is 0.
 
     >>> z = torch.eye(4)
     >>> nt_xent_loss(z, z, temperature=0.1)
@@ -42,17 +48,16 @@ def nt_xent_loss(
     check_reduction(reduction)
     check_rows(("z1", z1), ("z2", z2))
     batch = len(z1)
-    with full_precision(z1):
-        rows = unit_rows(torch.cat([z1, z2]))
-        shares = row_shares(rows) if gather else Shares((len(rows),), 0)
-        every = gather_rows(rows, shares) if gather else rows
-        own = shares.first
-        # Dividing the rows costs B x D, dividing the logits would cost B x N.
-        logits = (rows / temperature) @ every.T
-        logits.diagonal(own).fill_(-torch.inf)  # a row is no negative of itself
-        positive = torch.arange(2 * batch, device=rows.device).roll(batch) + own
+    with no_autocast(z1):
+        rows = l2_normalize(torch.cat([z1, z2]))
+        counts = gather_row_counts(rows) if gather else RowCounts((len(rows),), 0)
+        candidates = gather_rows(rows, counts) if gather else rows
+        # Scaling the rows costs B x D, scaling the logits would cost B x N.
+        logits = (rows / temperature) @ candidates.T
+        logits.diagonal(counts.first).fill_(-torch.inf)  # a row is not its own negative
+        positive = torch.arange(2 * batch, device=rows.device).roll(batch) + counts.first
         losses = F.cross_entropy(logits, positive, reduction="none")
-        return reduced(losses.view(2, batch).mean(0), reduction)
+        return reduce_loss(losses.view(2, batch).mean(0), reduction)
 
 
 class NTXentLoss(nn.Module):
@@ -73,18 +78,17 @@ class NTXentLoss(nn.Module):
         return nt_xent_loss(z1, z2, self.temperature, reduction=reduction, gather=self.gather)
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
         return f"temperature={self.temperature:g}, gather={self.gather}"
 
 
 def infonce_with_queue(
     queries: Tensor, keys: Tensor, queue: Tensor, temperature: float = 0.2, *, reduction: Reduction = "mean"
 ) -> Tensor:
-    """MoCo v2: each query (B, D) shall find its own key (B, D) among the keys of a queue (K, D).
+    """MoCo v2: the positive of each query (B, D) is its key (B, D), the negatives are the keys in a queue (K, D).
 
-    The rows of the queue have length one already, as keys are when they enter it; queries and keys are normalised here.
-    Neither keys nor queue get a gradient, and the queue may be changed in place before the backward pass: what
-    autograd keeps is a copy (32 MiB for 65536 keys of 128).
+    Queries and keys are normalised here; the queue holds normalised keys already. Neither keys nor queue get a
+    gradient. The queue may change in place before the backward pass: autograd keeps a copy (32 MiB for 65536 keys of
+    width 128).
 
     >>> q = torch.eye(4)
     >>> infonce_with_queue(q, q, -q)
@@ -96,12 +100,12 @@ def infonce_with_queue(
     if queue.ndim != 2 or queue.shape[1] != queries.shape[1]:
         do = "The queue holds one key per row."
         raise BadArgument(expected(f"a queue of shape (K, {queries.shape[1]})", tuple(queue.shape), do))
-    with full_precision(queries):
-        query = unit_rows(queries) / temperature
-        positive = (query * unit_rows(keys.detach())).sum(1)
+    with no_autocast(queries):
+        query = l2_normalize(queries) / temperature
+        positive = (query * l2_normalize(keys.detach())).sum(1)
         negative = query @ queue.detach().to(query.dtype, copy=True).T
-        # Cross-entropy of [positive, negatives], without copying B x K logits to put one column before them.
-        return reduced(F.softplus(negative.logsumexp(1) - positive), reduction)
+        # Cross-entropy of [positive, negatives], without copying B x K logits to prepend one column.
+        return reduce_loss(F.softplus(negative.logsumexp(1) - positive), reduction)
 
 
 def moco_v3_loss(
@@ -109,7 +113,7 @@ def moco_v3_loss(
 ) -> Tensor:
     """MoCo v3: queries (B, D) of one view against keys (B, D) of the other, both ways, times 2 x temperature.
 
-    The keys of all ranks are negatives, and get no gradient. The two directions are added, as in the paper.
+    The keys of all ranks are negatives and get no gradient. The two directions are added, as in the paper.
 
     >>> q = torch.eye(4)
     >>> moco_v3_loss(q, q, q, q)
@@ -119,14 +123,112 @@ def moco_v3_loss(
     check_reduction(reduction)
     for name, rows in (("q2", q2), ("k1", k1), ("k2", k2)):
         check_rows(("q1", q1), (name, rows))
-    with full_precision(q1):
-        shares = row_shares(q1)
-        keys = torch.cat([unit_rows(k1.detach()), unit_rows(k2.detach())], dim=1)
-        first, second = gather_rows(keys, shares).chunk(2, dim=1)
-        own = torch.arange(len(q1), device=q1.device) + shares.first
+    with no_autocast(q1):
+        counts = gather_row_counts(q1)
+        keys = torch.cat([l2_normalize(k1.detach()), l2_normalize(k2.detach())], dim=1)
+        first, second = gather_rows(keys, counts).chunk(2, dim=1)
+        forward = _info_nce(l2_normalize(q1) / temperature, second, counts.first)
+        backward = _info_nce(l2_normalize(q2) / temperature, first, counts.first)
+        return reduce_loss(2 * temperature * (forward + backward), reduction)
 
-        def one_way(queries: Tensor, candidates: Tensor) -> Tensor:
-            logits = (unit_rows(queries) / temperature) @ candidates.T
-            return F.cross_entropy(logits, own, reduction="none")
 
-        return reduced(2 * temperature * (one_way(q1, second) + one_way(q2, first)), reduction)
+# -- text pairs --------------------------------------------------------------------------------------------
+
+
+class TextKeys(NamedTuple):
+    """Integers that are equal for equal texts: of anchors and positives (B,), of negatives (B, N)."""
+
+    anchors: Tensor
+    positives: Tensor
+    negatives: Tensor | None = None
+
+
+_Gather = Callable[[Tensor], Tensor]
+
+
+def multiple_negatives_loss(
+    anchors: Tensor,
+    positives: Tensor,
+    negatives: Tensor | None = None,
+    *,
+    keys: TextKeys | None = None,
+    temperature: float = 0.05,
+    symmetric: bool = False,
+    reduction: Reduction = "mean",
+    gather: bool = True,
+) -> Tensor:
+    """Multiple negatives ranking: each anchor (B, D) against all positives (B, D) of the batch and negatives (B, N, D).
+
+    Similarity is the cosine divided by `temperature`. With `symmetric` the loss is averaged with that of each positive
+    against all anchors. With `gather` the candidates of all ranks count.
+
+    `keys` identify equal texts, so that they are not used as negatives of each other: another row's positive is masked
+    if it equals this row's positive or anchor, or if the two anchors are equal.
+
+    >>> rows = torch.eye(4)
+    >>> multiple_negatives_loss(rows, rows, temperature=0.1)
+    tensor(0.0001)
+    """
+    check_positive("temperature", temperature)
+    check_reduction(reduction)
+    check_rows(("anchors", anchors), ("positives", positives))
+    if negatives is not None and (negatives.ndim != 3 or negatives.shape[::2] != anchors.shape):
+        shape = (len(anchors), "N", anchors.shape[1])
+        raise BadArgument(expected(f"negatives of shape {shape}", tuple(negatives.shape)))
+    keys = keys if keys is None or negatives is not None else keys._replace(negatives=None)
+    counts = gather_row_counts(anchors) if gather else RowCounts((len(anchors),), 0)
+    gathered: _Gather = partial(gather_rows, counts=counts) if gather else lambda rows: rows
+    first = counts.first
+    with no_autocast(anchors):
+        own, theirs = l2_normalize(anchors), l2_normalize(positives)
+        candidates = gathered(theirs)
+        if negatives is not None:
+            candidates = torch.cat([candidates, gathered(l2_normalize(negatives)).flatten(0, 1)])
+        duplicates = None if keys is None else _duplicate_candidates(keys, gathered)
+        losses = _info_nce(own / temperature, candidates, first, duplicates)
+        if symmetric:
+            duplicates = None if keys is None else _duplicate_anchors(keys, gathered)
+            losses = (losses + _info_nce(theirs / temperature, gathered(own), first, duplicates)) / 2
+        return reduce_loss(losses, reduction)
+
+
+def cosine_similarity_loss(first: Tensor, second: Tensor, scores: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """Squared error between the cosines of two matrices' rows (B, D) and the target scores (B,).
+
+    >>> rows = torch.eye(2)
+    >>> cosine_similarity_loss(rows, rows, torch.tensor([1.0, 0.5]))
+    tensor(0.1250)
+    """
+    check_reduction(reduction)
+    check_rows(("first", first), ("second", second))
+    if scores.shape != first.shape[:1]:
+        raise BadArgument(expected(f"scores of shape ({len(first)},)", tuple(scores.shape)))
+    with no_autocast(first):
+        cosine = (l2_normalize(first) * l2_normalize(second)).sum(1)
+        return reduce_loss((cosine - upcast(scores)).square(), reduction)
+
+
+def _info_nce(rows: Tensor, candidates: Tensor, first: int, masked: Tensor | None = None) -> Tensor:
+    """Cross-entropy per row. The positive of row i is candidate `first` + i; masked candidates are left out."""
+    logits = rows @ candidates.T
+    if masked is not None:
+        masked.diagonal(first)[: len(rows)].fill_(False)  # never mask the positive
+        logits = logits.masked_fill(masked, -torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(rows), device=rows.device) + first, reduction="none")
+
+
+def _duplicate_candidates(keys: TextKeys, gathered: _Gather) -> Tensor:
+    """Which candidates (positives of all ranks, then negatives) must not be negatives of an anchor."""
+    texts = gathered(keys.positives)
+    pairs = keys.anchors[:, None] == gathered(keys.anchors)
+    if keys.negatives is not None:
+        texts = torch.cat([texts, gathered(keys.negatives).flatten()])
+        pairs = F.pad(pairs, (0, len(texts) - pairs.shape[1]))
+    return pairs | (keys.positives[:, None] == texts) | (keys.anchors[:, None] == texts)
+
+
+def _duplicate_anchors(keys: TextKeys, gathered: _Gather) -> Tensor:
+    """Which anchors must not be negatives of a positive."""
+    anchors, positives = gathered(keys.anchors), gathered(keys.positives)
+    same = (keys.positives[:, None] == positives) | (keys.positives[:, None] == anchors)
+    return same | (keys.anchors[:, None] == anchors)

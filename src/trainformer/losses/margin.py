@@ -1,8 +1,7 @@
-"""Softmax over cosines with a margin: ArcFace, CosFace, sub-center ArcFace, and NormFace without a margin.
+"""Margin softmax losses: ArcFace, CosFace, sub-center ArcFace, and NormFace (no margin).
 
-Owns the class weights and the arithmetic of the margin, in float32 whatever the embeddings come in. The margin needs no
-acos, whose gradient is infinite at a cosine of one: cos(a + m) = cos a cos m - sin a sin m. Which embeddings are
-trained, and what is done with `logits` in evaluation, is the task's business.
+Owns the class weights and the margin, in float32 for embeddings of any dtype. The angular margin needs no acos, whose
+gradient is infinite at a cosine of one: cos(a + m) = cos a cos m - sin a sin m.
 
 Deng et al., ArcFace, 2019; Wang et al., CosFace, 2018; Deng et al., Sub-center ArcFace, 2020; Wang et al., NormFace,
 2017.
@@ -23,15 +22,15 @@ from trainformer.losses.numerics import (
     check_count,
     check_positive,
     check_reduction,
-    full_precision,
-    unit_rows,
+    l2_normalize,
+    no_autocast,
 )
 
 
 class _CosineSoftmax(nn.Module):
-    """Cross-entropy over scaled cosines to class weights; subclasses say what becomes of the true class's cosine.
+    """Cross-entropy over scaled cosines to class weights; subclasses apply the margin to the true class.
 
-    `weight` has `centers` rows for class 0 first, then those of class 1, and so on; the nearest of a class counts.
+    `weight` holds the `centers` rows of class 0, then those of class 1, and so on; a class scores by its nearest.
     """
 
     per_sample: ClassVar[bool] = True
@@ -50,24 +49,23 @@ class _CosineSoftmax(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, embeddings: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The loss of embeddings (B, D), of any length and floating type, with class indices (B,)."""
+        """The loss of embeddings (B, D), normalised here, with class indices (B,)."""
         check_reduction(reduction)
         self._check(embeddings, labels)
-        with full_precision(embeddings):
+        with no_autocast(embeddings):
             cosine = self._cosine(embeddings)
             index = labels.long()
             column = index.unsqueeze(1)
-            # Only the cosine of the true class changes: no mask of the size of the logits is needed.
+            # Only the cosine of the true class changes, so no one-hot mask as large as the logits is needed.
             logits = self.scale * cosine.scatter(1, column, self._with_margin(cosine.gather(1, column)))
             return F.cross_entropy(logits, index, reduction=reduction)
 
     def logits(self, embeddings: Tensor) -> Tensor:
-        """Scaled cosines (B, classes) without the margin, to evaluate with."""
-        with full_precision(embeddings):
+        """Scaled cosines (B, classes) without the margin, for evaluation."""
+        with no_autocast(embeddings):
             return self.scale * self._cosine(embeddings)
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
         names = ("embedding_dim", "num_classes", "margin", "scale", "sub_centers")
         return ", ".join(f"{name}={getattr(self, name):g}" for name in names if hasattr(self, name))
 
@@ -75,11 +73,11 @@ class _CosineSoftmax(nn.Module):
         return cosine
 
     def _cosine(self, embeddings: Tensor) -> Tensor:
-        rows = unit_rows(embeddings)
-        every = F.linear(rows, unit_rows(self.weight).to(rows.dtype))
+        rows = l2_normalize(embeddings)
+        cosines = F.linear(rows, l2_normalize(self.weight).to(rows.dtype))
         if self.sub_centers == 1:
-            return every
-        return every.unflatten(1, (self.num_classes, self.sub_centers)).max(dim=2).values
+            return cosines
+        return cosines.unflatten(1, (self.num_classes, self.sub_centers)).max(dim=2).values
 
     def _check(self, embeddings: Tensor, labels: Tensor) -> None:
         if embeddings.ndim != 2 or embeddings.shape[1] != self.embedding_dim:
@@ -89,17 +87,17 @@ class _CosineSoftmax(nn.Module):
             received = f"{labels.dtype} of shape {tuple(labels.shape)}"
             do = "Mixed or smoothed labels do not fit a margin loss."
             raise BadArgument(expected(f"{len(embeddings)} class indices", received, do))
-        # On a GPU looking at the labels would make the host wait, every step.
+        # On a GPU, reading the labels would be a device sync in every step.
         if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
             lowest, highest = (int(x) for x in labels.aminmax())
             if lowest < 0 or highest >= self.num_classes:
                 wrong = lowest if lowest < 0 else highest
-                do = "Pass num_classes as many as there are classes, or number the labels from 0."
+                do = "Pass the right num_classes, or number the labels from 0."
                 raise DataError(expected(f"labels from 0 to {self.num_classes - 1}", wrong, do))
 
 
 class NormFaceLoss(_CosineSoftmax):
-    """NormFace: a softmax over scaled cosines, without any margin.
+    """NormFace: softmax over scaled cosines, without a margin.
 
     >>> loss = NormFaceLoss(embedding_dim=8, num_classes=3)
     >>> loss(torch.randn(4, 8), torch.tensor([0, 1, 2, 0]), reduction="none").shape
@@ -111,7 +109,7 @@ class NormFaceLoss(_CosineSoftmax):
 
 
 class CosFaceLoss(_CosineSoftmax):
-    """CosFace: the cosine to the true class counts `margin` less than it is.
+    """CosFace: subtracts `margin` from the cosine to the true class.
 
     >>> loss = CosFaceLoss(embedding_dim=8, num_classes=3)
     >>> loss(torch.randn(4, 8), torch.tensor([0, 1, 2, 0])).shape
@@ -120,15 +118,13 @@ class CosFaceLoss(_CosineSoftmax):
 
     def __init__(self, embedding_dim: int, num_classes: int, margin: float = 0.35, scale: float = 64.0) -> None:
         super().__init__(embedding_dim, num_classes, scale)
-        self.margin = _checked_margin(margin, 1.0, "It is taken off a cosine; 0.35 is usual.")
+        self.margin = _checked_margin(margin, 1.0, "It is subtracted from a cosine; 0.35 is usual.")
 
     def _with_margin(self, cosine: Tensor) -> Tensor:
         return cosine - self.margin
 
 
 class _AngularMargin(_CosineSoftmax):
-    """The angle to the true class counts `margin` radians more than it is."""
-
     def __init__(self, embedding_dim: int, num_classes: int, margin: float, scale: float, centers: int = 1) -> None:
         super().__init__(embedding_dim, num_classes, scale, centers)
         do = "It is an angle in radians; 0.5 is usual, which is 28.6 degrees."
@@ -136,15 +132,15 @@ class _AngularMargin(_CosineSoftmax):
 
     def _with_margin(self, cosine: Tensor) -> Tensor:
         shifted = cosine * math.cos(self.margin) - _sine(cosine) * math.sin(self.margin)
-        beyond = cosine - self.margin * math.sin(self.margin)
-        return torch.where(cosine >= -math.cos(self.margin), shifted, beyond)
+        past_pi = cosine - self.margin * math.sin(self.margin)
+        return torch.where(cosine >= -math.cos(self.margin), shifted, past_pi)
 
 
 class ArcFaceLoss(_AngularMargin):
-    """ArcFace: the angle to the true class counts `margin` (in radians) more than it is.
+    """ArcFace: adds `margin` (in radians) to the angle between embedding and true class.
 
-    Past theta + margin = pi the cosine would rise again; there cos(theta) - margin * sin(margin) goes on downwards.
-    At a cosine of exactly one or minus one the gradient is finite.
+    Past theta + margin = pi the cosine would rise again; there cos(theta) - margin * sin(margin) takes its place. The
+    gradient is finite at a cosine of exactly one or minus one.
 
     >>> loss = ArcFaceLoss(embedding_dim=8, num_classes=3)
     >>> loss(torch.randn(4, 8), torch.tensor([0, 1, 2, 0])).shape
@@ -156,7 +152,7 @@ class ArcFaceLoss(_AngularMargin):
 
 
 class SubCenterArcFaceLoss(_AngularMargin):
-    """ArcFace with several centers per class, of which the nearest counts: room for noise and for modes of a class.
+    """ArcFace with several centers per class, of which the nearest counts: robust to noise and multimodal classes.
 
     >>> loss = SubCenterArcFaceLoss(embedding_dim=8, num_classes=3, sub_centers=2)
     >>> loss.weight.shape, loss.logits(torch.randn(4, 8)).shape
@@ -170,9 +166,9 @@ class SubCenterArcFaceLoss(_AngularMargin):
 
 
 def _sine(cosine: Tensor) -> Tensor:
-    """sqrt(1 - cos^2), and zero with a zero gradient where rounding leaves nothing under the root.
+    """sqrt(1 - cos^2), with value and gradient zero where rounding leaves nothing under the root.
 
-    (1 - c)(1 + c) keeps the digits that 1 - c * c loses near one: 1 - c is exact there.
+    (1 - c)(1 + c) keeps the digits that 1 - c * c loses near one, because 1 - c is exact there.
     """
     square = (1 - cosine) * (1 + cosine)
     inside = square > 0

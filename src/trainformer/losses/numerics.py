@@ -1,7 +1,4 @@
-"""What all losses share: single precision whatever autocast says, safe directions, and one way to reduce.
-
-Owns the arithmetic that must not go wrong in half precision. What a loss means is the business of its own module.
-"""
+"""What all losses share: float32 arithmetic under autocast, safe normalisation, reductions and argument checks."""
 
 from __future__ import annotations
 
@@ -16,39 +13,39 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 Reduction = Literal["mean", "sum", "none"]
 
 
-def full_precision(tensor: Tensor) -> torch.autocast:
-    """A block in which autocast does not lower anything on the device of `tensor`."""
+def no_autocast(tensor: Tensor) -> torch.autocast:
+    """Disable autocast on the device of `tensor` within a `with` block."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The tensor in float32; a float64 one stays as it is.
+def upcast(tensor: Tensor) -> Tensor:
+    """The tensor in float32; float64 stays float64.
 
-    >>> full(torch.ones(1, dtype=torch.bfloat16)).dtype, full(torch.ones(1, dtype=torch.float64)).dtype
+    >>> upcast(torch.ones(1, dtype=torch.bfloat16)).dtype, upcast(torch.ones(1, dtype=torch.float64)).dtype
     (torch.float32, torch.float64)
     """
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
-def unit_rows(rows: Tensor, eps: float = 1e-12) -> Tensor:
-    """Rows divided by their lengths, in full precision; a row of length zero stays zero.
+def l2_normalize(rows: Tensor, eps: float = 1e-12) -> Tensor:
+    """Rows divided by their L2 norms, upcast; a zero row stays zero.
 
-    `torch.nn.functional.normalize` divides such a row by 1e-12, and so its gradient too: beyond what half precision
-    holds. Here it is divided by one.
+    `torch.nn.functional.normalize` divides a zero row, and therefore its gradient, by 1e-12: out of range in half
+    precision. Here it is divided by one.
 
-    >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    >>> l2_normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
-    rows = full(rows)
-    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    return rows / torch.where(length > eps, length, torch.ones_like(length))
+    rows = upcast(rows)
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return rows / torch.where(norm > eps, norm, torch.ones_like(norm))
 
 
-def reduced(values: Tensor, reduction: Reduction) -> Tensor:
-    """One value per sample, or their mean or sum.
+def reduce_loss(values: Tensor, reduction: Reduction) -> Tensor:
+    """Per-sample values as they are, or their mean or sum.
 
-    >>> reduced(torch.tensor([1.0, 3.0]), "mean")
+    >>> reduce_loss(torch.tensor([1.0, 3.0]), "mean")
     tensor(2.)
     """
     check_reduction(reduction)
@@ -58,14 +55,14 @@ def reduced(values: Tensor, reduction: Reduction) -> Tensor:
 
 
 def check_reduction(reduction: Reduction) -> None:
-    """Refuse a reduction that does not exist."""
+    """Reject an unknown reduction."""
     if reduction not in get_args(Reduction):
         hint = did_you_mean(str(reduction), get_args(Reduction))
         raise BadArgument(expected("reduction to be 'mean', 'sum' or 'none'", reduction, hint))
 
 
 def check_positive(name: str, value: object, hint: str = "") -> None:
-    """Refuse a number that is not positive and finite. A tensor is taken as it is: to look at it would cost a wait."""
+    """Reject a number that is not positive and finite. Tensors pass unchecked: reading one is a sync."""
     if isinstance(value, Tensor):
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
@@ -73,13 +70,13 @@ def check_positive(name: str, value: object, hint: str = "") -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least `least`."""
+    """Reject anything but an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise BadArgument(expected(f"{name} to be an integer of at least {least}", value))
 
 
 def check_rows(first: tuple[str, Tensor], second: tuple[str, Tensor]) -> None:
-    """Refuse two tensors that are not matrices (B, D) of one shape."""
+    """Reject two tensors that are not matrices (B, D) of the same shape."""
     (name, a), (other, b) = first, second
     if a.ndim != 2 or a.shape != b.shape:
         raise BadArgument(

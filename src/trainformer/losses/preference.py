@@ -1,8 +1,7 @@
-"""Losses on pairs of answers of which one is preferred: DPO and its variants, ORPO, SimPO; and the rewards they imply.
+"""Preference losses: DPO and its variants, ORPO, SimPO; and the implicit rewards.
 
-Owns the arithmetic on log probabilities, one number per answer, in float32. Where these come from (`losses.tokens` sums
-them over the tokens of an answer) and which model is the reference is for the task. A pair's loss depends on that pair
-alone, so that sums over pairs do not depend on how a batch was cut.
+Everything works on log probabilities, one number per response, in float32; `losses.tokens.sequence_log_probs` computes
+them. The loss of a pair depends on that pair alone, so sums over pairs do not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.losses.numerics import Reduction, check_positive, full, full_precision, reduced
+from trainformer.losses.numerics import Reduction, check_positive, no_autocast, reduce_loss, upcast
 
 Variant = Literal["sigmoid", "ipo", "hinge"]
 
-# Beyond this mean log probability a token is certain, and the odds p / (1 - p) have no use (nor a finite gradient).
+# Above this mean log probability the odds p / (1 - p) have no finite gradient.
 _CERTAIN = -1e-6
 
 
 class PreferenceRewards(NamedTuple):
-    """What the policy's probabilities say each answer is worth; per pair, without a gradient."""
+    """Implicit rewards of the policy per pair, without a gradient."""
 
     chosen: Tensor
     rejected: Tensor
 
     @property
     def margin(self) -> Tensor:
-        """By how much the chosen answer is worth more."""
+        """Reward of the chosen minus that of the rejected response."""
         return self.chosen - self.rejected
 
     @property
     def correct(self) -> Tensor:
-        """Whether it is worth more: True or False per pair. A tie is not."""
+        """Whether the chosen response has the higher reward, per pair; a tie is not correct."""
         return self.chosen > self.rejected
 
 
@@ -51,15 +50,15 @@ def dpo_loss(
     variant: Variant = "sigmoid",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Direct preference optimisation: widen the gap between chosen and rejected answers, beyond the reference's.
+    """Direct preference optimisation: increase the margin of chosen over rejected responses relative to a reference.
 
-    The first four are log probabilities (B,) of answers, summed over their tokens. `variant` is `"sigmoid"` (the
-    original; `label_smoothing` is the share of pairs believed to be labelled the wrong way round), `"hinge"` (as in
-    SLiC), or `"ipo"`: the gap is drawn to 1 / (2 beta). IPO wants means over the tokens of an answer, not sums: a sum
-    would compare long answers with the same number as short ones.
+    The first four are log probabilities (B,) of responses, summed over their tokens. `variant` is `"sigmoid"` (the
+    original; `label_smoothing` is the assumed share of flipped labels), `"hinge"` (as in SLiC), or `"ipo"`, which
+    regresses the margin to 1 / (2 beta). IPO takes means over the tokens of a response, not sums: with sums, long and
+    short responses would share one target.
 
-    >>> gained = torch.tensor([-10.0, -12.0]), torch.tensor([-10.0, -10.0])
-    >>> dpo_loss(*gained, torch.tensor([-10.0, -10.0]), torch.tensor([-10.0, -10.0]), reduction="none")
+    >>> policy = torch.tensor([-10.0, -12.0]), torch.tensor([-10.0, -10.0])
+    >>> dpo_loss(*policy, torch.tensor([-10.0, -10.0]), torch.tensor([-10.0, -10.0]), reduction="none")
     tensor([0.6931, 0.7981])
     """
     _check_known("variant", variant, get_args(Variant))
@@ -67,16 +66,16 @@ def dpo_loss(
     check_label_smoothing(label_smoothing, variant)
     given = {"policy_chosen": policy_chosen, "policy_rejected": policy_rejected}
     _check_pairs({**given, "reference_chosen": reference_chosen, "reference_rejected": reference_rejected})
-    with full_precision(policy_chosen):
-        gained = full(policy_chosen) - full(reference_chosen)
-        gap = gained - (full(policy_rejected) - full(reference_rejected))
+    with no_autocast(policy_chosen):
+        chosen = upcast(policy_chosen) - upcast(reference_chosen)
+        margin = chosen - (upcast(policy_rejected) - upcast(reference_rejected))
         if variant == "sigmoid":
-            losses = _smoothed(beta * gap, label_smoothing)
+            losses = _smoothed(beta * margin, label_smoothing)
         elif variant == "hinge":
-            losses = F.relu(1 - beta * gap)
+            losses = F.relu(1 - beta * margin)
         else:
-            losses = (gap - 1 / (2 * beta)).square()
-        return reduced(losses, reduction)
+            losses = (margin - 1 / (2 * beta)).square()
+        return reduce_loss(losses, reduction)
 
 
 def orpo_loss(
@@ -87,11 +86,11 @@ def orpo_loss(
     nll: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Odds ratio preference optimisation: learn the chosen answer, and `beta` of making its odds the larger ones.
+    """Odds ratio preference optimisation: NLL of the chosen response plus `beta` times the log odds ratio loss.
 
-    There is no reference. Both are mean log probabilities (B,) per token of an answer. `nll` (B,) is what is learned of
-    the chosen answer: its negative mean log probability unless given, as in the paper. (TRL takes the prompt's
-    tokens in, and the mean over the tokens of a batch.)
+    There is no reference model. Both are mean log probabilities (B,) per token of a response. `nll` (B,) is the
+    supervised loss of the chosen response, by default its negative mean log probability as in the paper. (TRL includes
+    the prompt's tokens, and averages over all tokens of a batch.)
 
     >>> orpo_loss(torch.tensor([-1.0]), torch.tensor([-1.0]))
     tensor(1.0693)
@@ -99,11 +98,11 @@ def orpo_loss(
     check_positive("beta", beta, "0.1 is usual.")
     given = {"policy_chosen": policy_chosen, "policy_rejected": policy_rejected}
     _check_pairs(given if nll is None else {**given, "nll": nll})
-    with full_precision(policy_chosen):
-        chosen, rejected = full(policy_chosen), full(policy_rejected)
+    with no_autocast(policy_chosen):
+        chosen, rejected = upcast(policy_chosen), upcast(policy_rejected)
         log_odds = (chosen - rejected) - (_log_complement(chosen) - _log_complement(rejected))
-        learned = -chosen if nll is None else full(nll)
-        return reduced(learned - beta * F.logsigmoid(log_odds), reduction)
+        supervised = -chosen if nll is None else upcast(nll)
+        return reduce_loss(supervised - beta * F.logsigmoid(log_odds), reduction)
 
 
 def simpo_loss(
@@ -115,10 +114,9 @@ def simpo_loss(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Simple preference optimisation: `beta` times the gap of mean log probabilities is to exceed `gamma`.
+    """Simple preference optimisation: `beta` times the margin of mean log probabilities should exceed `gamma`.
 
-    There is no reference. Both are mean log probabilities (B,) per token of an answer: without the division a model
-    would learn that short answers are good.
+    There is no reference model. Both are mean log probabilities (B,) per token: sums would favour short responses.
 
     >>> simpo_loss(torch.tensor([-1.0]), torch.tensor([-1.5]))
     tensor(0.6931)
@@ -127,9 +125,9 @@ def simpo_loss(
     check_gamma(gamma)
     check_label_smoothing(label_smoothing, "sigmoid")
     _check_pairs({"policy_chosen": policy_chosen, "policy_rejected": policy_rejected})
-    with full_precision(policy_chosen):
-        gap = full(policy_chosen) - full(policy_rejected)
-        return reduced(_smoothed(beta * gap - gamma, label_smoothing), reduction)
+    with no_autocast(policy_chosen):
+        margin = upcast(policy_chosen) - upcast(policy_rejected)
+        return reduce_loss(_smoothed(beta * margin - gamma, label_smoothing), reduction)
 
 
 def preference_rewards(
@@ -139,7 +137,7 @@ def preference_rewards(
     reference_rejected: Tensor | None = None,
     beta: float = 0.1,
 ) -> PreferenceRewards:
-    """`beta` times what the policy's log probability of each answer gained on the reference's, or without one: itself.
+    """`beta` times the policy's log probabilities, minus the reference's if there is a reference.
 
     >>> zeros = torch.zeros(2)
     >>> rewards = preference_rewards(torch.tensor([1.0, -1.0]), zeros, zeros, zeros)
@@ -148,27 +146,27 @@ def preference_rewards(
     """
     if (reference_chosen is None) != (reference_rejected is None):
         raise BadArgument(expected("reference_chosen and reference_rejected, or neither", "one of them"))
-    worths = []
+    rewards = []
     for policy, reference in ((policy_chosen, reference_chosen), (policy_rejected, reference_rejected)):
-        value = full(policy.detach())
-        worths.append(beta * (value if reference is None else value - full(reference.detach())))
-    return PreferenceRewards(*worths)
+        value = upcast(policy.detach())
+        rewards.append(beta * (value if reference is None else value - upcast(reference.detach())))
+    return PreferenceRewards(*rewards)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------
 
 
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """The cross-entropy of "the first is better", with a share of labels that say the opposite."""
+    """Binary cross-entropy of "chosen is better", with a share of flipped labels."""
     losses = -F.logsigmoid(logits)
     return losses if not label_smoothing else losses + label_smoothing * logits  # -logsigmoid(-x) = x - logsigmoid(x)
 
 
 def _log_complement(log_probs: Tensor) -> Tensor:
-    """log(1 - p) of log p. Each of the two ways to compute it loses all digits where the other is exact."""
+    """log(1 - p) from log p. Each of the two formulas loses all digits where the other is exact."""
     log_probs = log_probs.clamp(max=_CERTAIN)
     likely = log_probs > -math.log(2)
-    # Each formula gets harmless numbers where it is not used: its gradient there would be infinite, and 0 * inf is nan.
+    # Each formula gets harmless inputs where it is not used: its gradient there would be infinite, and 0 * inf is NaN.
     near = torch.log(-torch.expm1(torch.where(likely, log_probs, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(likely, -1.0, log_probs)))
     return torch.where(likely, near, far)
@@ -178,17 +176,17 @@ def _log_complement(log_probs: Tensor) -> Tensor:
 
 
 def check_label_smoothing(label_smoothing: float, variant: str) -> None:
-    """Refuse a share of wrong labels that makes no sense, or a loss that has no use for it."""
+    """Reject label smoothing out of range, or with a loss that does not support it."""
     if isinstance(label_smoothing, bool) or not 0 <= label_smoothing < 0.5:
-        do = "It is the share of pairs that are labelled the wrong way round."
+        do = "It is the share of pairs whose labels are flipped."
         raise BadArgument(expected("label_smoothing from 0 to less than 0.5", label_smoothing, do))
     if label_smoothing and variant != "sigmoid":
-        what = f"label_smoothing=0 with {variant!r}, which takes every label at its word"
+        what = f"label_smoothing=0 with {variant!r}, which has no label smoothing"
         raise BadArgument(expected(what, label_smoothing, "Use 'sigmoid' or 'simpo'."))
 
 
 def check_gamma(gamma: float) -> None:
-    """Refuse a target margin that is negative or infinite."""
+    """Reject a target margin that is negative or infinite."""
     if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not 0 <= gamma < math.inf:
         raise BadArgument(expected("gamma to be 0 or a positive number", gamma, "Half of beta is usual."))
 
@@ -200,8 +198,7 @@ def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _check_pairs(given: dict[str, Tensor]) -> None:
-    """One number per pair in each."""
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
     if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
-        do = "Pass one log probability per answer, as sequence_log_probs gives them."
+        do = "Pass one log probability per response, as sequence_log_probs returns them."
         raise BadArgument(expected("log probabilities of one shape (B,)", shapes, do))

@@ -1,9 +1,8 @@
-"""Losses of language models: cross-entropy over supervised tokens, from logits or without ever making all of them.
+"""Token losses of language models: cross-entropy from logits, or fused with the output layer in chunks of tokens.
 
-Owns the sums over tokens, their number, and how many were predicted right: tensors on the device, which nothing here
-waits for. From `linear_cross_entropy` on, logits exist for a few tokens at a time only: with 128k words and 8k tokens
-all of them take 4 GiB in float32, and plain PyTorch keeps three such tensors. Which tokens are supervised is the
-business of the data, what is done with the sums that of the task.
+Returns the sum over supervised tokens, their number, and the number of correct predictions as device tensors, without a
+sync. `linear_cross_entropy` and `sequence_log_probs` materialise the logits of a few tokens at a time: for a vocabulary
+of 128k and 8k tokens the full logits take 4 GiB in float32, and plain PyTorch keeps three such tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.losses.chunked import Head, PerToken, Rows, Summed, check_options, likeliest
-from trainformer.losses.numerics import full, full_precision
+from trainformer.losses.chunked import Head, PerToken, Rows, Summed, argmax_rows, check_options
+from trainformer.losses.numerics import no_autocast, upcast
 
 
 class TokenLoss(NamedTuple):
-    """Sum of the losses of all supervised tokens, how many these are, and how many of them were predicted right.
+    """Sum of the losses of all supervised tokens, their number, and the number of correct predictions.
 
     Three scalars on the device. `sum` carries the gradient; ``sum / weight`` is the mean loss.
     """
@@ -31,7 +30,7 @@ class TokenLoss(NamedTuple):
 
 
 class SequenceLogProbs(NamedTuple):
-    """Per sequence: sum of its supervised tokens' log probabilities (it carries the gradient), and their number."""
+    """Per sequence: sum of the log probabilities of its supervised tokens (with gradient), and their number."""
 
     sum: Tensor
     tokens: Tensor
@@ -49,8 +48,8 @@ def token_cross_entropy(
     """Cross-entropy of logits (..., T, V) and labels (..., T), summed in float32 (float64 if the logits are).
 
     With `shift` the logits at a position predict the label at the next one, as in causal models. Labels equal to
-    `ignore_index` are not supervised. `z_loss` adds that much of the squared log of the softmax's denominator, which
-    keeps logits from drifting (1e-4 in PaLM).
+    `ignore_index` are not supervised. `z_loss` is the weight of the squared log partition function, which keeps logits
+    from drifting (1e-4 in PaLM).
 
     >>> logits = torch.tensor([[[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]])
     >>> token_cross_entropy(logits, torch.tensor([[-100, 0, 1]]))
@@ -60,15 +59,15 @@ def token_cross_entropy(
     _check_labels(("logits", logits), labels, ignore_index, vocabulary=logits.shape[-1] if logits.ndim else 0)
     labels = _targets(labels, shift, ignore_index)
     flat = logits.reshape(-1, logits.shape[-1])
-    with full_precision(logits):
-        scores = full(flat)
+    with no_autocast(logits):
+        scores = upcast(flat)
         total = F.cross_entropy(
             scores, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
         valid = labels != ignore_index
         if z_loss:
             total = total + z_loss * torch.where(valid, scores.logsumexp(-1).square(), 0.0).sum()
-    return TokenLoss(total, valid.sum(), ((likeliest(flat.detach()) == labels) & valid).sum())
+    return TokenLoss(total, valid.sum(), ((argmax_rows(flat.detach()) == labels) & valid).sum())
 
 
 def linear_cross_entropy(
@@ -87,18 +86,17 @@ def linear_cross_entropy(
 ) -> TokenLoss:
     """`token_cross_entropy` of ``hidden @ weight.T + bias``, with the logits of `chunk_tokens` tokens at a time.
 
-    `hidden` (..., T, D) are the states before the output layer, `weight` (V, D) is that layer's (perhaps the input
-    embedding's, too). The logits are multiplied by `logit_scale` (Cohere, Granite), then bounded to
-    ``softcap * tanh(logits / softcap)`` (Gemma). Gradients are computed with the loss, chunk by chunk: as many matrix
-    products as without chunks, and a weight that needs no gradient costs none. They cannot be differentiated again.
+    `hidden` (..., T, D) are the last hidden states, `weight` (V, D) belongs to the output layer (it may be tied to the
+    input embedding). The logits are multiplied by `logit_scale` (Cohere, Granite), then bounded to
+    ``softcap * tanh(logits / softcap)`` (Gemma). Gradients are computed together with the loss, chunk by chunk: as many
+    matrix products as without chunks, and none for a frozen weight. Double backward is not supported.
 
-    On the CPU, tokens without supervision are left out; on a GPU that would mean waiting for it, so they are computed
-    and count nothing.
+    On the CPU, unsupervised tokens are dropped; on a GPU that would need a sync, so they are computed with weight zero.
 
     >>> hidden, weight = torch.randn(2, 5, 8), torch.randn(100, 8)
     >>> labels = torch.randint(0, 100, (2, 5))
-    >>> mine = linear_cross_entropy(hidden, weight, labels, chunk_tokens=3)
-    >>> torch.testing.assert_close(mine, token_cross_entropy(hidden @ weight.T, labels))
+    >>> fused = linear_cross_entropy(hidden, weight, labels, chunk_tokens=3)
+    >>> torch.testing.assert_close(fused, token_cross_entropy(hidden @ weight.T, labels))
     """
     head = Head.of(
         hidden, weight, chunk_tokens, softcap=softcap, scale=logit_scale, z_loss=z_loss, smoothing=label_smoothing
@@ -123,9 +121,9 @@ def sequence_log_probs(
 ) -> SequenceLogProbs:
     """Log probability of the labels (..., T) of each sequence, as preference losses (DPO) need it.
 
-    `states` are logits (..., T, V), or, with the output layer's `weight` (V, D), hidden states (..., T, D); the
-    logits are then made `chunk_tokens` tokens at a time, and again for the gradient, whose weights are only known
-    then. The other arguments are those of `linear_cross_entropy`.
+    `states` are logits (..., T, V), or, with the `weight` (V, D) of the output layer, hidden states (..., T, D). The
+    logits are then computed `chunk_tokens` tokens at a time, and recomputed in the backward pass, because the weights
+    of the sequences are not known before. The other arguments are those of `linear_cross_entropy`.
 
     >>> found = sequence_log_probs(torch.zeros(2, 3, 4), torch.tensor([[-100, 1, 2], [-100, -100, 3]]))
     >>> found.sum, found.tokens
@@ -137,8 +135,8 @@ def sequence_log_probs(
             raise BadArgument(expected("logits alone", "arguments that belong to an output layer", do))
         _check_labels(("states", states), labels, ignore_index, vocabulary=states.shape[-1] if states.ndim else 0)
         targets = _targets(labels, shift, ignore_index)
-        with full_precision(states):
-            scores = full(states.reshape(-1, states.shape[-1]))
+        with no_autocast(states):
+            scores = upcast(states.reshape(-1, states.shape[-1]))
             losses = F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="none")
     else:
         head = Head.of(states, weight, chunk_tokens, softcap=softcap, scale=logit_scale)
@@ -154,7 +152,7 @@ def sequence_log_probs(
 
 
 def _targets(labels: Tensor, shift: bool, ignore_index: int) -> Tensor:
-    """Flat labels, one per hidden state. Moving labels instead of states spares a copy of the states."""
+    """Flat labels, one per hidden state. Shifting labels instead of states saves a copy of the states."""
     if shift:
         labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     return labels.reshape(-1).long()
@@ -171,7 +169,7 @@ def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: T
 
 
 def _check_labels(states: tuple[str, Tensor], labels: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """One label per state, from the vocabulary. Their values are looked at where that costs no wait: on the CPU."""
+    """One label per state, from the vocabulary. Values are checked on the CPU only: on a GPU it would cost a sync."""
     name, tensor = states
     if labels.ndim < 1 or tensor.shape[:-1] != labels.shape:
         shapes = f"{name} {tuple(tensor.shape)} and labels {tuple(labels.shape)}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainformer.backends.torch.gradients import is_divided
+from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Mean
 from trainformer.data.loader import batch_length
@@ -122,7 +122,7 @@ class TrainerTask:
 
 def state_options(owner: BaseTrainer) -> StateDictOptions | None:
     """How models that are spread over ranks are saved; as whole ones, where the user does not say it."""
-    if owner.state_dict_options is None and any(is_divided(p) for p in owner.model.parameters()):
+    if owner.state_dict_options is None and any(is_dtensor(p) for p in owner.model.parameters()):
         return StateDictOptions(full_state_dict=True)
     return owner.state_dict_options
 
@@ -136,7 +136,7 @@ class UsersStrategy(Strategy):
     def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
         """That of all gradients, also of those that are divided over ranks."""
         norm: Any = super().total_norm(grads, uniform)
-        return norm.full_tensor() if is_divided(norm) else norm
+        return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def _mean_records(records: list[dict[str, Any]]) -> dict[str, Any]:

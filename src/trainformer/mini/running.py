@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.state_trees import cloned
+from trainformer.backends.torch.state import cloned
 from trainformer.callbacks.base import CallbackList
-from trainformer.checkpointing import StateComponent
+from trainformer.checkpointing import StateComponent, StatefulAdapter
 from trainformer.mini.adapter import Loader, StandingRates, TrainerTask, UsersStrategy, as_loader, state_options
 from trainformer.mini.hooks.metrics import LoggingHook, ProgressHook
 from trainformer.run import RunSettings, TorchRun
-from trainformer.run.components import StatefulAdapter
-from trainformer.run.habits import FrontOptions, SignalRules
 from trainformer.run.provenance import size_of
+from trainformer.run.settings import FrontOptions
+from trainformer.run.signals import SignalRules
 from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.utils.distributed import rank, world_size
 from trainformer.utils.helpers import seed_everything
@@ -92,7 +92,7 @@ def make_run(trainer: BaseTrainer) -> MiniRun:
             data=loader,
             callbacks=callbacks,
             passed=passed,
-            habits=_habits(trainer),
+            options=_habits(trainer),
         )
     run.mini = trainer
     run.train_size = size_of(getattr(trainer.data_loader, "dataset", None))
@@ -163,7 +163,7 @@ def _habits(trainer: BaseTrainer) -> FrontOptions:
     return FrontOptions(
         plan={"log_first": False, "save_at_end": bool(hooks)},
         keeps_folder=trainer.workspace is not None and rank() == 0,
-        begin_anew="pass load=None to the CheckpointingHook",
+        fresh_start_hint="pass load=None to the CheckpointingHook",
         signals=signals,
     )
 
@@ -186,7 +186,7 @@ class Bookkeeper:
         """From here on the step counts as the current one."""
         self._trainer._in_step = True
 
-    def on_before_update(self, trainer: Any, step: int) -> None:
+    def on_before_optimizer_step(self, trainer: Any, step: int) -> None:
         """The rates of this step; after it the schedule has moved on."""
         self._rates = [group["lr"] for group in self._trainer.optimizer.param_groups]
 

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainformer.backends.torch import restore_random
 from trainformer.backends.torch.placement import resolve_device
-from trainformer.callbacks.compat.mini import BaseHook
-from trainformer.callbacks.compat.unwrapping import unwrap
+from trainformer.callbacks.compat.mini import BaseHook, unwrap
 from trainformer.checkpointing.checkpointer import load_components
 from trainformer.core.errors import BadArgument, DataError, NonFiniteError, expected
 from trainformer.data.order import sample_key, seed_generators
@@ -26,7 +25,8 @@ from trainformer.engine import RunState
 from trainformer.mini.adapter import checked_scheduler
 from trainformer.mini.hooks.checkpointing import CheckpointingHook
 from trainformer.mini.running import MiniRun, make_run
-from trainformer.run.console import messages_on
+from trainformer.run.fit import fit
+from trainformer.run.logging import console_messages
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.utils.distributed import rank
 
@@ -151,7 +151,7 @@ class BaseTrainer:
 
     def train(self) -> None:
         """Train up to `max_steps`, from wherever the state is. Called again after raising `max_steps`, it goes on."""
-        with messages_on(Console(), wanted=rank() == 0), _speaking_mini():
+        with console_messages(Console(), enabled=rank() == 0), _speaking_mini():
             self._build()
             run = self._built_run()
             run.settings.max_steps = _whole("max_steps", self.max_steps, least=1)
@@ -164,7 +164,7 @@ class BaseTrainer:
                 restore_random(self._random)
                 self._random = None
             try:
-                run.fit()
+                fit(run)
             finally:
                 self._in_step = False
 

@@ -1,4 +1,4 @@
-"""Models: backbones by name, and the parts that tasks put on them."""
+"""Models: backbones by name, heads, embedding models, masked autoencoders and momentum encoders."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.models.backbones": ["feature_width", "load_weights"],
-        "trainformer.models.embedding": ["EmbeddingModel"],
+        "trainformer.models.embedding": ["AvgPool", "ClassToken", "EmbeddingModel", "GeM", "MaxPool", "make_pooler"],
         "trainformer.models.heads": [
             "BNNeck",
             "ClassificationHead",
@@ -21,6 +21,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ],
         "trainformer.models.masked_autoencoder": ["MaskedAutoencoder"],
         "trainformer.models.momentum": ["MomentumCopy", "cosine_momentum"],
-        "trainformer.models.poolers": ["AvgPool", "ClassToken", "GeM", "MaxPool", "make_pooler"],
     },
 )

@@ -1,7 +1,7 @@
-"""Backbones by name: finding, building, filling with weights and describing timm models.
+"""Backbones by name: look up, build, load weights into, and describe timm models.
 
-Owns every call into timm that concerns a model. What a task needs to know of a model beside its weights (the size and
-statistics of the images it was made for) is a `BackboneConfig`; a module that says nothing of itself gets ImageNet's.
+Owns all calls into timm that concern a model. `BackboneConfig` holds the image size and normalisation a model expects,
+by default those of ImageNet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainformer.core.optional import require
 
 logger = logging.getLogger("trainformer")
 
-# Short names that papers use; timm has only names with patch and image size.
+# Short names as used in papers; names in timm include patch and image size.
 _ALIASES = {
     "vit_tiny": "vit_tiny_patch16_224",
     "vit_small": "vit_small_patch16_224",
@@ -31,7 +31,7 @@ _ALIASES = {
     "vit_huge": "vit_huge_patch14_224",
 }
 
-# Where checkpoints of metric learning and of self-supervised methods keep a backbone.
+# Prefixes of the backbone in checkpoints of metric learning and of self-supervised methods.
 _PREFIXES = ("backbone.", "online.backbone.", "autoencoder.backbone.")
 
 Weights = str | Path | Mapping[str, Tensor]
@@ -39,7 +39,7 @@ Weights = str | Path | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """The images a backbone was made for."""
+    """The images a backbone expects."""
 
     size: tuple[int, int] = (224, 224)
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
@@ -47,35 +47,34 @@ class BackboneConfig:
     interpolation: str = "bicubic"
     crop_pct: float = 0.875
     crop_mode: str = "center"
-    fixed_size: bool = False  # position embeddings and the like: other sizes must be asked for when building
+    fixed_size: bool = False  # e.g. position embeddings: other sizes must be requested when building
 
 
-class Unbuilt(nn.Module):
-    """Stands for a model as long as something about it (the number of classes, of channels) is unknown."""
+class UnbuiltModel(nn.Module):
+    """Placeholder for a model that cannot be built yet: the number of classes or channels is unknown."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """Say what is missing."""
         raise BadArgument(
             "Expected a model, received none: the number of classes is not known yet. Pass num_classes, or call "
-            "configure(info) with what the data say (Trainer does)."
+            "configure(info) with the metadata of the dataset (Trainer does)."
         )
 
 
-def full_name(name: str) -> str:
-    """The name timm has for a model.
+def timm_name(name: str) -> str:
+    """timm's name of a model.
 
-    >>> full_name("vit_small"), full_name("resnet18")
+    >>> timm_name("vit_small"), timm_name("resnet18")
     ('vit_small_patch16_224', 'resnet18')
     """
     return _ALIASES.get(name, name)
 
 
 def check_backbone(name: str) -> None:
-    """Refuse a name that timm does not know, with those it may have been meant to be."""
+    """Reject a name that timm does not know, with suggestions."""
     timm = _timm()
-    if ":" in name:  # 'hf-hub:...' and 'local-dir:...' are looked up when building
+    if ":" in name:  # 'hf-hub:...' and 'local-dir:...' are resolved when building
         return
-    architecture, _, tag = full_name(name).partition(".")
+    architecture, _, tag = timm_name(name).partition(".")
     if not timm.is_model(architecture):
         hint = did_you_mean(architecture, [*_ALIASES, *timm.list_models()]) or "timm.list_models() lists them all."
         raise BadArgument(expected("backbone to be the name of a timm model", name, hint))
@@ -95,20 +94,20 @@ def build_backbone(
     image_size: tuple[int, int] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A timm model with a head of `num_classes` (0: features). Weights in a file take the place of the hub's."""
-    name, options = full_name(name), dict(options or {})
+    """A timm model with a head of `num_classes` (0: features). `checkpoint` overrides pretrained weights."""
+    name, options = timm_name(name), dict(options or {})
     if image_size is not None and "img_size" not in options and has_fixed_size(name):
         options["img_size"] = image_size
     pretrained = pretrained and checkpoint is None
     try:
         model = _timm().create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
-    except (TypeError, AssertionError) as error:  # timm asserts what it takes, mostly without a word
+    except (TypeError, AssertionError) as error:  # timm checks arguments with bare asserts
         given = ", ".join(f"{option}={value!r}" for option, value in sorted(options.items())) or "none"
         raise BadArgument(
             f"Expected arguments that {name!r} takes, received one it does not ({error or 'it does not say which'}). "
             f"Look through image_size, pooling, drop_rate, drop_path_rate and model_kwargs (passed on: {given})."
         ) from error
-    except Exception as error:  # whatever a download, a hub or a file may raise
+    except Exception as error:  # anything that a download or a file may raise
         if not pretrained:
             raise
         raise BadArgument(
@@ -120,8 +119,8 @@ def build_backbone(
     return model
 
 
-def describe(model: nn.Module) -> BackboneConfig:
-    """The images a model was made for, by its own account where it gives one."""
+def backbone_config(model: nn.Module) -> BackboneConfig:
+    """The images a model expects, from its own timm config if it has one."""
     own = getattr(model, "pretrained_cfg", None)
     if not isinstance(own, Mapping) or not own:
         return BackboneConfig()
@@ -137,28 +136,28 @@ def describe(model: nn.Module) -> BackboneConfig:
     )
 
 
-def outputs_of(model: nn.Module) -> int | None:
-    """Number of logits a module says it gives; None if it does not say."""
+def num_outputs(model: nn.Module) -> int | None:
+    """The number of logits that a module reports; None if it does not."""
     number = getattr(model, "num_classes", None)
     return number if isinstance(number, int) else None
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The type of a model's weights, and of the images it takes; float32 where it has none."""
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """dtype of a model's weights; float32 if it has none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def feature_shape(model: nn.Module, channels: int, size: tuple[int, ...]) -> torch.Size:
-    """Shape of what a model gives for one image, by a run without data or arithmetic (on torch's meta device).
+    """Output shape of a model for one image, from a dry run on torch's meta device.
 
-    timm's `num_features` is not the width of every model: mobilenetv3_small has 576 and gives 1024.
+    timm's `num_features` is not always the width: mobilenetv3_small reports 576 and returns 1024.
     """
-    dtype = dtype_of(model)
+    dtype = model_dtype(model)
     try:
         ghost = copy.deepcopy(model).to("meta").eval()
         with torch.no_grad():
             return ghost(torch.empty(1, channels, *size, device="meta", dtype=dtype)).shape
-    except Exception:  # a part that looks at values, whatever that raises: then on real, black images
+    except Exception:  # a module that reads values: fall back to real, black images
         modes = {part: part.training for part in model.modules()}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         try:
@@ -177,12 +176,12 @@ def feature_shape(model: nn.Module, channels: int, size: tuple[int, ...]) -> tor
 
 
 def feature_width(model: nn.Module, channels: int = 3, size: tuple[int, int] | None = None) -> int:
-    """Width of the features a model gives, which must be one row per image.
+    """Width of a model's features, which must be one row per image.
 
     >>> feature_width(nn.Sequential(nn.Flatten(), nn.Linear(48, 7)), channels=3, size=(4, 4))
     7
     """
-    shape = feature_shape(model, channels, size or describe(model).size)
+    shape = feature_shape(model, channels, size or backbone_config(model).size)
     if len(shape) != 2:
         raise BadArgument(
             expected(
@@ -195,13 +194,11 @@ def feature_width(model: nn.Module, channels: int = 3, size: tuple[int, int] | N
 
 
 def load_weights(model: nn.Module, weights: Weights) -> list[str]:
-    """Fill a model from a file: safetensors, or a torch file of tensors alone (nothing in it is executed).
+    """Load weights into a model from a state dict, a safetensors file, or a torch file (opened with weights_only=True).
 
-    A state_dict will do as well.
-
-    Weights saved under `backbone.` (a checkpoint of a self-supervised or metric-learning run) are found there, position
-    embeddings of another image size are resampled, and a head of another shape is left as it is. Anything else that
-    does not fit is an error. The names left as they were are returned.
+    Finds weights saved under `backbone.` (checkpoints of self-supervised and metric-learning runs), resamples position
+    embeddings of another image size, and skips a head of another shape. Any other mismatch is an error. Returns the
+    names of the skipped parameters.
     """
     where = "the weights given" if isinstance(weights, Mapping) else f"'{weights}'"
     given = dict(weights) if isinstance(weights, Mapping) else _read_weights(Path(weights))
@@ -229,7 +226,7 @@ def load_weights(model: nn.Module, weights: Weights) -> list[str]:
         )
     model.load_state_dict({n: given[n] for n in own if n not in kept}, strict=False)
     if kept:
-        logger.info("%s: no weights for %s, left as they were", where, ", ".join(kept))
+        logger.info("%s: no weights for %s, kept the initial ones", where, ", ".join(kept))
     return kept
 
 
@@ -254,14 +251,14 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _head_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
-    """Parameters of the classifier, which another task has in another size."""
+    """Parameters of the classifier, whose size depends on the task."""
     prefix = getattr(model, "default_cfg", {}).get("classifier") if hasattr(model, "default_cfg") else None
     prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix or ())
     return [name for name in own if any(name.startswith(f"{p}.") for p in prefixes)]
 
 
 def _resampled(model: nn.Module, positions: Tensor) -> Tensor:
-    """Position embeddings for the grid that the model has."""
+    """Position embeddings resampled to the model's grid."""
     layers = require("timm.layers", "vision", "for backbones by name")
     patches: Any = model.patch_embed
     prefix = 0 if getattr(model, "no_embed_class", False) else getattr(model, "num_prefix_tokens", 1)
@@ -269,8 +266,8 @@ def _resampled(model: nn.Module, positions: Tensor) -> Tensor:
 
 
 def has_fixed_size(name: str) -> bool:
-    """Whether a model is built for one image size (position embeddings and the like)."""
-    name = full_name(name)
+    """Whether a model is built for one image size (e.g. position embeddings)."""
+    name = timm_name(name)
     config = _timm().get_pretrained_cfg(name) if ":" not in name else None
     return bool(config is not None and config.fixed_input_size)
 

@@ -1,7 +1,6 @@
-"""Heads: the small networks behind a backbone, as the papers of their methods have them.
+"""Heads: projectors, predictors and classifiers, structured and initialised as in the papers of their methods.
 
-Owns their structure and initialisation. A linear layer before a BatchNorm has no bias (BatchNorm would take it out
-again). Losses, queues, centres and the choice of widths are for the losses and the tasks.
+A linear layer in front of a BatchNorm has no bias, because BatchNorm would remove it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from trainformer.utils.distributed import world_size
 
 
 class MLPHead(nn.Sequential):
-    """Linear layers of the widths `dims`, from the first to the last, with ReLU between them.
+    """An MLP with the widths `dims` and ReLU between the layers.
 
-    `norm` puts a BatchNorm behind each hidden layer and `last_norm` one behind the last (without scale and shift if
-    ``last_affine=False``). `bias` is by default where no BatchNorm follows; True or False say it for all layers.
+    `norm` adds a BatchNorm after each hidden layer, `last_norm` one after the last (without scale and shift if
+    ``last_affine=False``). By default layers without a BatchNorm have a bias; `bias` overrides it for all layers.
 
     >>> MLPHead([8, 16, 4])
     MLPHead(
@@ -59,44 +58,43 @@ class MLPHead(nn.Sequential):
 
 
 def simclr_projector(in_dim: int, hidden_dim: int = 2048, out_dim: int = 128, *, layers: int = 2) -> MLPHead:
-    """SimCLR's: BatchNorm behind every layer, ReLU between them; 2 layers in the first paper, 3 in the second."""
+    """SimCLR's projector: BatchNorm after every layer; 2 layers in the first paper, 3 in the second."""
     return MLPHead(_widths(in_dim, hidden_dim, out_dim, layers), last_norm=True)
 
 
 def moco_projector(in_dim: int, hidden_dim: int = 2048, out_dim: int = 128) -> MLPHead:
-    """MoCo v2's: two layers without BatchNorm."""
+    """MoCo v2's projector: two layers without BatchNorm."""
     return MLPHead([in_dim, hidden_dim, out_dim], norm=False)
 
 
 def moco_v3_projector(in_dim: int, hidden_dim: int = 4096, out_dim: int = 256, *, layers: int = 3) -> MLPHead:
-    """MoCo v3's: BatchNorm behind every layer, the last without scale and shift; 3 layers for ViTs, 2 for ResNets."""
+    """MoCo v3's projector: BatchNorm after every layer, the last one not affine; 3 layers for ViTs, 2 for ResNets."""
     return MLPHead(_widths(in_dim, hidden_dim, out_dim, layers), last_norm=True, last_affine=False)
 
 
 def moco_v3_predictor(
     in_dim: int = 256, hidden_dim: int = 4096, out_dim: int = 256, *, last_norm: bool = True
 ) -> MLPHead:
-    """MoCo v3's: two layers; for ResNets the authors leave out the last BatchNorm (``last_norm=False``)."""
-    bias = None if last_norm else False  # their layers have no bias anywhere
+    """MoCo v3's predictor: two layers; for ResNets the authors omit the last BatchNorm (``last_norm=False``)."""
+    bias = None if last_norm else False  # no layer of theirs has a bias
     return MLPHead([in_dim, hidden_dim, out_dim], last_norm=last_norm, last_affine=False, bias=bias)
 
 
 def byol_projector(in_dim: int, hidden_dim: int = 4096, out_dim: int = 256) -> MLPHead:
-    """BYOL's: two layers with BatchNorm between them."""
+    """BYOL's projector: two layers with BatchNorm in between."""
     return MLPHead([in_dim, hidden_dim, out_dim])
 
 
 def byol_predictor(in_dim: int = 256, hidden_dim: int = 4096, out_dim: int = 256) -> MLPHead:
-    """BYOL's: as its projector."""
+    """BYOL's predictor: the same structure as its projector."""
     return MLPHead([in_dim, hidden_dim, out_dim])
 
 
 class DINOHead(nn.Module):
-    """DINO's: an MLP with GELU to a bottleneck of length 1, then a weight-normalised layer to `out_dim` prototypes.
+    """DINO's head: an MLP with GELU to an L2-normalised bottleneck, then a weight-normed layer to `out_dim` prototypes.
 
-    With `norm_last_layer` the prototypes keep length 1, else their lengths are learned. While `last_layer_frozen` is
-    True the prototypes get no gradient at all (the paper: during the first epoch) and everything below them does; a
-    wrapper that waits for every gradient must be told, or the gradient be dropped after the backward pass instead.
+    With `norm_last_layer` the prototypes keep norm 1, otherwise their norms are learned. While `last_layer_frozen` is
+    True (in the paper: during the first epoch) the prototypes get no gradient, so they are unused parameters for DDP.
 
     >>> import torch
     >>> head = DINOHead(32, out_dim=64, hidden_dim=16, bottleneck_dim=8)
@@ -131,26 +129,26 @@ class DINOHead(nn.Module):
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
         self.last_layer = weight_norm(nn.Linear(bottleneck_dim, out_dim, bias=False))
-        lengths = self.last_layer.parametrizations.weight.original0  # the g of weight norm
-        nn.init.ones_(lengths)
-        lengths.requires_grad_(not norm_last_layer)
+        norms = self.last_layer.parametrizations.weight.original0  # the g of weight norm
+        nn.init.ones_(norms)
+        norms.requires_grad_(not norm_last_layer)
         self.last_layer_frozen = False
 
     def forward(self, features: Tensor) -> Tensor:
-        """Scores (N, out_dim): with `norm_last_layer` cosines between features and prototypes."""
-        # In fp32: the squares of small fp16 values are zero, and bf16 lengths are off by up to 0.4 %.
+        """Logits (N, out_dim): with `norm_last_layer`, cosines between features and prototypes."""
+        # In float32: squares of small fp16 values are zero, and bf16 norms are off by up to 0.4 %.
         direction = F.normalize(self.mlp(features).float(), dim=-1)
-        weight: Tensor = self.last_layer.weight  # weight norm is computed here, and only once
+        weight: Tensor = self.last_layer.weight  # computes the weight norm, once
         if self.last_layer_frozen:
             weight = weight.detach()
         return F.linear(direction.to(weight.dtype), weight)
 
 
 class ClassificationHead(nn.Sequential):
-    """Dropout and a linear layer; with `batch_norm` behind a BatchNorm without scale and shift, as linear probes are.
+    """Dropout and a linear layer, after a non-affine BatchNorm with `batch_norm`, as usual for linear probes.
 
-    Masked autoencoders need that BatchNorm: their features differ in scale by orders of magnitude. The weights begin
-    small (0.01) and the bias at 0, so that the first loss is close to the logarithm of the number of classes.
+    Features of masked autoencoders need that BatchNorm: their scales differ by orders of magnitude. Small initial
+    weights (0.01) and zero bias make the first loss close to log(num_classes).
 
     >>> import torch
     >>> ClassificationHead(8, 3, batch_norm=True)(torch.randn(4, 8)).shape
@@ -172,7 +170,7 @@ class ClassificationHead(nn.Sequential):
 
 
 class BNNeck(nn.BatchNorm1d):
-    """BatchNorm whose shift is frozen at 0 (Luo et al., 2019), between an embedding and its classifier.
+    """BatchNorm with the bias frozen at 0 (Luo et al., 2019), between embedding and classifier.
 
     >>> [name for name, weight in BNNeck(8).named_parameters() if weight.requires_grad]
     ['weight']
@@ -184,11 +182,11 @@ class BNNeck(nn.BatchNorm1d):
 
 
 def single_sample_batchnorm(*modules: nn.Module, size: int) -> AbstractContextManager[None]:
-    """Within this context a batch of `size` 1 passes BatchNorm, with the running statistics instead of its own.
+    """Let a batch of `size` 1 pass BatchNorm within this context, using the running statistics.
 
-    BatchNorm in train mode refuses one value per channel, and an epoch's last batch may well be one sample. For any
-    other size nothing is done and nothing looked at. BatchNorm over several ranks may well have more than one sample
-    and is only told: a rank that left it alone would keep the others waiting.
+    BatchNorm in train mode rejects one value per channel, and the last batch of an epoch may have one sample. For any
+    other size this is a no-op. BatchNorm synchronised over ranks may see more samples on other ranks: it stays in train
+    mode and is only notified, because a rank that skipped the collective would block the others.
 
     >>> import torch
     >>> head = MLPHead([4, 4, 2])
@@ -201,10 +199,10 @@ def single_sample_batchnorm(*modules: nn.Module, size: int) -> AbstractContextMa
 
 @contextmanager
 def _running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
-    together = world_size() > 1
+    distributed = world_size() > 1
     parts = [p for module in modules for p in module.modules() if isinstance(p, _BatchNorm) and p.training]
-    shared: list[Any] = [p for p in parts if together and getattr(p, "shares_statistics", False)]
-    own = [p for p in parts if not (together and (isinstance(p, nn.SyncBatchNorm) or p in shared))]
+    shared: list[Any] = [p for p in parts if distributed and getattr(p, "syncs_statistics", False)]
+    own = [p for p in parts if not (distributed and (isinstance(p, nn.SyncBatchNorm) or p in shared))]
     for part in own:
         part.training = False
     for part in shared:

@@ -1,7 +1,4 @@
-"""Models and tokenizers of transformers: by hub name, local folder, configuration, or as they are.
-
-Owns every call that loads one, and the errors when that fails. What is trained, and on what, is for the tasks.
-"""
+"""Load models and tokenizers of transformers: by hub name, local folder or configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from trainformer.core.optional import require
 
 logger = logging.getLogger("trainformer")
 
-# The class of transformers that loads a model for a purpose.
+# The auto class of transformers for each kind of model.
 _CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -34,13 +31,13 @@ _CLASSES = {
     "vlm": "AutoModelForImageTextToText",
 }
 
-Source = Any  # a hub name, a folder, a configuration, or a model
+ModelSource = Any  # a hub name, a folder, a configuration, or a model
 
 
-def load_model(source: Source, kind: str, *, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
-    """A model for a purpose (`causal_lm`, `seq2seq`, ...), pretrained or, from a configuration, with random weights.
+def load_model(source: ModelSource, kind: str, *, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
+    """A model of a kind (`causal_lm`, `seq2seq`, ...), pretrained or, from a configuration, with random weights.
 
-    Weights are loaded in fp32 unless `dtype` says otherwise, whatever they were saved in: the optimizer needs them.
+    Weights are loaded in float32 unless `dtype` is given, whatever they were saved in, for the sake of the optimizer.
     """
     if isinstance(source, nn.Module):
         return source
@@ -52,12 +49,12 @@ def load_model(source: Source, kind: str, *, dtype: torch.dtype | None = None, *
     name = _checked_name(source, "model_name")
     try:
         return auto.from_pretrained(name, dtype=dtype, **options)
-    except Exception as error:  # whatever a hub, a file or a missing class may raise
+    except Exception as error:  # anything that the hub or a file may raise
         raise BadArgument(_not_found("a model", name, kind, error)) from error
 
 
-def load_tokenizer(source: Source, **options: Any) -> Any:
-    """The tokenizer of a name or folder; one that is a tokenizer already is returned as it is."""
+def load_tokenizer(source: ModelSource, **options: Any) -> Any:
+    """The tokenizer of a name or folder; a tokenizer is returned unchanged."""
     if hasattr(source, "encode") and hasattr(source, "decode"):
         return source
     name = _checked_name(source, "tokenizer")
@@ -68,7 +65,7 @@ def load_tokenizer(source: Source, **options: Any) -> Any:
 
 
 def ensure_pad_token(tokenizer: Any) -> None:
-    """Give a tokenizer without a padding token one to pad with. Padding is masked by length, so any will do."""
+    """Set a missing padding token to the end-of-text token. Padding is masked by length, so any token works."""
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise BadArgument("Expected a tokenizer with an end-of-text or padding token, received one with neither.")
@@ -76,9 +73,9 @@ def ensure_pad_token(tokenizer: Any) -> None:
 
 
 def output_head(model: nn.Module) -> nn.Linear | None:
-    """The layer that makes logits of hidden states, if it is a linear layer and the logits are nothing but its output.
+    """The output layer, if it is a linear layer whose output is the logits.
 
-    Models that cap or scale their logits afterwards (Gemma 2, Cohere, Granite) are left alone: None.
+    None for models that cap or scale their logits afterwards (Gemma 2, Cohere, Granite).
     """
     config = getattr(model, "config", None)
     text = getattr(config, "text_config", config)
@@ -91,10 +88,10 @@ def output_head(model: nn.Module) -> nn.Linear | None:
 
 
 class OutputStates:
-    """What a model says of each token: hidden states with the layer that makes logits of them, or else the logits.
+    """Forward pass that returns the last hidden states and the output layer, or else the logits.
 
-    From hidden states a loss can be computed without all logits at once. Whether they are what the layer takes is tried
-    at the first call: some models do more in between. ``chunked=False`` always gives logits.
+    From hidden states a loss can be computed without materialising all logits. The first call verifies that the output
+    layer reproduces the logits: some models do more in between. ``chunked=False`` always returns logits.
     """
 
     def __init__(self, chunked: bool = True) -> None:
@@ -103,16 +100,16 @@ class OutputStates:
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, nn.Linear | None]:
         """(hidden states, layer), or (logits, None)."""
         head = output_head(model) if self._usable is not False else None
-        with told_documents(packed="position_ids" in inputs):
+        with declare_packing(packed="position_ids" in inputs):
             if head is None:
                 return model(**inputs, use_cache=False).logits, None
-            # One row of logits is made for nothing; the hidden states of the others are what is asked for.
+            # Computes logits of one position, and returns the hidden states of all.
             output = model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         hidden = output.hidden_states[-1]
         if self._usable is None:
             self._usable = self._fits(head, hidden, output.logits)
             if not self._usable:
-                logger.info("the logits are not the output layer's alone: they are computed all at once")
+                logger.info("the output layer does not reproduce the logits: computing all logits at once")
                 return self(model, inputs)
         return hidden, head
 
@@ -124,34 +121,34 @@ class OutputStates:
 
 
 @contextmanager
-def told_documents(packed: bool) -> Iterator[None]:
-    """Tell transformers in this block whether sequences hold several documents, told apart by `position_ids`.
+def declare_packing(packed: bool) -> Iterator[None]:
+    """Tell transformers whether sequences are packed from several documents, as `position_ids` show.
 
-    Without an attention mask it would look at the positions and wait for the device, in every step.
+    Without an attention mask it would inspect the positions, a device sync in every step.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     found = getattr(masking, "find_packed_sequence_indices", None)
     if found is None:
         yield
         return
-    masking.find_packed_sequence_indices = _documents if packed else _one_document
+    masking.find_packed_sequence_indices = _document_ids if packed else _single_document
     try:
         yield
     finally:
         masking.find_packed_sequence_indices = found
 
 
-def _documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """The number of its document for each token: positions go on by 1 inside of one.
+def _document_ids(position_ids: torch.Tensor) -> torch.Tensor:
+    """The index of each token's document: positions increase by 1 within a document.
 
-    >>> _documents(torch.tensor([[0, 1, 2, 0, 1]])).tolist()
+    >>> _document_ids(torch.tensor([[0, 1, 2, 0, 1]])).tolist()
     [[0, 0, 0, 1, 1]]
     """
     begins = torch.diff(position_ids, dim=-1) != 1
     return torch.nn.functional.pad(begins.long(), (1, 0)).cumsum(-1)
 
 
-def _one_document(position_ids: torch.Tensor) -> None:
+def _single_document(position_ids: torch.Tensor) -> None:
     return None
 
 

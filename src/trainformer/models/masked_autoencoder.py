@@ -1,8 +1,7 @@
-"""Masked autoencoders (He et al., 2021): a vision transformer learns by filling in the patches it was not shown.
+"""Masked autoencoders (He et al., 2021): a vision transformer learns by reconstructing masked patches.
 
-Owns the method: which patches are hidden, the encoder over the visible ones, the decoder, the loss per image, and the
-pictures. The encoder is a plain timm `VisionTransformer` and stays one: its weights are exported and fine-tuned under
-timm's own names. Building the backbone, augmenting and normalising images, and the schedule are the task's business.
+Owns masking, the encoder over visible patches, the decoder, the loss per image, and reconstructions. The encoder is a
+plain timm `VisionTransformer`, so its weights are exported and fine-tuned under timm's names.
 """
 
 from __future__ import annotations
@@ -18,35 +17,35 @@ from torch.utils.checkpoint import checkpoint
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 
-_NORM_EPS = 1e-6  # of the decoder's layer norms and of the variance of a patch, both as in the paper's code
+_NORM_EPS = 1e-6  # of the decoder's layer norms and of the patch variance, both as in the paper's code
 _USED_PARTS = ("patch_embed", "cls_token", "reg_token", "pos_embed", "norm_pre", "blocks", "norm", "fc_norm")
 
 
 class MaskedOutput(NamedTuple):
-    """What one pass gives."""
+    """Output of a forward pass."""
 
-    loss: Tensor  # (N,) in fp32: per image, the mean squared error over its hidden patches
+    loss: Tensor  # (N,) in float32: mean squared error over the masked patches of each image
     prediction: Tensor  # (N, L, pixels of a patch), of all patches; normalised per patch with norm_pix
-    mask: Tensor  # (N, L) bool: True where a patch was hidden
+    mask: Tensor  # (N, L) bool: True for masked patches
 
 
 class Reconstruction(NamedTuple):
-    """Pictures (N, C, H, W) with values from 0 to 1."""
+    """Images (N, C, H, W) with values from 0 to 1."""
 
-    masked: Tensor  # what the model saw: hidden patches are gray
-    pasted: Tensor  # the visible patches, with the predictions in the holes
+    masked: Tensor  # the model's input: masked patches are gray
+    pasted: Tensor  # visible patches, with predictions for the masked ones
     original: Tensor
 
 
 class MaskedAutoencoder(nn.Module):
-    """A timm `VisionTransformer` as encoder, and a small transformer that rebuilds the hidden patches.
+    """A timm `VisionTransformer` as encoder, and a small transformer as decoder.
 
-    Of L patches ``int(L * (1 - mask_ratio))`` are shown. With `norm_pix` the target is each patch with mean 0 and
-    variance 1, which the paper found to give better features than plain pixels. ``init_encoder=True`` also initialises
-    the backbone as the paper does (Xavier weights, fixed sine-cosine positions); leave it out for pretrained weights.
+    ``int(L * (1 - mask_ratio))`` of L patches stay visible. With `norm_pix` the targets are patches normalised to mean
+    0 and variance 1, which the paper found to give better features. ``init_encoder=True`` initialises the backbone as
+    in the paper (Xavier weights, fixed sine-cosine positions); omit it for pretrained weights.
 
-    Every trainable parameter takes part in the loss, so that data-parallel training waits for none in vain. A backbone
-    with ``global_pool="avg"`` keeps its last norm behind the pooling (`fc_norm`); here it normalises the tokens.
+    All trainable parameters contribute to the loss, so there are no unused parameters for DDP. A backbone with
+    ``global_pool="avg"`` has its last norm after the pooling (`fc_norm`); here it normalises the tokens.
 
     >>> import timm
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, num_classes=0, depth=2)
@@ -86,7 +85,7 @@ class MaskedAutoencoder(nn.Module):
                 )
             )
         grid = tuple(self.backbone.patch_embed.grid_size)
-        self._kept(grid[0] * grid[1])  # fails now rather than in the first step
+        self._kept(grid[0] * grid[1])  # fail now rather than in the first step
         self.decoder = MaskedDecoder(
             in_dim=self.backbone.embed_dim,
             out_dim=height * width * self.channels,
@@ -100,7 +99,7 @@ class MaskedAutoencoder(nn.Module):
             initialise_encoder(backbone)
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> MaskedOutput:
-        """Hide patches, rebuild them, and say how well. `noise` (N, L) decides: the lowest values stay visible."""
+        """Mask patches and reconstruct them. Patches with the lowest `noise` (N, L; random) stay visible."""
         grid = self._grid(images)
         count = grid[0] * grid[1]
         kept = self._kept(count)
@@ -109,9 +108,9 @@ class MaskedAutoencoder(nn.Module):
         elif noise.shape != (images.shape[0], count):
             raise BadArgument(expected(f"noise of shape {(images.shape[0], count)}", tuple(noise.shape)))
         order = noise.argsort(dim=1)
-        place = order.argsort(dim=1)  # the inverse permutation: where in the shuffled sequence a patch lies
-        prediction = self.decoder(self.encode(images, order[:, :kept]), place, grid)
-        mask = place >= kept
+        restore = order.argsort(dim=1)  # the inverse permutation
+        prediction = self.decoder(self.encode(images, order[:, :kept]), restore, grid)
+        mask = restore >= kept
 
         target, _, _ = self._target(images)
         error = (prediction.float() - target).square().mean(-1)
@@ -119,11 +118,11 @@ class MaskedAutoencoder(nn.Module):
         return MaskedOutput(loss, prediction, mask)
 
     def encode(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Tokens of the class, the registers and the patches `visible` (N, K) in that order; all patches by default."""
+        """Class, register and patch tokens, in that order; only the patches `visible` (N, K) if given."""
         self._grid(images)
         vit = self.backbone
-        # timm's own function knows the class token's position, registers and dynamic sizes. It adds positions to all
-        # patches before any is dropped, which is what the method asks for.
+        # timm's own function handles the class token, registers and dynamic sizes. It adds positions to all patches
+        # before any is dropped, as the method requires.
         tokens = vit._pos_embed(vit.patch_embed(images))
         if visible is not None:
             prefix, patches = tokens[:, : vit.num_prefix_tokens], tokens[:, vit.num_prefix_tokens :]
@@ -133,16 +132,16 @@ class MaskedAutoencoder(nn.Module):
         return vit.fc_norm(vit.norm(tokens))  # one of the two is the identity
 
     def embed(self, images: Tensor) -> Tensor:
-        """Features of whole images, as the backbone gives them."""
+        """Features of unmasked images."""
         return self.backbone(images)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations of encoder and decoder in the backward pass instead of keeping them."""
+        """Enable gradient checkpointing of encoder and decoder."""
         self.backbone.set_grad_checkpointing(enable)
         self.decoder.grad_checkpointing = enable
 
     def patchify(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) as (N, L, pixels): patches row by row, in each the pixels row by row, channels last."""
+        """Images (N, C, H, W) to patches (N, L, pixels): patches and pixels in row-major order, channels last."""
         return patchify(images, self.patch_size)
 
     def unpatchify(self, patches: Tensor, size: tuple[int, int]) -> Tensor:
@@ -157,23 +156,23 @@ class MaskedAutoencoder(nn.Module):
         mean: Sequence[float] | Tensor | None = None,
         std: Sequence[float] | Tensor | None = None,
     ) -> Reconstruction:
-        """Pictures to look at. `mean` and `std` (per channel) undo the normalisation `images` went through."""
+        """Reconstructions for display. `mean` and `std` (per channel) undo the normalisation of `images`."""
         output = self(images, noise)
-        _, centre, spread = self._target(images)
+        _, mean_of_patch, spread = self._target(images)
         size = (images.shape[-2], images.shape[-1])
-        predicted = self.unpatchify(output.prediction.float() * spread + centre, size)
+        predicted = self.unpatchify(output.prediction.float() * spread + mean_of_patch, size)
         holes = self.unpatchify(output.mask.unsqueeze(-1).expand_as(output.prediction), size)
 
-        def shown(picture: Tensor) -> Tensor:
-            return (picture.float() * _per_channel(std, 1.0, picture) + _per_channel(mean, 0.0, picture)).clamp(0, 1)
+        def denormalized(image: Tensor) -> Tensor:
+            return (image.float() * _per_channel(std, 1.0, image) + _per_channel(mean, 0.0, image)).clamp(0, 1)
 
-        original = shown(images)
+        original = denormalized(images)
         return Reconstruction(
-            torch.where(holes, 0.5, original), torch.where(holes, shown(predicted), original), original
+            torch.where(holes, 0.5, original), torch.where(holes, denormalized(predicted), original), original
         )
 
     def _target(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is to be predicted, in fp32, and what turns it back into pixels: times the third plus the second."""
+        """Targets in float32, and the mean and standard deviation that turn them back into pixels."""
         patches = self.patchify(images).float()
         if not self.norm_pix:
             return patches, patches.new_zeros(()), patches.new_ones(())
@@ -190,7 +189,6 @@ class MaskedAutoencoder(nn.Module):
         return kept
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
-        """Patches per column and row, after a look at the shape of the images."""
         if images.ndim != 4 or images.shape[1] != self.channels:
             raise DataError(expected(f"images of shape (N, {self.channels}, H, W)", tuple(images.shape)))
         size = (images.shape[2], images.shape[3])
@@ -202,9 +200,9 @@ class MaskedAutoencoder(nn.Module):
 
 
 class MaskedDecoder(nn.Module):
-    """From the encoder's tokens and the places of all patches to the pixels of all patches.
+    """Predicts the pixels of all patches from the encoder's tokens.
 
-    Initialised as in the paper: Xavier for linear layers, normal with 0.02 for the mask token, fixed positions.
+    Initialised as in the paper: Xavier for linear layers, normal with std 0.02 for the mask token, fixed positions.
     """
 
     positions: Tensor
@@ -229,18 +227,18 @@ class MaskedDecoder(nn.Module):
         self.blocks = nn.Sequential(*(block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)))
         self.norm = norm(dim)
         self.head = nn.Linear(dim, out_dim)
-        # Not saved: it follows from the shapes, and a run may go on with images of another size.
+        # Not persistent: it follows from the shapes, and a run may resume with another image size.
         self.register_buffer("positions", sincos_positions(grid[0], grid[1], dim, prefix), persistent=False)
         nn.init.normal_(self.mask_token, std=0.02)
         self.apply(_xavier)
 
-    def forward(self, tokens: Tensor, place: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Pixels (N, L, out_dim). `place` (N, L) tells where in (visible, hidden) each patch lies."""
+    def forward(self, tokens: Tensor, restore: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Pixels (N, L, out_dim). `restore` (N, L) is the index of each patch in (visible, masked) order."""
         tokens = self.embed(tokens)
         prefix, visible = tokens[:, : self.prefix], tokens[:, self.prefix :]
-        count, width = place.shape[1], tokens.shape[2]
-        hidden = self.mask_token.to(tokens.dtype).expand(tokens.shape[0], count - visible.shape[1], width)
-        patches = torch.cat([visible, hidden], dim=1).gather(1, place.unsqueeze(-1).expand(-1, -1, width))
+        count, width = restore.shape[1], tokens.shape[2]
+        masked = self.mask_token.to(tokens.dtype).expand(tokens.shape[0], count - visible.shape[1], width)
+        patches = torch.cat([visible, masked], dim=1).gather(1, restore.unsqueeze(-1).expand(-1, -1, width))
         tokens = torch.cat([prefix, patches], dim=1) + self._positions(grid)
         tokens = _run_blocks(self.blocks, tokens, self.grad_checkpointing)
         return self.head(self.norm(tokens[:, self.prefix :]))
@@ -253,7 +251,7 @@ class MaskedDecoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """(N, C, H, W) as (N, L, pixels): patches row by row, in each the pixels row by row, channels last.
+    """Images (N, C, H, W) to patches (N, L, pixels): patches and pixels in row-major order, channels last.
 
     >>> patchify(torch.zeros(2, 3, 8, 12), (4, 4)).shape
     torch.Size([2, 6, 48])
@@ -278,9 +276,9 @@ def unpatchify(patches: Tensor, size: tuple[int, int], patch_size: tuple[int, in
 def sincos_positions(
     height: int, width: int, dim: int, prefix: int = 0, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Sine-cosine positions (1, prefix + height * width, dim) of a grid, rows first; those of the prefix are zero.
+    """Sine-cosine position embeddings (1, prefix + height * width, dim) of a grid, row-major; zero for the prefix.
 
-    The first half tells the column and the second the row, the order of the published weights.
+    The first half encodes the column and the second the row, as in the published weights.
 
     >>> sincos_positions(2, 3, 8, prefix=1).shape
     torch.Size([1, 7, 8])
@@ -296,7 +294,7 @@ def sincos_positions(
 
 
 def check_encoder(backbone: nn.Module) -> None:
-    """Refuse what is no plain timm `VisionTransformer`, or has parts that would never be trained."""
+    """Reject anything but a plain timm `VisionTransformer` whose parameters are all used here."""
     timm = require("timm.models.vision_transformer", "vision", "for masked autoencoders")
     kind, plain = type(backbone), timm.VisionTransformer
     if not isinstance(backbone, plain) or any(
@@ -311,7 +309,7 @@ def check_encoder(backbone: nn.Module) -> None:
         and isinstance(proj, nn.Conv2d)
         and tuple(proj.kernel_size) == tuple(proj.stride) == tuple(vit.patch_embed.patch_size)
     ):
-        # A stem of overlapping convolutions looks at hidden pixels.
+        # A stem of overlapping convolutions would see masked pixels.
         do = "Hybrids with a convolutional stem cannot be used."
         raise BadArgument(expected("a backbone whose patches do not overlap", type(vit.patch_embed).__name__, do))
     if vit.pos_embed is None:
@@ -330,11 +328,11 @@ def check_encoder(backbone: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise_encoder(backbone: nn.Module) -> None:
-    """Initialise a `VisionTransformer` as the paper does, with fixed (frozen) sine-cosine positions."""
+    """Initialise a `VisionTransformer` as in the paper, with frozen sine-cosine positions."""
     vit: Any = backbone
     vit.apply(_xavier)
     weight = vit.patch_embed.proj.weight
-    nn.init.xavier_uniform_(weight.view(weight.shape[0], -1))  # as the linear layer it is, not as a convolution
+    nn.init.xavier_uniform_(weight.view(weight.shape[0], -1))  # as a linear layer, not as a convolution
     for token in (vit.cls_token, vit.reg_token):
         if token is not None:
             nn.init.normal_(token, std=0.02)

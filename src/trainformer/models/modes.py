@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules."""
+"""Train and eval mode of modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout in this block. Each module gets its own mode back: some may be in evaluation mode on purpose.
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch a model to eval mode, then restore the mode of each module: some may be in eval mode on purpose.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
-    >>> with evaluating(model):
+    >>> with eval_mode(model):
     ...     [module.training for module in model.modules()]
     [False, False, False]
     >>> [module.training for module in model.modules()]

@@ -1,8 +1,7 @@
-"""Momentum networks: a second copy of a model that follows the first one slowly (MoCo, BYOL, DINO).
+"""Momentum encoders (MoCo, BYOL, DINO): an exponential moving average of a model that provides training targets.
 
-Owns the copy, its update and the schedule of its momentum. When to update (once per optimizer step) and what the copy
-is for are the task's business. The average of weights that a user evaluates with is another thing: see the `EMA`
-callback.
+Owns the copy, its update and the momentum schedule; tasks call `update` once per optimizer step. For an average of the
+weights to evaluate with, see the `EMA` callback.
 """
 
 from __future__ import annotations
@@ -17,22 +16,21 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import local_parts
+from trainformer.utils.distributed import local_tensors
 
 _HALF = (torch.float16, torch.bfloat16)
-# Where modules that are no nn.Dropout keep a rate: drop-path and DropBlock of timm, its patch dropout, torchvision's
-# stochastic depth, and what attention and recurrent layers of torch hand to their functions.
-_RATES = {"DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p"}
-_RATES_OF_TORCH = ((nn.MultiheadAttention, "dropout"), (nn.RNNBase, "dropout"))
+# The attribute with the drop rate of modules that are not nn.Dropout: timm's drop path, DropBlock and patch dropout,
+# torchvision's stochastic depth, and torch's attention and recurrent layers.
+_DROP_RATES = {"DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p"}
+_TORCH_DROP_RATES = ((nn.MultiheadAttention, "dropout"), (nn.RNNBase, "dropout"))
 
 
 class MomentumCopy(nn.Module):
-    """A frozen copy of `module` that moves towards it by `update`.
+    """A frozen copy of `module` that `update` moves towards it.
 
-    Its parameters want no gradient and are kept in fp32 where the source has half precision: a step of 0.001 towards a
-    weight is lost in bf16, which has 8 bits. Dropout and drop-path are off for good, so that in train mode nothing is
-    random, and BatchNorm, which stays in train mode with the rest, collects statistics of its own. Other buffers are
-    what they were when the copy was made.
+    The parameters require no gradient. Half-precision parameters are kept in float32: an update of 0.001 is lost in
+    bf16, which has 8 bits. Dropout and drop path are off permanently, so train mode is deterministic; BatchNorm stays
+    in train mode and keeps its own statistics. Other buffers keep their initial values.
 
     >>> source = nn.Linear(2, 1)
     >>> follower = MomentumCopy(source)
@@ -50,23 +48,23 @@ class MomentumCopy(nn.Module):
         source = _plain(module)
         halves = [p.dtype for p in source.parameters() if p.dtype in _HALF]
         self.module = copy.deepcopy(source).requires_grad_(False)
-        # A source in half precision expects half-precision inputs; autocast lets its fp32 copy take them.
+        # A half-precision source expects half-precision inputs; autocast lets the float32 copy accept them.
         self.half_dtype: torch.dtype | None = halves[0] if halves else None
         if halves:
             self.module._apply(lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor)
-        switch_off_dropout(self.module)
+        disable_dropout(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the copy makes of the input, without gradients."""
+        """Forward pass of the copy, without gradients."""
         with torch.no_grad(), self._precision():
             return self.module(*args, **kwargs)
 
     @torch.no_grad()
     def update(self, source: nn.Module, momentum: float) -> None:
-        """Move all parameters: copy = momentum * copy + (1 - momentum) * source. Buffers stay as they are.
+        """EMA of all parameters: copy = momentum * copy + (1 - momentum) * source. Buffers do not change.
 
-        One fused operation in the copy's precision, without waiting for the device: call it after each optimizer step.
-        Pairing the 150 parameters of a ViT-B by name takes the host about 1 ms, and the device is done by then.
+        One fused operation in the copy's dtype, without a sync; call it after each optimizer step. Pairing the 150
+        parameters of a ViT-B by name takes the host about 1 ms.
         """
         if not 0 <= momentum <= 1:
             raise BadArgument(expected("momentum to be from 0 to 1", momentum))
@@ -79,7 +77,7 @@ class MomentumCopy(nn.Module):
             for mine, weight in zip(moved, new.values(), strict=True)
         ]
         if moved:
-            torch._foreach_lerp_(local_parts(moved), local_parts(towards), 1 - momentum)
+            torch._foreach_lerp_(local_tensors(moved), local_tensors(towards), 1 - momentum)
 
     def _precision(self) -> Any:
         first = next(self.module.parameters(), None)
@@ -89,7 +87,7 @@ class MomentumCopy(nn.Module):
 
 
 def cosine_momentum(base: float, final: float, step: int, total: int) -> float:
-    """Momentum at `step` of `total`: from `base` to `final` along half a cosine, and `final` from then on.
+    """Momentum at `step` of `total`: a half cosine from `base` to `final`, then `final`.
 
     >>> [round(cosine_momentum(0.99, 1.0, step, 10), 4) for step in (0, 5, 10, 11)]
     [0.99, 0.995, 1.0, 1.0]
@@ -100,21 +98,21 @@ def cosine_momentum(base: float, final: float, step: int, total: int) -> float:
     return final - (final - base) * (1 + math.cos(math.pi * done)) / 2
 
 
-def switch_off_dropout(module: nn.Module) -> None:
-    """Set every rate of dropout, drop-path and stochastic depth in a module to zero, for train mode as well."""
+def disable_dropout(module: nn.Module) -> None:
+    """Set all rates of dropout, drop path and stochastic depth in a module to zero, also for train mode."""
     for part in module.modules():
-        name = _RATES.get(type(part).__name__)
+        name = _DROP_RATES.get(type(part).__name__)
         if isinstance(part, _DropoutNd):
             part.p = 0.0
         elif name is not None and hasattr(part, name):
             setattr(part, name, 0.0)
-        for kind, attribute in _RATES_OF_TORCH:
+        for kind, attribute in _TORCH_DROP_RATES:
             if isinstance(part, kind):
                 setattr(part, attribute, 0.0)
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile(module)``, whose parameters have a prefix to their names."""
+    """The module inside ``torch.compile(module)``, which prefixes parameter names."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, nn.Module) else module
 

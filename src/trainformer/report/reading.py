@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainformer.checkpointing.store import CheckpointStore, folder_of_checkpoints
+from trainformer.checkpointing.store import CheckpointStore, checkpoints_folder
 from trainformer.engine.state import is_better
 from trainformer.live.runs import RunInfo, describe
 from trainformer.loggers.jsonl import read_jsonl
@@ -141,7 +141,7 @@ def _step_of(event: dict[str, Any]) -> Any:
 
 
 def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) -> list[dict[str, Any]]:
-    place = folder_of_checkpoints(folder)
+    place = checkpoints_folder(folder)
     if place == folder:
         return []
     try:

@@ -1,39 +1,71 @@
-"""What callbacks may use of a run, whatever way it was begun and whatever computes it."""
+"""What users and callbacks see of a trainer, whatever the entry point and the framework."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainformer.context import PipelineContext
-from trainformer.engine import Control, RunState
+from trainformer.engine import Control, RunState, Source
+
+
+class BatchLoader:
+    """The batches of a source, as callbacks written for other trainers expect them: a loader with a length."""
+
+    def __init__(self, source: Source, batch_size: int) -> None:
+        self._source = source
+        self.batch_size = batch_size
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Number of batches, if known."""
+        return self._source.batches_per_epoch
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset behind the batches."""
+        loader = getattr(self._source, "loader", None)
+        return getattr(self._source, "dataset", None) or getattr(loader, "dataset", loader)
+
+    def __bool__(self) -> bool:
+        return True  # also for a stream, which has no length
+
+    def __len__(self) -> int:
+        length = self.batches_per_epoch
+        if length is None:
+            raise TypeError("these batches come from a stream, which has no length")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch.data for batch in self._source.batches(0))
 
 
 class TrainerApi:
-    """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), over the session of the run."""
+    """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), for any entry point."""
 
     _run: Any
 
     def stop(self, reason: str) -> None:
-        """Ask the run to end after the current step."""
+        """Stop training after the current step."""
         self._run.stop(reason)
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
-        """Hand further metrics to the loggers, at the current step."""
+        """Log further metrics at the current step."""
         self._run.log(metrics, self.state.step)
 
     def record(self, kind: str, **content: Any) -> None:
-        """Write a line to the run's ``records.jsonl``: something that happened, or a result that is no number.
+        """Write a line to the run's ``records.jsonl``: an event, or a result that is not a number.
 
-        `kind` is a word of your own, or one that reports know (see docs/trainer.md). Content must be JSON-able.
+        `kind` is your own name, or one that reports know (see docs/trainer.md). The content must be JSON-serialisable.
         """
-        self._run.records.add_asked(kind, content)
+        self._run.records.add_custom(kind, content)
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> RunState:
-        """Where the run is."""
+        """The progress of the run."""
         return self._run.state
 
     @property
@@ -43,37 +75,37 @@ class TrainerApi:
 
     @property
     def context(self) -> PipelineContext:
-        """Config with provenance, and state that components share."""
+        """Config with provenance, and shared state."""
         return self._run.context
 
     @property
     def best_metrics(self) -> dict[str, float]:
-        """Metrics of the best evaluation, as told by `monitor_metric`."""
+        """Metrics of the best evaluation, by `monitor_metric`."""
         return self.state.best_metrics
 
     @property
     def active_optimizer(self) -> Any:
-        """The optimizer at work; the field `optimizer` is what was asked for."""
+        """The optimizer in use; the field `optimizer` is what was configured."""
         return self._run.backend.optimizer
 
     @property
-    def active_schedule(self) -> Any:
-        """The learning-rate schedule at work."""
+    def active_scheduler(self) -> Any:
+        """The learning-rate schedule in use."""
         return self._run.backend.schedule
 
     @property
     def grad_norm(self) -> Any:
-        """Norm of the last gradients before clipping, still on the device."""
+        """Gradient norm of the last step before clipping, still on the device."""
         return self._run.backend.grad_norm
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that prints and records."""
+        """Whether this is rank 0, which prints and writes."""
         return self._run.process_group.is_main
 
     @property
-    def is_main_here(self) -> bool:
-        """Whether it is the first of its machine."""
+    def is_local_main(self) -> bool:
+        """Whether this process has local rank 0."""
         return getattr(self._run.process_group, "local_rank", 0) == 0
 
     @property
@@ -83,41 +115,44 @@ class TrainerApi:
 
     @property
     def run_folder(self) -> Path | None:
-        """The folder of the run, once it has begun."""
+        """The run folder, once the run has started."""
         return None if self._run.folder is None else self._run.folder.path
 
     @property
-    def max_steps_planned(self) -> int | None:
-        """Optimizer steps of the whole run, where that is known."""
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, or None if unknown."""
         return self._run.total_steps()
 
     @property
-    def train_batches(self) -> Any:
-        """The batches of the training data, as a loader."""
-        return self._run.train_batches()
+    def train_dataloader(self) -> Any:
+        """The training batches of this run, as an iterable with a length."""
+        run = self._run
+        return BatchLoader(run.train_source, run.settings.batch_size)
 
     @property
-    def val_batches(self) -> Any:
-        """The batches of the validation data, as a loader, if there are any."""
-        return self._run.val_batches()
+    def val_dataloader(self) -> Any:
+        """The validation batches, or None without validation data."""
+        run = self._run
+        size = run.settings.eval_batch_size or run.settings.batch_size
+        return None if run.val_source is None else BatchLoader(run.val_source, size)
 
     def add_callback(self, callback: Any) -> None:
-        """One more callback, after the others; also while the run goes on."""
+        """Add a callback after the others; also during the run."""
         self._run.add_callback(callback)
 
     def remove_callback(self, callback: Any) -> Any:
-        """Take out a callback, or the first of a class; what was taken out, if there was one."""
+        """Remove a callback, or the first of a class; returns it, if there was one."""
         return self._run.remove_callback(callback)
 
-    # -- names that callbacks written for the reference plan use -------------------------------------------
+    # -- names used by callbacks written for the reference plan -------------------------------------------
 
     _ctx = property(lambda self: self.context)
     _step = property(lambda self: self.state.step)
     _epoch = property(lambda self: self.state.epoch)
-    _max_steps = property(lambda self: self.max_steps_planned or 0)
+    _max_steps = property(lambda self: self.total_steps or 0)
     _logger = property(lambda self: self.logger)
     _optimizer = property(lambda self: self.active_optimizer)
-    _scheduler = property(lambda self: self.active_schedule)
+    _scheduler = property(lambda self: self.active_scheduler)
     _callbacks = property(lambda self: self._run.callbacks)
     _should_stop = property(
         lambda self: self.control.should_stop,

@@ -1,4 +1,4 @@
-"""The folder of a run: config, metrics, checkpoints, log."""
+"""The run folder: config, status, metrics, checkpoints, log; and how all ranks come to use the same one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainformer.context import PipelineConfig
 from trainformer.core.errors import BadArgument, expected
+from trainformer.engine.process_group import ProcessGroup
 from trainformer.live.runs import read_status
-from trainformer.run.console import messages_to
+from trainformer.run.context import current_context
+from trainformer.run.logging import log_handler
+from trainformer.run.provenance import fingerprint
 from trainformer.utils.files import write_atomically
 from trainformer.utils.processes import is_alive, process_identity
 
+if TYPE_CHECKING:
+    from trainformer.run.run import Run
+
 logger = logging.getLogger("trainformer")
 
-_DRAFT = re.compile(r"\..+\.(\d+)\.tmp")  # as `write_atomically` names them
+_TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")  # as `write_atomically` names them
+_VISIBLE_SECONDS = 5.0  # other machines may see a new file of a network file system late
 _CONTENTS = (
     "config.json", "status.json", "metrics.jsonl", "records.jsonl", "log.txt", "checkpoints", "tensorboard",
     "report.html", "recipe.yaml",
@@ -29,7 +36,7 @@ _CONTENTS = (
 
 
 class RunFolder:
-    """Where everything of one run is. Made when the run begins, not before."""
+    """Where a run keeps everything. Created when the run starts, not before."""
 
     def __init__(self, path: Path, save_dir: str) -> None:
         self.path = path
@@ -42,8 +49,8 @@ class RunFolder:
     ) -> RunFolder:
         """The folder the user named, else ``runs/<name>``, else one named after the task and the time.
 
-        `unfinished` is the fingerprint of the command. If a run of the very same command was cut short, its folder is
-        taken up again: that is what makes running the same command again go on where it was.
+        `unfinished` is the fingerprint of the command. If a run of the same command was interrupted, its folder is
+        used again: that is why running the same command again resumes.
         """
         if run_dir is not None:
             return cls(Path(run_dir), save_dir)
@@ -61,30 +68,30 @@ class RunFolder:
             path, number = stem.with_name(f"{stem.name}-{number}"), number + 1
         return cls(path, save_dir)
 
-    def open(self, anew: bool) -> None:
-        """Make the folder. `anew`: what an earlier run left in it is moved to ``previous/``, not overwritten."""
+    def open(self, from_scratch: bool) -> None:
+        """Create the folder. With `from_scratch`, files of an earlier run are moved to ``previous/``."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for draft in self.path.glob(".*.tmp"):  # of a process that was killed while it wrote
-            match = _DRAFT.fullmatch(draft.name)
+        for draft in self.path.glob(".*.tmp"):  # left by a process that was killed while writing
+            match = _TEMPORARY.fullmatch(draft.name)
             if match and not is_alive(int(match[1])):
                 draft.unlink(missing_ok=True)
         found = [self.path / name for name in _CONTENTS if (self.path / name).exists()]
-        if anew and found:
+        if from_scratch and found:
             number = 1
             while (archive := self.path / "previous" / f"{number:03d}").exists():
                 number += 1
             archive.mkdir(parents=True)
             for item in found:
                 item.rename(archive / item.name)
-            logger.info("an earlier run's files in %s were moved to %s", self.path, archive)
+            logger.info("moved files of an earlier run in %s to %s", self.path, archive)
 
-    def was_cut_short(self) -> bool:
-        """Whether this folder holds an unfinished run of the very same command."""
-        return _was_cut_short(read_status(self.path), self.fingerprint)
+    def was_interrupted(self) -> bool:
+        """Whether this folder holds an unfinished run of the same command."""
+        return _was_interrupted(read_status(self.path), self.fingerprint)
 
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
-        """Keep ``config.json``: every setting and where it came from, also those that are found during the run."""
+        """Write ``config.json``: every setting and where it came from, including those derived during the run."""
         path = self.path / "config.json"
         write_atomically(path, json.dumps(config.to_json(), indent=2).encode())
         try:
@@ -94,9 +101,9 @@ class RunFolder:
 
     @contextmanager
     def status(self, outcome: Callable[[], str]) -> Iterator[None]:
-        """Keep ``status.json``: running (and which process), then finished, stopped, interrupted or failed.
+        """Write ``status.json``: running (and by which process), then finished, stopped, interrupted or failed.
 
-        A process that is killed leaves "running" with the number of a process that no longer is.
+        A process that is killed leaves "running" with the ID of a process that no longer exists.
         """
         self._write_status("running")
         try:
@@ -122,60 +129,120 @@ class RunFolder:
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
-        """Everything logged by trainformer meanwhile also goes to ``log.txt``."""
+        """Write everything that trainformer logs to ``log.txt``."""
         handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        with messages_to(handler):
+        with log_handler(handler):
             yield
 
 
-class GuestFolder(RunFolder):
-    """The folder of a run as ranks other than 0 see it: they write their parts of checkpoints, and nothing else."""
+class NonMainFolder(RunFolder):
+    """The run folder on ranks other than 0, which write their parts of checkpoints and nothing else."""
 
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
-        """Rank 0 does."""
         yield
 
     @contextmanager
     def status(self, outcome: Callable[[], str]) -> Iterator[None]:
-        """Rank 0 does."""
         yield
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
-        """Rank 0 does."""
         yield
 
 
 class NoFolder:
-    """A run that leaves nothing on disk."""
+    """A run that writes nothing to disk."""
 
     path = None
 
     def recording(self, config: PipelineConfig) -> AbstractContextManager[None]:
-        """No ``config.json``."""
         return nullcontext()
 
     def status(self, outcome: Callable[[], str]) -> AbstractContextManager[None]:
-        """No ``status.json``."""
         return nullcontext()
 
     def log_file(self) -> AbstractContextManager[None]:
-        """No ``log.txt``."""
         return nullcontext()
 
 
 def _unfinished_run(task: str, fingerprint: str) -> Path | None:
-    """The newest folder of a run of the same command that did not come to its end and that nobody is working on."""
+    """The newest folder of an unfinished run of the same command that no process is working on."""
     for path in sorted(Path("runs").glob(f"{task}-*"), reverse=True):
-        if _was_cut_short(read_status(path), fingerprint):
+        if _was_interrupted(read_status(path), fingerprint):
             return path
     return None
 
 
-def _was_cut_short(status: dict[str, Any], fingerprint: str) -> bool:
-    """Whether a run of this very command did not come to its end, and no process is working on it."""
+def _was_interrupted(status: dict[str, Any], fingerprint: str) -> bool:
+    """Whether a run of this command did not finish, and no process is working on it."""
     if status.get("fingerprint") != fingerprint or status["status"] in ("finished", "stopped"):
         return False
     return not (status["status"] == "running" and process_identity(status["process"]) == status["identity"])
+
+
+# -- the same folder on all ranks ------------------------------------------------------------------------------------
+
+
+def choose_folder(run: Run) -> RunFolder | NoFolder:
+    """The run folder. Rank 0 chooses and creates it; all ranks must see it."""
+    settings, process_group = run.settings, run.process_group
+    if not run.options.keeps_folder:
+        return NoFolder()
+    created: list[RunFolder] = []
+
+    def create() -> str:
+        folder = _folder_from_context(run) or RunFolder.choose(
+            settings.run_dir,
+            settings.name,
+            run.title,
+            settings.save_dir,
+            unfinished=fingerprint(run) if settings.resume == "auto" else None,
+        )
+        folder.open(from_scratch=settings.resume is None and run.state.step == 0)
+        created.append(folder)
+        return str(folder.path.absolute())
+
+    path = Path(process_group.run_on_main(create))
+    if not process_group.is_single_process:
+        _check_visible(path, process_group)
+    return created[0] if created else NonMainFolder(path, settings.save_dir)
+
+
+def _folder_from_context(run: Run) -> RunFolder | None:
+    """The folder that the surrounding sweep chooses, if there is one."""
+    context, settings = current_context(), run.settings
+    if context is None:
+        return None
+    wanted = None
+    if settings.run_dir is not None or settings.name is not None:
+        wanted = RunFolder.choose(settings.run_dir, settings.name, run.title, settings.save_dir).path
+    save_dir = Path(settings.save_dir)  # if absolute, runs of several trials would share one checkpoints folder
+    return RunFolder(context.folder_for(wanted, run.title), save_dir.name if save_dir.is_absolute() else str(save_dir))
+
+
+def _check_visible(folder: Path, process_group: ProcessGroup) -> None:
+    """Raise, on all ranks, if one of them does not see the files that rank 0 writes."""
+    marker = folder / f".seen-by-all.{process_group.broadcast(os.getpid())}.tmp"  # removed like other temporary files
+    if process_group.is_main:
+        marker.touch()
+    process_group.all_gather_object(None)  # a barrier
+    blind = [rank for rank, seen in enumerate(process_group.all_gather_object(_appears(marker))) if not seen]
+    if process_group.is_main:
+        marker.unlink(missing_ok=True)
+    if blind:
+        raise BadArgument(
+            f"Expected the run folder to be the same for all ranks, received {folder}: rank "
+            f"{', '.join(map(str, blind))} does not see what rank 0 writes there. Choose a run_dir on a file system "
+            "that all machines share."
+        )
+
+
+def _appears(marker: Path) -> bool:
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not marker.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,9 +1,8 @@
-"""Requests from outside, carried out at step boundaries.
+"""Live control: external requests (`trainformer ctl`), applied at step boundaries.
 
-A thread takes them in (`trainformer.live.server`) and never touches the training. The loop asks at every boundary
-whether there are any; there they are taken, told to all ranks, applied to the `Control` of each, and so take effect at
-that very boundary. Their answers are given when the loop has done what was asked: on hearing of it, or at the next
-boundary, or at the end.
+A server thread (`trainformer.live.server`) receives them and never touches training. The loop polls at every boundary;
+requests are broadcast to all ranks and applied to the `Control` of each, so they take effect at that boundary. Clients
+get their answer when the loop has done the work: on the event, at the next boundary, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _NOT_WRITTEN = "The checkpoint could not be written; the run's log.txt says why.
 
 
 class LiveControl:
-    """The requests to one session. `waiting` is all that is looked at per step: some ten nanoseconds."""
+    """The live requests to one run. Per step only `waiting` is tested: some ten nanoseconds."""
 
     def __init__(self, run: Run) -> None:
-        self.waiting = False  # something has come in, or is being carried out
+        self.waiting = False  # a request has arrived or is in progress
         self._run = run
         self._incoming: SimpleQueue[Ticket] = SimpleQueue()
-        self._taken: list[Ticket] = []  # heard of by now, not yet applied
-        self._under_way: list[Ticket] = []
+        self._taken: list[Ticket] = []  # received, not yet applied
+        self._in_progress: list[Ticket] = []
         self._checkpointer: Checkpointer | None = None
         self._began = 0.0, 0
         self._planned: int | None = None
@@ -50,7 +49,7 @@ class LiveControl:
     def serving(
         self, folder: RunFolder | NoFolder, checkpointer: Checkpointer | None, outcome: Callable[[], str]
     ) -> Iterator[None]:
-        """Listen meanwhile, if there is a folder to say where. A run that cannot listen runs all the same."""
+        """Serve requests, if there is a run folder to publish the address in. A run that cannot serve trains anyway."""
         if isinstance(folder, NoFolder) or not self._run.process_group.is_main:
             yield
             return
@@ -59,17 +58,17 @@ class LiveControl:
         try:
             listener, where = address.listen()
         except OSError as error:
-            logger.warning("this run cannot be controlled from outside: no socket could be opened (%s)", error)
+            logger.warning("live control is off: no socket could be opened (%s)", error)
             yield
             return
-        server = ControlServer(listener, where.token, self._take, lambda: self._snapshot(folder))
+        server = ControlServer(listener, where.token, self._receive, lambda: self._snapshot(folder))
         server.start()
         ended = "finished"
         try:
             try:
                 address.publish(folder.path, where)
             except OSError as error:
-                logger.warning("this run cannot be controlled from outside: %s", error)
+                logger.warning("live control is off: %s", error)
             yield
             ended = outcome()
         except BaseException as error:
@@ -78,46 +77,46 @@ class LiveControl:
             raise
         finally:
             address.withdraw(folder.path, where)
-            self._conclude(folder, ended)
-            server.close(f"The run has ended meanwhile ({ended}).")
-            self._drain()  # who came in between was told so; a second `fit()` must not obey them
+            self._close(folder, ended)
+            server.close(f"The run has ended ({ended}).")
+            self._drain()  # late requests were refused; a second `fit()` must not apply them
             self.waiting = False
 
-    def _take(self, ticket: Ticket) -> None:
-        """Called in the thread that listens. In this order: what is noticed is there."""
+    def _receive(self, ticket: Ticket) -> None:
+        """Called in the server thread. Put first, then set the flag: what is flagged is there."""
         self._incoming.put(ticket)
         self.waiting = True
 
     # -- at a step boundary --------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Answer those whose requests are done."""
+    def answer_finished(self) -> None:
+        """Answer requests that are done."""
         if not self.waiting:
             return
-        self._settle()
-        # Looked at after it was set to False, not before: the thread may just have put something in.
+        self._check_progress()
+        # Tested after the flag is cleared, not before: the thread may just have put something in.
         self.waiting = False
-        if self._under_way or not self._incoming.empty():
+        if self._in_progress or not self._incoming.empty():
             self.waiting = True
 
     def has_requests(self) -> bool:
-        """Whether something was asked for since the last boundary."""
+        """Whether a request arrived since the last boundary."""
         return self.waiting and not self._incoming.empty()
 
     def take(self) -> list[Request]:
-        """What was asked for since the last boundary. Only rank 0 listens; it tells the others."""
+        """Requests since the last boundary. Only rank 0 receives any; they are broadcast."""
         self._taken = self._drain()
         return [ticket.request for ticket in self._taken]
 
     def apply_requests(self, requests: list[Request]) -> None:
-        """Apply requests, on every rank; where they came in, whoever asked gets an answer when they are done."""
+        """Apply requests, on every rank; rank 0 answers the client when they are done."""
         possible = self._possible(requests)
         for request, is_possible in zip(requests, possible, strict=True):
             if is_possible:
                 apply(request, self._run.control)
         tickets, self._taken = self._taken, []
-        self._remember(tickets, possible[: len(tickets)])
-        if self._under_way:  # never set to False here: the thread may just have set it
+        self._track(tickets, possible[: len(tickets)])
+        if self._in_progress:  # never cleared here: the thread may just have set it
             self.waiting = True
 
     def _drain(self) -> list[Ticket]:
@@ -129,25 +128,25 @@ class LiveControl:
     def _possible(self, requests: list[Request]) -> list[bool]:
         return [request.verb != "eval" or self._run.val_source is not None for request in requests]
 
-    def _remember(self, tickets: list[Ticket], possible: list[bool]) -> None:
-        """Keep the tickets until their requests are done; some are already."""
+    def _track(self, tickets: list[Ticket], possible: list[bool]) -> None:
+        """Keep the tickets until their requests are done; some already are."""
         state = self._run.state
         for ticket, is_possible in zip(tickets, possible, strict=True):
             ticket.step = state.step
             if not is_possible:
-                ticket.refuse("There is no validation data, so nothing can be evaluated. The run goes on.")
+                ticket.refuse("There is no validation data, so nothing can be evaluated. The run continues.")
                 continue
-            logger.info("%s at step %d: asked by %s", ticket.request.verb, state.step, ticket.request.by)
-            self._under_way.append(ticket)
+            logger.info("%s at step %d: requested by %s", ticket.request.verb, state.step, ticket.request.by)
+            self._in_progress.append(ticket)
             if ticket.request.verb == "eval" and state.evaluated_at == state.step:
                 self._evaluated()
             elif state.saved_at == state.step:
                 self._saved(self._path_of(state.step))
-        if self._under_way:
-            self._listen()
+        if self._in_progress:
+            self._subscribe()
 
-    def _listen(self) -> None:
-        """Hear of saves and evaluations. Not before somebody asks for one; callbacks that come and go clear the bus."""
+    def _subscribe(self) -> None:
+        """Subscribe to saves and evaluations, on the first request only. Adding or removing callbacks clears the bus."""
         bus = self._run.bus
         if all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
             bus.add(NAME, {Event.SAVE: self._saved, Event.EVAL_END: lambda metrics: self._evaluated()})
@@ -155,18 +154,18 @@ class LiveControl:
     # -- answers -------------------------------------------------------------------------------------------
 
     def _evaluated(self) -> None:
-        """Answer those who wanted an evaluation. It is logged by now."""
+        """Answer evaluation requests. The evaluation is logged by now."""
         step = self._run.state.step
         for ticket in self._of("eval"):
             self._finish(ticket, step=step, metrics=plain(_evaluation(self._run.state.log_history, step)))
 
     def _saved(self, path: str) -> None:
-        """A checkpoint was written, or will be: behind the loop's back."""
-        place = Path(path).absolute()  # whoever asked may be in another folder than this process
+        """A checkpoint was written, or is being written in the background."""
+        place = Path(path).absolute()  # the client may have another working directory
         for ticket in self._of("save"):
             if ticket.path is None:
                 ticket.path, ticket.failures = str(place), self._failures()
-                # The loop may be in a long step when the file appears; whoever waits need not wait for that.
+                # The loop may be in a long step when the file appears; the client need not wait for it.
                 ticket.answer_when(place / MANIFEST, step=ticket.step, checkpoint=ticket.path)
         self._answer_saves()
 
@@ -177,11 +176,13 @@ class LiveControl:
             elif ticket.path is not None and self._failures() > ticket.failures:
                 self._finish(ticket, error=_NOT_WRITTEN)
 
-    def _settle(self) -> None:
-        """At the next boundary everything is decided, but for a save that is being written in the background."""
+    def _check_progress(self) -> None:
+        """At the next boundary everything is decided, except for a save in the background."""
         state = self._run.state
         for ticket in self._of("save"):
-            if ticket.path is None:  # nobody told us: a callback that came or went has cleared the bus, or it failed
+            if (
+                ticket.path is None
+            ):  # no event: a callback was added or removed, which clears the bus, or the save failed
                 if state.saved_at >= ticket.step:
                     ticket.path = self._path_of(state.saved_at)
                 else:
@@ -192,20 +193,20 @@ class LiveControl:
             self._finish(ticket, step=state.evaluated_at, metrics=plain(metrics))
         for ticket in self._of("stop", "abort"):
             if state.step > ticket.step and not self._run.control.should_stop:
-                self._finish(ticket, error="A callback has called it off. The run goes on.")
+                self._finish(ticket, error="A callback has cancelled it. The run continues.")
 
-    def _conclude(self, folder: RunFolder, ended: str) -> None:
-        """The run is over: whoever still waits gets an answer."""
+    def _close(self, folder: RunFolder, ended: str) -> None:
+        """The run is over: answer everyone who still waits."""
         self._answer_saves()
         step, newest = self._run.state.step, newest_checkpoint(folder.path)
         where = {"step": step, "status": ended, "checkpoint": None if newest is None else str(newest.absolute())}
-        for ticket in [*self._under_way, *self._drain()]:
+        for ticket in [*self._in_progress, *self._drain()]:
             verb = ticket.request.verb
             if verb in ("stop", "abort") and ticket.step == step and not ended.startswith("failed"):
                 ticket.answer(**where)
             else:
                 ticket.refuse(f"The run has ended at step {step} ({ended}) before this could be done.")
-        self._under_way.clear()
+        self._in_progress.clear()
 
     def _path_of(self, step: int) -> str:
         assert self._checkpointer is not None
@@ -215,19 +216,19 @@ class LiveControl:
         return 0 if self._checkpointer is None else self._checkpointer.failures
 
     def _of(self, *verbs: str) -> list[Ticket]:
-        return [ticket for ticket in self._under_way if ticket.request.verb in verbs]
+        return [ticket for ticket in self._in_progress if ticket.request.verb in verbs]
 
     def _finish(self, ticket: Ticket, error: str | None = None, **values: Any) -> None:
-        self._under_way.remove(ticket)
+        self._in_progress.remove(ticket)
         if error is None:
             ticket.answer(**values)
         else:
             ticket.refuse(error)
 
-    # -- in the thread that listens ------------------------------------------------------------------------
+    # -- in the server thread ------------------------------------------------------------------------
 
     def _snapshot(self, folder: RunFolder) -> dict[str, Any]:
-        """Where the run is. Read without locks: each value is right, two may be of neighbouring steps."""
+        """The status of the run. Read without locks: each value is right, two may be of neighbouring steps."""
         state, (began, first) = self._run.state, self._began
         step, planned = state.step, self._planned
         seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""What is recorded of a run's configuration, and what makes two commands the same command."""
+"""What a run records of its configuration, and the fingerprint by which the same command is recognised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainformer.context import ConfigSource, PipelineConfig, record_arguments
 if TYPE_CHECKING:
     from trainformer.run.run import Run
 
-# Values by which one would group or filter many runs.
+# Values by which runs are typically grouped or filtered.
 FILTERABLE = ("epochs", "batch_size", "lr", "accumulation_steps", "precision", "compile", "optimizer", "seed")
 
 # Settings that do not change what is computed.
@@ -26,7 +26,7 @@ _INCIDENTAL = (
 
 
 def record_settings(run: Run, derived: Mapping[str, Any]) -> None:
-    """The settings: who set each, the user, a default, or what it is `derived` from."""
+    """Record the settings and where each came from: the user, a default, or `derived` from the task or data."""
     config, settings = run.context.config, run.settings
     record_arguments(config, settings.values(), settings.defaults(), run.passed, FILTERABLE)
     for name, value in derived.items():
@@ -34,10 +34,10 @@ def record_settings(run: Run, derived: Mapping[str, Any]) -> None:
 
 
 def record_changes(run: Run) -> None:
-    """Settings that were changed between two calls of `fit`, and what follows from them."""
+    """Record settings that were changed between two calls of `fit`, and what follows from them."""
     config = run.context.config
     for name, value in run.settings.values().items():
-        # What was left to the machine, such as the device, was not changed by nobody setting it.
+        # A setting left to the machine, such as the device, still counts as unset.
         left = value is None and name in config and config.source(name) is ConfigSource.ENV
         if config.get(name) != value and not left:
             config.set_user(name, value, filterable=name in FILTERABLE)
@@ -45,7 +45,7 @@ def record_changes(run: Run) -> None:
 
 
 def record_length(config: PipelineConfig, run: Run, warmup_ratio: float) -> None:
-    """How long the run is, which follows from data and settings."""
+    """Record the length of the run, which follows from data and settings."""
     total, settings = run.total_steps(), run.settings
     inputs = "num_samples", "batch_size", "accumulation_steps"
     config.set_derived("steps_per_epoch", run.steps_per_epoch(), inputs)
@@ -57,19 +57,19 @@ def record_length(config: PipelineConfig, run: Run, warmup_ratio: float) -> None
 
 
 def fingerprint(run: Run) -> str:
-    """What makes two commands the same command: settings, task, model and data, but not where things are written."""
+    """Identifies a command: settings, task, model and data, but not where output goes."""
     recorded = run.context.config.to_json()
     parts = {
         "config": {k: v["value"] for k, v in recorded.items() if v["source"] != "env" and k not in _INCIDENTAL},
         "resume": str(run.settings.resume or "auto"),
         "model": run.model_shapes(),
-        "data": describe_data(run.owner_data),
+        "data": describe_data(run.parts.data),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def describe_data(data: Any) -> Any:
-    """Enough of what was passed as data to tell other data apart, at no cost: a path, or a look at some of the rows."""
+    """Enough to tell datasets apart at no cost: a path, or a few of the rows."""
     if isinstance(data, (str, Path)):
         return str(data)
     if isinstance(data, (tuple, list)) and len(data) <= 8:
@@ -81,13 +81,13 @@ def describe_data(data: Any) -> Any:
             list(data.shape),
             *(hashlib.sha256(_digits(r).encode()).hexdigest()[:16] for r in (data[:4], data[-4:])),
         ]
-    # A data set of HuggingFace knows its own history.
+    # A HuggingFace dataset has its own fingerprint.
     place = getattr(data, "root", None) or getattr(data, "path", None) or getattr(data, "_fingerprint", None)
     return [type(data).__name__, size_of(data), str(place) if place else None]
 
 
 def size_of(data: Any) -> int | None:
-    """Number of samples, where that is known; of a torch loader, those of its data set."""
+    """Number of samples, where that is known; of a DataLoader, those of its dataset."""
     if hasattr(data, "batch_sampler") and hasattr(data, "dataset"):
         data = data.dataset
     try:

@@ -1,470 +1,296 @@
-"""One run: how engine, backend, data, callbacks, loggers and checkpoints work together, whatever computes the steps.
+"""One run: its parts, and what the loop triggers: logging, evaluation, checkpoints.
 
-Owns the course of a run around the loop: its folder, its loggers, going on from checkpoints, signals, requests from
-outside, and how it ends. It decides nothing about training: when things happen is the loop's business, how a step is
-computed the backend's, and what there is to train is said by the sessions that are made of this (`session.torch`,
-`session.jax`).
+`Run` decides nothing about training: the loop decides when things happen and the backend how a step is computed.
+`run.fit` leads it from start to end. What is trained is up to the subclasses, `TorchRun` and `JaxRun`.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from trainformer.callbacks.base import CallbackList
-from trainformer.checkpointing import Checkpoint, CheckpointStore, Manifest, StateComponent
-from trainformer.checkpointing.checkpointer import (
-    Assets,
-    Checkpointer,
-    load_components,
-    read_checkpoint,
-    read_states,
-    versions,
-)
-from trainformer.checkpointing.state_files import StateFiles
+from trainformer.callbacks.base import handlers_of
+from trainformer.checkpointing import Checkpoint, StateComponent, StatefulAdapter
+from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, Event, EventBus, Loop, RunState
-from trainformer.engine.process_group import ProcessGroup
-from trainformer.engine.protocols import Source
 from trainformer.loggers.base import BaseLogger, NoOpLogger
-from trainformer.loggers.multi import MultiLogger
-from trainformer.loggers.registry import make_loggers
-from trainformer.run.announcing import announce_start, announce_stop
-from trainformer.run.batches import Batches
-from trainformer.run.console import messages_on
-from trainformer.run.context import callbacks_from_around
+from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
-from trainformer.run.habits import FrontOptions
-from trainformer.run.listeners import connect_listeners
 from trainformer.run.live_control import LiveControl
-from trainformer.run.meeting import choose_folder
-from trainformer.run.memory import resident_gb
-from trainformer.run.plans import plan, retention, why_saved
-from trainformer.run.provenance import fingerprint, record_changes
-from trainformer.run.records import RunRecords
-from trainformer.run.settings import CommonSettings
-from trainformer.run.signals import leave, obeying_signals
+from trainformer.run.logging import RunRecords, resident_gb, save_reason
+from trainformer.run.setup import RunParts
 
 logger = logging.getLogger("trainformer")
 
 
 class Run(ABC):
-    """One run. `owner` is what callbacks get as `trainer`; `passed` are the settings the user named.
+    """One run, built from its parts. `owner` is the trainer that callbacks receive."""
 
-    A subclass sets, before the run begins, what there is to train: `backend`, `files`, `train_source`, `val_source`
-    and `train_size`.
-    """
-
-    backend: Any
-    files: StateFiles
-    train_source: Source
-    val_source: Source | None
-    train_size: int | None
-
-    def __init__(
-        self,
-        owner: Any,
-        settings: CommonSettings,
-        *,
-        data: Any,
-        process_group: ProcessGroup,
-        callbacks: CallbackList,
-        passed: frozenset[str] = frozenset(),
-        console: Console | None = None,
-        habits: FrontOptions | None = None,
-    ) -> None:
+    def __init__(self, owner: Any, parts: RunParts) -> None:
         self.owner = owner
-        self.owner_data = data
-        self.settings: Any = settings
-        self.process_group: Any = process_group
-        self.passed = passed
-        self.habits = habits or FrontOptions()
+        self.parts = parts
+        self.settings = parts.settings
+        self.options = parts.options
+        self.process_group = parts.process_group
+        self.backend = parts.backend
+        self.files = parts.files
+        self.callbacks = parts.callbacks
+        self.train_source = parts.train_source
+        self.val_source = parts.val_source
+        self.train_size = parts.train_size
+        self.passed = parts.passed
+        self.console = parts.console
         self.state = RunState()
         self.control = Control()
         self.bus = EventBus()
         self.context = PipelineContext()
-        self.console = console or Console()
-        self.callbacks = callbacks
         self.loggers: BaseLogger = NoOpLogger()
-        self._logger_state: dict[str, Any] = {}
         self.folder: RunFolder | NoFolder | None = None
-        self._checkpointer: Checkpointer | None = None
-        self._loop: Loop | None = None
-        self._last_metrics: dict[str, float] = {}
-        self._worth_keeping_at = -1
+        self.checkpointer: Checkpointer | None = None
+        self.loop: Loop | None = None
         self.records = RunRecords(self)
-        self._live = LiveControl(self)
+        self.live_control = LiveControl(self)
+        self.logger_state: dict[str, Any] = {}
+        self._last_metrics: dict[str, float] = {}
+        self._best_at_step = -1
+        self.backend.schedule_for(self.total_steps())
+        self.record_config()
 
-    # -- what a session says of itself -----------------------------------------------------------------------
+    # -- what subclasses provide -------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What is trained, in one word: a folder without a name is named after it."""
+        """What is trained, in one word: the default name of the run folder starts with it."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What is trained, on what, in which precision, and how large it is."""
+        """What is trained, on which device, in which precision, and how large it is."""
 
     @abstractmethod
-    def model_shapes(self) -> Any:
-        """The shapes of all parameters by name."""
+    def model_shapes(self) -> list[tuple[str, list[int]]]:
+        """Names and shapes of all parameters."""
 
     @abstractmethod
     def components(self) -> list[StateComponent]:
-        """Everything needed to go on exactly from here, in parts."""
+        """Everything needed to resume exactly."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Metrics of the validation data, which there are."""
+        """Metrics on the validation data, which exists."""
+
+    @abstractmethod
+    def record_config(self) -> None:
+        """Record the configuration and where each value came from."""
 
     @abstractmethod
     def record_derived(self) -> None:
-        """Enter into the config what follows from the settings."""
+        """Record what follows from the settings."""
 
     def assets(self) -> Assets | None:
-        """What writes the files that belong beside the weights, if there are any."""
+        """A function that writes files beside the weights of a checkpoint, if there are any."""
         return None
 
-    def own_listeners(self) -> dict[Event, Any]:
-        """What this session itself does on hearing of events, before any callback."""
+    def task_handlers(self) -> dict[Event, Any]:
+        """Event handlers of what is trained; they run before any callback."""
         return {}
 
-    def place(self) -> dict[str, Any]:
-        """On which `device` it runs, and in which `precision`."""
-        return {"device": None, "precision": self.settings.precision}
+    def device_info(self) -> dict[str, Any]:
+        """The `device` and the `precision` of the run."""
+        return {"device": None, "precision": None}
 
     def fault_counters(self) -> dict[str, int]:
-        """Steps `skipped` so far, and `pieces` that batches are cut into, as far as is known without waiting."""
+        """Steps `skipped` so far, and `pieces` that batches are split into, as far as known without a sync."""
         return {}
 
+    def check_launch(self) -> None:  # noqa: B027 - most runs have nothing to check
+        """Raise if the processes that were started cannot train together."""
+
+    def newest_checkpoint(self, checkpointer: Checkpointer) -> Checkpoint | None:
+        """The checkpoint to resume from, if there is one."""
+        return checkpointer.newest()
+
     def memory_gb(self) -> float | None:
-        """Peak memory of the device so far, or what the process holds where it has none of its own."""
+        """Peak memory of the device; resident memory of the process where it has none of its own."""
         return resident_gb()
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
-        """What there is to record of the latest evaluation besides its metrics, by kind."""
+        """What to record about the latest evaluation besides its metrics, by kind."""
         return {}
 
-    # -- who hears of it -------------------------------------------------------------------------------------
+    # -- callbacks ---------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Subscribe task, callbacks and context. The owner calls this once, when it can answer callbacks."""
-        for callback in callbacks_from_around(self):
+        """Attach the callbacks and subscribe all listeners. The owner calls this once it can answer callbacks."""
+        context = current_context()
+        for callback in [] if context is None else context.callbacks_for(self):
             self.callbacks.add(callback)
         for callback in self.callbacks:
             self._attach(callback)
-        connect_listeners(self)
+        self._subscribe()
 
     def _attach(self, callback: Any) -> None:
         if hasattr(callback, "attach"):
             callback.attach(self.owner)
 
+    def _subscribe(self) -> None:
+        """In this order: the task, callbacks, records, context."""
+        bus, context = self.bus, self.context
+        bus.clear()
+        bus.add(self.title, self.task_handlers(), makes_requests=False)
+        for name, callback in self.callbacks.named().items():
+            bus.add(name, handlers_of(callback, self.owner), makes_requests=getattr(callback, "sets_control", True))
+        bus.add("records", self.records.handlers(), makes_requests=False)
+        steps = {
+            Event.STEP_END: lambda step, loss: context.on_step_end(),
+            Event.EPOCH_END: lambda epoch, metrics: context.on_epoch_end(),
+        }
+        bus.add("context", steps, makes_requests=False)
+
     def add_callback(self, callback: Any) -> None:
-        """One more callback, after the others; also while the run goes on."""
+        """Add a callback after the others; also during the run."""
         self._attach(self.callbacks.add(callback))
-        connect_listeners(self)
+        self._subscribe()
 
     def remove_callback(self, callback: Any) -> Any:
-        """Take out a callback, or the first of a class; what was taken out, if there was one."""
+        """Remove a callback, or the first of a class; returns it, if there was one."""
         removed = self.callbacks.remove(callback)
-        connect_listeners(self)
+        self._subscribe()
         return removed
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the loop is at work."""
-        return self._loop is not None
-
-    # -- how long ------------------------------------------------------------------------------------------
+    # -- length ------------------------------------------------------------------------------------------------
 
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of one epoch; the last window may hold fewer micro-batches."""
+        """Optimizer steps of one epoch; the last one may accumulate fewer micro-batches."""
         batches = self.train_source.batches_per_epoch
         return None if batches is None else -(-batches // self.settings.accumulation_steps)
 
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, where that is known."""
+        """Optimizer steps of the whole run, if known."""
         if self.settings.max_steps is not None:
             return self.settings.max_steps
         steps = self.steps_per_epoch()
         return None if steps is None else steps * self.settings.epochs
 
-    # -- its batches -----------------------------------------------------------------------------------------
-
-    def train_batches(self) -> Batches:
-        """The batches of the training data, as a loader."""
-        return Batches(self.train_source, self.settings.batch_size)
-
-    def val_batches(self) -> Batches | None:
-        """Those of the validation data, if there are any."""
-        size = self.settings.eval_batch_size or self.settings.batch_size
-        return None if self.val_source is None else Batches(self.val_source, size)
-
-    # -- training ------------------------------------------------------------------------------------------
-
-    def fit(self) -> None:
-        """Train from where the state is to the end of the plan."""
-        settings = self.settings
-        settings.validate()
-        self.control.reset()
-        if self.folder is not None:
-            self.state.stopped = []  # called again on purpose: whoever stopped it then does not stop it now
-        folder = self.folder or choose_folder(self)
-        with ExitStack() as stack:
-            stack.enter_context(folder.log_file())
-            shown = self.habits.shows_messages or "console" in _as_list(settings.log)
-            stack.enter_context(messages_on(self.console, wanted=shown and self.process_group.is_main))
-            stack.enter_context(self.process_group.watching(settings.rank_timeout))
-            if self.folder is None:
-                self._prepare(folder)
-                self.folder = folder
-            self.backend.schedule_for(self.total_steps())
-            record_changes(self)
-            stack.enter_context(folder.recording(self.context.config))
-            stack.enter_context(self.backend.run_context())
-            stack.enter_context(self._live.serving(folder, self._checkpointer, self.outcome))
-            stack.enter_context(folder.status(self.outcome))
-            stack.enter_context(self.records.keeping(folder))
-            stack.enter_context(self._logging())
-            stack.enter_context(obeying_signals(self.control, self.habits.signals))
-            if self.state.stopped:
-                self.control.stop(self.state.stopped[1], by=self.state.stopped[0])
-            announce_start(self)
-            stack.enter_context(self._failing_loudly())
-            self._loop = self._make_loop()
-            self.backend.has_request = self._loop.requests.has_requests
-            self._loop.run()
-            if self._checkpointer is not None:
-                self._checkpointer.conclude()
-        self._leave()
-
-    def _prepare(self, folder: RunFolder | NoFolder) -> None:
-        """On the first call: what the run needs beside its folder, and its old state if there is one to resume."""
-        settings = self.settings
-        if isinstance(folder, NoFolder):
-            self.loggers = MultiLogger([logger for logger in _as_list(settings.log) if isinstance(logger, BaseLogger)])
-            return
-        self._checkpointer = Checkpointer(
-            folder.checkpoints,
-            retention(settings),
-            settings.save_async,
-            self.habits.checkpoint_name,
-            files=self.files,
-            process_group=self.process_group,
-            timeout=settings.rank_timeout,
-        )
-        if self.process_group.is_main:
-            self._checkpointer.store.clean()
-            self.loggers = make_loggers(
-                settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=self.console
-            )
-        self.loggers.load_state_dict(self._logger_state)  # of a checkpoint that was loaded before the run began
-        self.backend.schedule_for(self.total_steps())
-        folder.fingerprint = fingerprint(self)
-        if self.state.step == 0:
-            self._resume(self._checkpointer.store, folder)
-        if self.process_group.is_main:
-            # Checkpoints after this step belong to a run that was given up; they would pass for the newest.
-            self._checkpointer.store.set_aside(after=self.state.step)
-            self._checkpointer.tidy()  # the run before may have been killed between a save and this
-
-    def _resume(self, store: CheckpointStore, folder: RunFolder) -> None:
-        if self.settings.resume is None:
-            return
-        own = self._newest_of(store, folder)
-        if own is not None:
-            # What was named for the start counts at the start only: a run that goes on has everything it needs.
-            only = self.settings.load_components if self.settings.resume == "auto" else None
-            load_components(self.components(), read_checkpoint(own, self.files, self.process_group.rank), only)
-            self.records.went_on_from = str(own.path)
-            logger.info("going on from %s (step %d); pass resume=None to begin anew", own.path, self.state.step)
-        elif self.settings.resume != "auto":
-            self.load(Path(self.settings.resume), self.settings.load_components)
-
-    def _newest_of(self, store: CheckpointStore, folder: RunFolder) -> Checkpoint | None:
-        """The newest valid checkpoint of this very run. Rank 0 looks: all must take the same one."""
-        found = None
-        if self.process_group.is_main and (self.settings.resume == "auto" or folder.was_cut_short()):
-            found = store.newest()
-        path = self.process_group.broadcast(None if found is None else str(found.path))
-        return found if path is None or found is not None else Checkpoint(Path(path), Manifest.read(Path(path)))
-
-    def _make_loop(self) -> Loop:
-        return Loop(
-            replace(plan(self.settings, evaluates=self.val_source is not None), **self.habits.plan),
-            self.state,
-            backend=self.backend,
-            source=self.train_source,
-            bus=self.bus,
-            control=self.control,
-            services=self,
-            process_group=self.process_group,
-        )
-
-    @contextmanager
-    def _failing_loudly(self) -> Iterator[None]:
-        """Around the loop: tell callbacks of an error, say who stopped the run."""
-        try:
-            yield
-        except BaseException as error:
-            self.backend.drop_step()
-            self.bus.emit(Event.ERROR, error)
-            raise
-        finally:
-            self._loop = None
-        announce_stop(self)
-
-    def _leave(self) -> None:
-        """After a signal the program ends here, with everything saved and closed."""
-        number = self.control.ending_signal
-        if number is not None and self.settings.exit_on_signal:
-            leave(number, self.habits.signals)
-
     def outcome(self) -> str:
-        """How the run has ended, in a word; asked when it did not fail."""
+        """How the run ended, if it did not fail."""
         if self.control.ending_signal is not None:
             return "interrupted"
         if self.control.aborted:
             return "aborted"
         return "stopped" if self.control.should_stop else "finished"
 
-    @contextmanager
-    def _logging(self) -> Iterator[None]:
-        """Loggers are open inside; a run that goes on continues its old records."""
-        if self.state.step > 0:
-            self.loggers.load_state_dict(self.loggers.state_dict())
-        # Also at step 0: a run that was killed before its first checkpoint begins again, its old records do not count.
-        self.loggers.continue_from(self.state.step)
-        self.loggers.init(self.context.config.to_wandb_config())
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.loggers.finish("interrupted")
-            raise
-        except BaseException:
-            self.loggers.finish("failed")
-            raise
-        self.loggers.finish(self.outcome())
-
-    # -- what the loop asks for ----------------------------------------------------------------------------
+    # -- services of the loop ----------------------------------------------------------------------------------
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Hand metrics to the loggers; a training record also has memory, and how long saves have blocked the loop."""
+        """Pass metrics to the loggers; training records also get memory and the time that saves blocked the loop."""
         if "train/loss" in metrics:
-            checkpointer, memory = self._checkpointer, self.memory_gb()
+            checkpointer, memory = self.checkpointer, self.memory_gb()
             if memory is not None:
                 metrics["train/memory_gb"] = memory
-            if checkpointer is not None and checkpointer.blocked:
-                metrics["train/save_seconds"], checkpointer.blocked = checkpointer.blocked, 0.0
-            self.records.notice(metrics["train/loss"])
+            if checkpointer is not None and checkpointer.blocked_seconds:
+                metrics["train/save_seconds"], checkpointer.blocked_seconds = checkpointer.blocked_seconds, 0.0
+            self.records.check_faults(metrics["train/loss"])
         self.loggers.log(metrics, step)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data."""
         if self.val_source is None:
-            logger.warning("an evaluation was asked for, but there is no validation data")
+            logger.warning("an evaluation was requested, but there is no validation data")
             return {}
         metrics = self.validate()
         for kind, content in self.evaluation_records().items():  # at once: a callback may evaluate something else
             self.records.add(kind, content)
         for callback in self.callbacks:
-            if hasattr(callback, "measure"):
-                metrics |= callback.measure(self.owner, metrics) or {}
+            if hasattr(callback, "compute_metrics"):
+                metrics |= callback.compute_metrics(self.owner, metrics) or {}
         self._last_metrics = metrics
         return metrics
 
     def poll(self) -> None:
-        """Report a save that failed in the background; answer those whose requests are done."""
-        if self.settings.save_async and self._checkpointer is not None:
-            self._checkpointer.poll()
-        if self._live.waiting:
-            self._live.settle()
+        """Report a save that failed in the background; answer live requests that are done."""
+        if self.settings.save_async and self.checkpointer is not None:
+            self.checkpointer.poll()
+        if self.live_control.waiting:
+            self.live_control.answer_finished()
 
     def has_requests(self) -> bool:
-        """Whether somebody asks something of the run from outside."""
-        return self._live.has_requests()
+        """Whether a live request is waiting."""
+        return self.live_control.has_requests()
 
     def take_requests(self) -> list[Any]:
-        """What was asked for."""
-        return self._live.take()
+        """The live requests since the last call."""
+        return self.live_control.take()
 
     def apply_requests(self, requests: list[Any]) -> None:
-        """Enter it into the control."""
-        self._live.apply_requests(requests)
+        """Apply live requests to the control."""
+        self.live_control.apply_requests(requests)
 
     def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation is among the best."""
-        checkpointer = self._checkpointer
-        if (
-            checkpointer is None or not self.process_group.is_main
-        ):  # who looks at the folder at another time finds another one
+        """Whether an evaluation is among the best. Rank 0 decides: ranks may see the folder at different times."""
+        if self.checkpointer is None or not self.process_group.is_main:
             return False
-        is_worth = checkpointer.is_worth_keeping(metrics)
-        if is_worth:
-            self._worth_keeping_at = self.state.step
-        return is_worth
+        is_best = self.checkpointer.is_worth_keeping(metrics)
+        if is_best:
+            self._best_at_step = self.state.step
+        return is_best
 
     def save(self) -> str | None:
-        """Write a checkpoint into the run folder."""
-        if self._checkpointer is None:
+        """Write a checkpoint to the run folder."""
+        if self.checkpointer is None:
             return None
         self.loggers.flush()
         state = self.state
-        before, state.saved_at = state.saved_at, state.step
-        manifest = Manifest(
-            step=state.step,
-            epoch=state.epoch,
-            components={},
-            metrics=self._last_metrics if state.evaluated_at == state.step else {},
-            versions=versions(self.files),
-            world_size=self.process_group.world_size,
-        )
-        path = self._checkpointer.store.path_of(state.step)
-        if not self._checkpointer.save(self.components(), manifest, self.assets(), self.records.expect_save(path.name)):
-            state.saved_at = before
+        previous, state.saved_at = state.saved_at, state.step
+        metrics = self._last_metrics if state.evaluated_at == state.step else {}
+        on_written = self.records.begin_save(self.checkpointer.store.path_of(state.step).name)
+        path = self.checkpointer.save(state.step, state.epoch, metrics, on_written)
+        if path is None:
+            state.saved_at = previous
             return None
         return str(path)
 
-    def why_saved(self) -> str | None:
+    def save_reason(self) -> str | None:
         """Why a checkpoint is written at this step."""
-        is_best = self._worth_keeping_at == self.state.step
-        return None if self._loop is None else why_saved(self._loop.plan, self.state, self.control, is_best)
+        is_best = self._best_at_step == self.state.step
+        return None if self.loop is None else save_reason(self.loop.plan, self.state, self.control, is_best)
 
-    # -- state ---------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------
 
-    def take_logger_state(self, state: dict[str, Any]) -> None:
-        """Where the loggers of a loaded run were; kept for those that do not exist yet."""
-        self._logger_state = state
+    def common_components(self) -> list[StateComponent]:
+        """Progress, context and loggers, which every run has."""
+        context = StatefulAdapter(self.context.state_dict, self.context.load_state_dict)
+        loggers = StatefulAdapter(lambda: self.loggers.state_dict(), self._load_logger_state)
+        return [
+            StateComponent("run", StatefulAdapter(self._progress, self.state.load_state_dict), format="json"),
+            StateComponent("context", context, required=False),
+            StateComponent("loggers", loggers, required=False, format="json"),
+        ]
+
+    def _load_logger_state(self, state: dict[str, Any]) -> None:
+        self.logger_state = state  # kept for loggers that do not exist yet
         self.loggers.load_state_dict(state)
 
-    def run_state(self) -> dict[str, Any]:
-        """Where the run is, with what the next log record is to be made of."""
-        pending = self._loop.pending_values() if self._loop is not None else []
+    def _progress(self) -> dict[str, Any]:
+        """The run state, with the values of the next log record."""
+        pending = self.loop.pending_values() if self.loop is not None else []
         control = self.control
-        # A signal ends the process; a callback ends the run, also for the next process with the same command.
-        ended = control.should_stop and control.signal is None
-        stopped = [control.stopped_by, control.stop_reason] if ended else []
+        # A signal ends the process; a callback stops the run, also for the next process with the same command.
+        is_stopped = control.should_stop and control.signal is None
+        stopped = [control.stopped_by, control.stop_reason] if is_stopped else []
         return {**self.state.state_dict(), "pending": pending, "stopped": stopped}
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
-        """Go on from a file, a checkpoint's folder, or a run's folder (its newest checkpoint)."""
+        """Load a file, a checkpoint folder, or a run folder (its newest checkpoint)."""
         load_components(self.components(), read_states(path, self.files, self.process_group.rank), only)
-        self.state.stopped = []  # loaded on purpose, to go on
-        self.records.went_on_from = str(path)
-        logger.info("going on from %s (step %d)", path, self.state.step)
+        self.state.stopped = []  # loaded on purpose, to continue
+        self.records.resumed_from = str(path)
+        logger.info("resuming from %s (step %d)", path, self.state.step)
 
     def stop(self, reason: str) -> None:
-        """End training after this step; whoever is being called is named as the one who asked."""
+        """Stop training after this step; the current listener is reported as the one who stopped it."""
         self.control.stop(reason, by=self.bus.current_listener or "the caller")
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,24 +1,31 @@
-"""Settings that every run has, whatever it is computed with, and what makes one wrong."""
+"""Settings that every run has, whatever computes it, and what the loop, retention and entry points derive from them.
+
+A setting is declared once, as a field here or in `run.torch.settings`: its name, type, default, meaning (the comment is
+also its help text on the command line) and, in `validate`, the values that make sense.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from trainformer.checkpointing import Retention
 from trainformer.core.errors import BadArgument, expected
+from trainformer.engine import Plan
 from trainformer.engine.cadence import Cadence, Unit
+from trainformer.run.signals import SignalRules
 
 
 @dataclass(kw_only=True)
 class CommonSettings:
-    """How long a run goes on, what it records, and what it keeps.
+    """How long a run trains, what it logs, and what it keeps.
 
     Cadences are integers in their usual unit, or strings that name it: ``"500steps"``, ``"2epochs"``, ``"10min"``.
     """
 
-    # How long, and with what
+    # Length and batches
     epochs: int = 100
     max_steps: int | None = None  # overrides epochs
     batch_size: int = 32  # of all processes together
@@ -27,33 +34,33 @@ class CommonSettings:
     seed: int = 42
     rank_timeout: float = 1800.0  # seconds that ranks wait for each other
 
-    # What is recorded
+    # Logging
     log: Any = "console"  # console, wandb, tensorboard, mlflow, none, a logger, or several
     log_every: int | str | None = 100
     project: str = "trainformer"
     name: str | None = None
     run_dir: str | Path | None = None  # None: runs/<name>
 
-    # What is kept
+    # Checkpoints
     save_dir: str = "checkpoints"  # inside the run folder, unless absolute
     save_every: int | str | None = "10min"  # None: only the best and the last
     save_strategy: Unit = "steps"  # the unit of a bare number in save_every: steps, epochs or seconds
     save_best: int = 3
     save_last: int = 1
-    keep_every: int | None = None  # keep one checkpoint per so many steps for good
+    keep_every: int | None = None  # keep one checkpoint every so many steps permanently
     save_async: bool = False  # copy the state, write it in the background
     eval_on_save: bool = False
     monitor_metric: str = "val/loss"
     monitor_mode: str = "min"
-    resume: str | Path | None = "auto"  # auto, a path, or None to begin anew
-    load_components: Sequence[str] | None = None  # resume these only, e.g. ["model"]; None: everything
-    exit_on_signal: bool = True  # after SIGTERM or SIGINT: save, then leave with 128 + signal; False: return from fit
+    resume: str | Path | None = "auto"  # auto, a path, or None to start from scratch
+    load_components: Sequence[str] | None = None  # resume only these, e.g. ["model"]; None: everything
+    exit_on_signal: bool = True  # after SIGTERM or SIGINT: save, then exit with 128 + signal; False: return from fit
 
     # Evaluation
     eval_every: int | str | None = 1
 
     def validate(self) -> None:
-        """Refuse settings that cannot work, before anything is built."""
+        """Reject settings that cannot work, before anything is built."""
         for name in ("epochs", "batch_size", "accumulation_steps"):
             self._whole(name, least=1)
         for name in ("max_steps", "eval_batch_size", "keep_every"):
@@ -61,11 +68,9 @@ class CommonSettings:
                 self._whole(name, least=1)
         for name in ("save_best", "save_last", "seed"):
             self._whole(name, least=0)
-        if self.monitor_mode not in ("min", "max"):
-            raise BadArgument(expected("monitor_mode to be 'min' or 'max'", self.monitor_mode))
+        self._choice("monitor_mode", ("min", "max"))
+        self._choice("save_strategy", ("steps", "epochs", "seconds"))
         self._number("rank_timeout", lambda v: v > 0, "a positive number of seconds")
-        if self.save_strategy not in ("steps", "epochs", "seconds"):
-            raise BadArgument(expected("save_strategy to be 'steps', 'epochs' or 'seconds'", self.save_strategy))
         for name, unit in (("log_every", "steps"), ("save_every", self.save_strategy), ("eval_every", "epochs")):
             Cadence.parse(getattr(self, name), unit, name)  # type: ignore[arg-type]
 
@@ -79,11 +84,59 @@ class CommonSettings:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not fits(value):
             raise BadArgument(expected(f"{name} to be {words}", value))
 
+    def _choice(self, name: str, choices: tuple[str | None, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            *first, last = [repr(choice) if isinstance(choice, str) else str(choice) for choice in choices]
+            raise BadArgument(expected(f"{name} to be {', '.join(first)} or {last}", value))
+
     def values(self) -> dict[str, Any]:
-        """Every setting as it is now."""
+        """The current value of every setting."""
         return {name: getattr(self, name) for name in self.defaults()}
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The default of every setting."""
         return {f.name: f.default for f in fields(cls)}
+
+    def plan(self, evaluates: bool) -> Plan:
+        """What the loop does when. `evaluates` is whether there is validation data."""
+        return Plan(
+            max_steps=self.max_steps,
+            epochs=None if self.max_steps is not None else self.epochs,
+            accumulation=self.accumulation_steps,
+            log_every=Cadence.parse(self.log_every, "steps", "log_every"),
+            eval_every=Cadence.parse(self.eval_every, "epochs", "eval_every") if evaluates else None,
+            save_every=Cadence.parse(self.save_every, self.save_strategy, "save_every"),
+            eval_on_save=self.eval_on_save and evaluates,
+            eval_at_end=evaluates and self.eval_every is not None,
+            monitor=self.monitor_metric,
+            monitor_mode=self.monitor_mode,
+        )
+
+    def retention(self) -> Retention:
+        """Which checkpoints are kept."""
+        return Retention(
+            last=self.save_last,
+            best=self.save_best,
+            every=self.keep_every,
+            monitor=self.monitor_metric,
+            mode=self.monitor_mode,
+        )
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """How the runs of an entry point differ from those of `Trainer`.
+
+    `plan` replaces fields of the loop's plan. Without `keeps_folder` nothing is written to disk. `checkpoint_name` is
+    formatted with the step. With `shows_messages` log messages go to the console whatever loggers there are.
+    `fresh_start_hint` tells the user how to start from scratch.
+    """
+
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    keeps_folder: bool = True
+    checkpoint_name: str = "step_{:08d}"
+    shows_messages: bool = False
+    fresh_start_hint: str = "pass resume=None"
+    signals: SignalRules = field(default_factory=SignalRules)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.run.context import surrounded_by
+from trainformer.run.context import run_context
 from trainformer.run.signals import SignalStop
 from trainformer.sweep.pruning import PruneTrial
 
@@ -90,7 +90,7 @@ def current_trial() -> CurrentTrial:
 def _going_on(trial: CurrentTrial) -> Iterator[None]:
     token = _CURRENT.set(trial)
     try:
-        with surrounded_by(trial):
+        with run_context(trial):
             yield
     finally:
         _CURRENT.reset(token)

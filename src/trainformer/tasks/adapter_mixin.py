@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, is_adapted
-from trainformer.adapters.export import merge
+from trainformer.adapters.export import merge_adapter
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
@@ -52,4 +52,4 @@ class AdapterMixin(TaskBase):
 
     def export_module(self, model: nn.Module) -> nn.Module:
         """Return the plain model with the adapter merged; the trained model does not change."""
-        return model if self.adapter is None else merge(copy.deepcopy(model))
+        return model if self.adapter is None else merge_adapter(copy.deepcopy(model))

@@ -33,7 +33,7 @@ _LATER = 1  # steps by which an answer may be late: the devices never wait for t
 class Processes:
     """The processes that train together; every one must take part in an exchange. `part` is whose rows these are."""
 
-    watch = None
+    monitor = None
 
     def __init__(self, part: Shard = ALL) -> None:
         self.rank = self.local_rank = jax.process_index()
@@ -50,7 +50,7 @@ class Processes:
         """Whether there is nobody else."""
         return self.world_size == 1
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all processes, on every one."""
         message = pickle.dumps(value)
         heads = _exchange(len(message).to_bytes(8, "little") + message[: _FIRST - 8], _FIRST)
@@ -62,9 +62,9 @@ class Processes:
 
     def broadcast(self, value: Any) -> Any:
         """The value that process 0 has."""
-        return self.gather(value if self.is_main else None)[0]
+        return self.all_gather_object(value if self.is_main else None)[0]
 
-    def gather_parts(self, value: Any) -> list[Any]:
+    def all_gather_dp(self, value: Any) -> list[Any]:
         """One value: what a step gives is global already. That of process 0, which may know more of the past."""
         return [self.broadcast(value)]
 
@@ -72,16 +72,16 @@ class Processes:
         """What a function returns that process 0 alone calls. If it fails there, all fail: none waits for it."""
         return run_on_main(self, function)
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Sums over the parts of a batch. Processes that hold the same rows count them once."""
-        rows = self.gather(values)
+        rows = self.all_gather_object(values)
         return [sum(column) * self.part.count / self.world_size for column in zip(*rows, strict=True)]
 
-    def any(self, flags: list[bool]) -> list[bool]:
+    def any_rank(self, flags: list[bool]) -> list[bool]:
         """Which of them at least one process has set."""
-        return [any(column) for column in zip(*self.gather(flags), strict=True)]
+        return [any(column) for column in zip(*self.all_gather_object(flags), strict=True)]
 
-    def watching(self, timeout: float) -> AbstractContextManager[None]:
+    def monitoring(self, timeout: float) -> AbstractContextManager[None]:
         """jax watches over its processes itself: all are ended when one is gone."""
         return nullcontext()
 

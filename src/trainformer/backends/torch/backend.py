@@ -16,21 +16,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients, memory, quantize
+from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
-from trainformer.backends.torch.placement import Feeder
+from trainformer.backends.torch.placement import Feeder, RequestFlag
 from trainformer.backends.torch.precision import make_precision
-from trainformer.backends.torch.request_flag import RequestFlag
 from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
-from trainformer.backends.torch.splitting import MemorySplitter
-from trainformer.backends.torch.window import Window
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
@@ -46,45 +43,17 @@ _OUT_OF_MEMORY = (
 
 if TYPE_CHECKING:
     from trainformer.distributed import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchSettings:
-    """What a run asks of this backend. The fields mean what `Trainer`'s fields of the same names mean."""
-
-    lr: float = 1e-4
-    weight_decay: float = 0.01
-    warmup_ratio: float = 0.1
-    gradient_clip: float | None = 1.0
-    weight_decay_end: float | None = None
-    layer_decay: float | None = None
-    optimizer: Any = "adamw"
-    scheduler: Any = "onecycle"
-    precision: str = "auto"
-    fp8_recipe: str | None = None
-    fp8_dim_alignment: int = 16
-    qat_recipe: str | None = None
-    device: Any = None
-    nonfinite: str = "raise"
-    compile: bool | str | Mapping[str, Any] = False
-    channels_last: bool = False
-    gradient_checkpointing: bool = False
-    activation_offload: bool = False
-    sdpa_backend: memory.SdpaChoice = None
-    matmul_precision: str | None = None
-    oom: str = "split"
-    batch_size: int = 1
-    rank_timeout: float = 1800.0
+    from trainformer.run.torch.settings import RunSettings
 
 
 class TorchBackend:
     """The torch side of a run. `reduces_rows` says whether the task reduces per-sample rows itself."""
 
-    def __init__(self, task: Any, settings: TorchSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
+    def __init__(self, task: Any, settings: RunSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
         self.task = task
         self.settings = settings
         self.strategy = strategy
-        self.device = self.strategy.join(settings.device, settings.rank_timeout)
+        self.device = self.strategy.setup_environment(settings.device, settings.rank_timeout)
         self.process_group = self.strategy.process_group
         self._is_alone = self.process_group.is_single_process
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
@@ -96,7 +65,7 @@ class TorchBackend:
         self.splitter = MemorySplitter(settings.oom if self._is_alone else "raise")
         self.replaced = self._replace_layers()
         self._place_model()
-        self.optimizer = self.strategy.connect(
+        self.optimizer = self.strategy.prepare_optimizer(
             make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay)
         )
         if self.precision.scaler is not None and any(p.dtype == torch.float16 for p in named_parameters(task).values()):
@@ -118,13 +87,13 @@ class TorchBackend:
         self._forget = getattr(task, "on_step_skipped", None)
         no_sync = getattr(task, "no_sync", None)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = (
-            no_sync if self._is_alone else self.strategy.apart
+            no_sync if self._is_alone else self.strategy.no_sync
         )
         # The same on all ranks, and for a full batch the weight of each: nothing is then left to multiply with.
-        self._reference = None if self._is_alone else settings.batch_size / self.process_group.count
+        self._reference = None if self._is_alone else settings.batch_size / self.process_group.dp_world_size
         self.strategy.reference = self._reference or 1.0
         self._shared_step = self.strategy.train_step()
-        self._heard = RequestFlag(self.device)
+        self._request_flag = RequestFlag(self.device)
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
@@ -134,7 +103,7 @@ class TorchBackend:
         # Under "raise" the run ends anyway; to watch over a hundred small tensors in every step would cost time.
         watched = self.guard.policy != "raise"
         self._statistics = RunningStatistics(modules_of(task).values()) if watched else None
-        self._window = Window(self._reference)
+        self._window = AccumulationWindow(self._reference)
         self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
 
@@ -228,7 +197,7 @@ class TorchBackend:
         if self._statistics is not None and not self._window.entries:
             self._statistics.keep()
         try:
-            for piece in self.splitter.cut(batch):
+            for piece in self.splitter.split(batch):
                 with self._apart(piece):
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
@@ -253,9 +222,9 @@ class TorchBackend:
                 "Expected a loss from every step where several processes train together, received none: the others "
                 "would wait for its gradients. Return a loss of weight 0 instead."
             )
-        sums = self._window.sums(self.device)
+        sums = self._window.weight_and_sum(self.device)
         asks = torch.full((1,), float(self.has_request()), dtype=sums.dtype, device=self.device)
-        return self.strategy.send(loss, torch.cat([sums, asks]))
+        return self.strategy.piggyback_stats(loss, torch.cat([sums, asks]))
 
     def _apart(self, piece: DeviceBatch) -> AbstractContextManager[Any]:
         """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
@@ -270,7 +239,7 @@ class TorchBackend:
         if self.settings.activation_offload:
             stack.enter_context(memory.activation_offload(self.device))
         if not size:
-            stack.enter_context(padding(takes_part=True))
+            stack.enter_context(padding(participates=True))
         return stack
 
     def finish(self) -> bool:
@@ -282,7 +251,7 @@ class TorchBackend:
         if scaler is not None:
             scaler.unscale_(self.optimizer)
             for found in scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
-                self.strategy.agree_on_overflow(found)
+                self.strategy.sync_found_inf(found)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
             raise BadArgument(
@@ -291,7 +260,7 @@ class TorchBackend:
         norm = self.strategy.total_norm(grads, self._uniform)
         losses = self._window.losses()
         if self._is_alone:
-            factor = self._window.factor()
+            factor = self._window.gradient_scale()
         else:
             factor, losses = self._hear_others()
         if factor is not None:
@@ -310,16 +279,16 @@ class TorchBackend:
 
     def _hear_others(self) -> tuple[Tensor | float | None, list[Tensor]]:
         """What gradients are to be multiplied with, and the loss, of all ranks."""
-        sums = self.strategy.received(self.precision.scaler)
+        sums = self.strategy.reduced_stats(self.precision.scaler)
         assert sums is not None, "every strategy for several ranks tells what they sent"
         weight, total, asking = sums.unbind()
-        self._heard.note(asking)
-        self._shared_loss = self._window.share(weight, total, only_main=not self.process_group.is_main)
-        return self._window.shared_factor(self.strategy.averaged_over, weight), [total]
+        self._request_flag.record(asking)
+        self._shared_loss = self._window.replace_loss(weight, total, record=self.process_group.is_main)
+        return self._window.reduced_gradient_scale(self.strategy.gradient_divide_factor, weight), [total]
 
     def any_rank_has_request(self) -> bool:
         """Whether a rank asks something of all of them, as far as it is known by now: the same answer on each."""
-        return self._heard.any_rank_asks()
+        return self._request_flag.pop()
 
     def update(self, step: int) -> StepResult:
         """Take the optimizer step, unless the gradients are not finite, or there are none on purpose."""
@@ -367,7 +336,7 @@ class TorchBackend:
         """Drop gradients and everything else that belongs to one window."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._window = Window(self._reference)
+        self._window = AccumulationWindow(self._reference)
         self._shared_loss = None
 
     def drop_step(self) -> None:
@@ -378,7 +347,7 @@ class TorchBackend:
         if self._forget is not None:
             self._forget()
 
-    def sync_window(self) -> None:
+    def reduce_window_loss(self) -> None:
         """Make the loss that of all ranks, for somebody who looks at a step that will not be finished."""
         if not self._is_alone:
             self._hear_others()
@@ -413,7 +382,7 @@ class TorchBackend:
 
     def infer(self, function: Callable[[Any], Any], batch: DeviceBatch) -> EvalResult:
         """Any function of a batch that returns a mapping, without gradients and in the run's precision."""
-        with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(takes_part=True):
+        with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(participates=True):
             outputs = self.strategy.infer(function, batch.data)
         entries: list[Entry] = []
         rows: dict[str, Tensor] = {}

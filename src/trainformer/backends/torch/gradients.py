@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument
-from trainformer.utils.distributed import is_divided as is_divided
-from trainformer.utils.distributed import local_parts as local_parts
+from trainformer.utils.distributed import is_dtensor as is_dtensor
+from trainformer.utils.distributed import local_tensors as local_tensors
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -22,7 +22,7 @@ def are_uniform(tensors: Iterable[Tensor]) -> bool:
     (True, False)
     """
     tensors = list(tensors)
-    return len({(t.device, t.dtype) for t in tensors}) == 1 and not any(is_divided(t) for t in tensors)
+    return len({(t.device, t.dtype) for t in tensors}) == 1 and not any(is_dtensor(t) for t in tensors)
 
 
 def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:
@@ -52,7 +52,7 @@ def scale(grads: list[Tensor], factor: Tensor | float, uniform: bool) -> None:
     if uniform:
         torch._foreach_mul_(grads, factor)
         return
-    grads = local_parts(grads)
+    grads = local_tensors(grads)
     if not isinstance(factor, Tensor):
         torch._foreach_mul_(grads, factor)
         return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.utils.distributed import local_parts
+from trainformer.utils.distributed import local_tensors
 
 Groups = list[dict[str, Any]]
 
@@ -100,7 +100,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._hand_up()
         rounded = [(p, copy) for p, copy, _ in moving if copy is not p]
         if rounded:
-            torch._foreach_copy_(local_parts([p for p, _ in rounded]), local_parts([copy for _, copy in rounded]))
+            torch._foreach_copy_(local_tensors([p for p, _ in rounded]), local_tensors([copy for _, copy in rounded]))
         self._versions |= {id(p): p._version for p, _ in rounded}
         return loss
 

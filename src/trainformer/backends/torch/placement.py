@@ -1,4 +1,4 @@
-"""Batches on their way to the device."""
+"""Moving data between host and device: batches with their transforms, and the request flag of a step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainformer.core.types import DeviceBatch, HostBatch, Origin
 from trainformer.data.order import sample_keys
 from trainformer.utils.helpers import get_device, move_to_device
 
-# Where a batch that is a mapping keeps what a transform of inputs is meant for.
+# Keys of the inputs in a batch that is a mapping; transforms are applied to the first one found.
 _INPUT_KEYS = ("image", "images", "img", "pixel_values", "x", "input", "inputs")
 
 
 def resolve_device(device: str | int | torch.device | None) -> torch.device:
-    """The device a user named, checked; ``None`` or ``"auto"`` is the best there is."""
+    """The requested device, checked; ``None`` or ``"auto"`` picks the best one available."""
     if device is None or device == "auto":
         return get_device()
     try:
@@ -35,8 +35,7 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
 class Feeder:
     """Moves batches to the device and applies the task's transforms there.
 
-    On CUDA the copy runs on a stream of its own, from pinned memory: it overlaps with the step before, which the
-    device is still computing when the host asks for the next batch.
+    On CUDA the copy runs on its own stream, from pinned memory, and so overlaps with the previous step.
     """
 
     def __init__(self, device: torch.device, channels_last: bool) -> None:
@@ -45,8 +44,8 @@ class Feeder:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def feed(self, batches: Iterable[HostBatch], transform: nn.Module | None) -> Iterator[DeviceBatch]:
-        """Batches on the device, in order. A transform with `takes_keys` also gets the keys of the samples (see `keys_of`)."""
-        move = self._move_aside if self._stream is not None else self._move
+        """Batches on the device, in order. A transform with `takes_keys` also gets the sample keys (see `keys_of`)."""
+        move = self._move_on_stream if self._stream is not None else self._move
         takes_keys = getattr(transform, "takes_keys", False)
         for data, size, bad, origin, whole, consumed in batches:
             tokens = count_tokens(data) if size else 0
@@ -61,14 +60,14 @@ class Feeder:
             data = move_to_device(data, self.device)
         return self._format(data)
 
-    def _move_aside(self, data: Any) -> Any:
+    def _move_on_stream(self, data: Any) -> Any:
         assert self._stream is not None
         data = map_tensors(lambda t: t if t.is_cuda or t.is_pinned() else t.pin_memory(), data)
         with torch.cuda.stream(self._stream):
             moved = self._format(move_to_device(data, self.device, non_blocking=True))
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
-        # The allocator must not hand this memory out again before the step that reads it is done.
+        # The allocator must not reuse this memory before the step that reads it is done.
         map_tensors(lambda t: t.record_stream(current), moved)
         return moved
 
@@ -79,12 +78,12 @@ class Feeder:
 
 
 def keys_of(origin: Origin | None) -> Any:
-    """A 64-bit number for each sample of a batch, by which its random numbers are drawn; None if nobody knows it."""
+    """One 64-bit key per sample that seeds its random numbers; None if the origin of the batch is unknown."""
     return None if origin is None else sample_keys(*origin)
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
-    """Apply a function to every tensor of a nested batch; everything else is passed through."""
+    """Apply a function to every tensor of a nested batch; everything else passes through."""
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, Mapping):
@@ -97,7 +96,7 @@ def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
 
 
 def apply_to_inputs(transform: Callable[[Any], Any], data: Any) -> Any:
-    """Apply a transform to a batch's inputs: the tensor itself, the first of a sequence, or the image of a dict."""
+    """Apply a transform to the inputs of a batch: a tensor, the first item of a sequence, the image of a dict."""
     if isinstance(data, Tensor):
         return transform(data)
     if isinstance(data, Mapping):
@@ -113,7 +112,7 @@ def apply_to_inputs(transform: Callable[[Any], Any], data: Any) -> Any:
 
 
 def count_tokens(data: Any) -> int:
-    """Tokens of a batch on the host: those of `input_ids` that the attention mask does not leave out, else none.
+    """Number of tokens in a batch: the `input_ids` that the attention mask keeps; 0 for other data.
 
     >>> count_tokens({"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
     4
@@ -124,4 +123,39 @@ def count_tokens(data: Any) -> int:
     mask = data.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device.type == "cpu":
         return int(mask.sum())
-    return ids.numel()  # from the shape alone: no device is asked
+    return ids.numel()  # from the shape alone: no device sync
+
+
+class RequestFlag:
+    """The number of ranks with a pending request (save, stop, ...), all-reduced together with a step's gradients.
+
+    On the CPU it is read at once. On an accelerator it is copied to the host asynchronously and read one step later,
+    when the copy has finished. All ranks read the same number at the same step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_host = device.type == "cpu"
+        self._newest: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._due: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def record(self, count: Tensor) -> None:
+        """Take in the all-reduced number of a step."""
+        if self._on_host:
+            self._due = count, None
+            return
+        self._due = self._newest
+        host = torch.empty((), dtype=count.dtype, pin_memory=True)
+        host.copy_(count, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._newest = host, event
+
+    def pop(self) -> bool:
+        """Whether any rank had a request; each step's number counts once."""
+        due, self._due = self._due, None
+        if due is None:
+            return False
+        number, event = due
+        if event is not None:
+            event.synchronize()
+        return bool(number > 0.5)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainformer.adapters.base import is_adapted, kind_of, unwrapped
+from trainformer.adapters.base import is_adapted, kind_of, unwrap_model
 from trainformer.adapters.targets import head_names, linear_names
-from trainformer.backends.torch.random_state import capture_random, restore_random
+from trainformer.backends.torch.state import capture_random, restore_random
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 
@@ -324,7 +324,7 @@ def _pass_gradients(layer: nn.Module) -> None:
 @contextmanager
 def _replacing(model: nn.Module) -> Iterator[nn.Module]:
     """Around a replacement of layers: none of an earlier one left, random numbers and modes as before."""
-    inner, random = unwrapped(model), capture_random()  # new layers draw weights, which are then thrown away
+    inner, random = unwrap_model(model), capture_random()  # new layers draw weights, which are then thrown away
     restore_linear(inner)
     yield inner
     restore_random(random)

@@ -1,7 +1,7 @@
-"""The records that HuggingFace's callbacks are called with, and the base class to write such callbacks with.
+"""What HF callbacks receive: arguments, state and control, and the base class to write such callbacks with.
 
-Names and meanings are HuggingFace's, with the additions of Forgather (`should_abort_without_save`, `raw_epoch`, ...).
-`transformers` itself is not needed.
+Names and meanings are those of transformers, plus Forgather's additions (`should_abort_without_save`, `raw_epoch`,
+...). `transformers` itself is not needed.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainformer.engine.cadence import Cadence
+
 
 class IntervalStrategy(enum.StrEnum):
-    """When something happens: never, every so many steps, or after each epoch. Equal to its string.
+    """When something happens: never, every N steps, or after each epoch. Equal to its string.
 
     >>> IntervalStrategy("steps") == "steps", str(IntervalStrategy.EPOCH)
     (True, 'epoch')
@@ -28,9 +31,9 @@ class IntervalStrategy(enum.StrEnum):
 
 @dataclass
 class TrainerState:
-    """Where a run is. Callbacks read it; what they write to it is not kept, except in `log_history`.
+    """Progress of a run, for callbacks to read. Changes by callbacks are discarded, except to `log_history`.
 
-    `epoch` is a fraction, `raw_epoch` the number of the running epoch, and `epoch_start_step` the step it began with.
+    `epoch` is fractional, `raw_epoch` is the index of the current epoch, and `epoch_start_step` its first step.
     """
 
     epoch: float = 0.0
@@ -62,12 +65,12 @@ class TrainerState:
         return dataclasses.asdict(self)
 
     def save_to_json(self, json_path: str | Path) -> None:
-        """Write all fields to a file."""
+        """Write all fields to a JSON file."""
         Path(json_path).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
-        """Read what `save_to_json` wrote, here or in transformers."""
+        """Read a file written by `save_to_json`, here or in transformers."""
         values = json.loads(Path(json_path).read_text(encoding="utf-8"))
         names = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
@@ -75,10 +78,10 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What callbacks ask for. A flag counts when a callback changes it, in place or in a control that it returns.
+    """Requests of callbacks. A callback makes one by changing a flag, in place or in a control that it returns.
 
-    Flags that the plan has set may be cleared, too: ``control.should_save = False`` in `on_step_end` calls off the
-    checkpoint that is due after this step.
+    Callbacks can also clear a flag that the schedule has set: ``control.should_save = False`` in `on_step_end` skips
+    the checkpoint that is due after this step.
     """
 
     should_training_stop: bool = False
@@ -90,14 +93,14 @@ class TrainerControl:
 
 
 class TrainerCallback:
-    """Base class of callbacks in HuggingFace's dialect. Override what you need; those not overridden cost nothing.
+    """Base class of HF-style callbacks. Override what you need; events that are not overridden cost nothing.
 
-    Every method gets the arguments, the state and the control of the run, and as keywords `model`, `processing_class`,
-    `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader` and `trainer`.
+    Every method receives the arguments, state and control of the run, and the keyword arguments `model`,
+    `processing_class`, `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader` and `trainer`.
     """
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """When the trainer has been built."""
+        """After the trainer is built."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Before the first step."""
@@ -109,31 +112,31 @@ class TrainerCallback:
         """Before an epoch."""
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After an epoch, before what is due once per epoch."""
+        """After an epoch, before the per-epoch log, evaluation and save."""
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Before an optimizer step."""
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After each micro-batch of a step but the last."""
+        """After each micro-batch of a step except the last."""
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Gradients are complete and clipped; the weights are still the old ones."""
+        """After gradient clipping, before the optimizer step."""
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """The weights are new; the gradients are still there."""
+        """After the optimizer step, before the gradients are cleared."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After an optimizer step."""
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After each batch of an evaluation or a prediction."""
+        """After each batch of an evaluation or prediction."""
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After an evaluation, with `metrics`."""
 
     def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After a prediction, with its `metrics`."""
+        """After a prediction, with `metrics`."""
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a checkpoint was written."""
@@ -142,5 +145,103 @@ class TrainerCallback:
         """When metrics are logged, with `logs`."""
 
 
-#: Every event of the dialect. `on_push_begin` belongs to HuggingFace's hub, which nothing here talks to.
+#: All events of HF callbacks, except `on_push_begin`: nothing here talks to the hub.
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+def arguments_of(trainer: Any) -> Any:
+    """The `args` of a run. A trainer without arguments gets a view of its settings, built once."""
+    args = getattr(trainer, "args", None)
+    if args is not None:
+        return args
+    return trainer.__dict__.setdefault("_settings_as_arguments", SettingsAsArguments(trainer))
+
+
+class SettingsAsArguments:
+    """Read-only view of the settings of a `trainformer.Trainer` under the names of HF `TrainingArguments`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SETTINGS:
+            return _SETTINGS[name](self._trainer)
+        raise AttributeError(
+            f"A callback read args.{name}, which trainformer.Trainer has no setting for. It has "
+            f"{', '.join(_SETTINGS)}. A trainformer.hf.Trainer passes its own TrainingArguments to callbacks."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All arguments by name."""
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """All arguments, in types that loggers accept."""
+        return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        """All arguments as JSON."""
+        return json.dumps(self.to_sanitized_dict(), indent=2)
+
+
+def _cadence(trainer: Any, setting: str) -> Cadence | None:
+    unit: Any = trainer.save_strategy if setting == "save_every" else "epochs" if setting == "eval_every" else "steps"
+    return Cadence.parse(getattr(trainer, setting), unit)
+
+
+def _strategy(setting: str) -> Callable[[Any], IntervalStrategy]:
+    def read(trainer: Any) -> IntervalStrategy:
+        cadence = _cadence(trainer, setting)
+        if cadence is None or (setting == "eval_every" and trainer.val_dataloader is None):
+            return IntervalStrategy.NO
+        return IntervalStrategy.EPOCH if cadence.unit == "epochs" else IntervalStrategy.STEPS
+
+    return read
+
+
+def _steps(setting: str) -> Callable[[Any], int]:
+    def read(trainer: Any) -> int:
+        cadence = _cadence(trainer, setting)
+        return int(cadence.every) if cadence is not None and cadence.unit == "steps" else 500
+
+    return read
+
+
+_SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "output_dir": lambda t: str(t.run_folder or t.run_dir or "runs"),
+    "logging_dir": lambda t: str(t.run_folder or t.run_dir or "runs"),
+    "run_name": lambda t: t.name,
+    "num_train_epochs": lambda t: t.epochs,
+    "max_steps": lambda t: t.max_steps if t.max_steps is not None else -1,
+    "per_device_train_batch_size": lambda t: t.batch_size,
+    "per_device_eval_batch_size": lambda t: t.eval_batch_size or t.batch_size,
+    "train_batch_size": lambda t: t.batch_size,
+    "eval_batch_size": lambda t: t.eval_batch_size or t.batch_size,
+    "gradient_accumulation_steps": lambda t: t.accumulation_steps,
+    "learning_rate": lambda t: t.lr,
+    "weight_decay": lambda t: t.weight_decay,
+    "max_grad_norm": lambda t: t.gradient_clip or 0.0,
+    "warmup_ratio": lambda t: t.warmup_ratio,
+    "seed": lambda t: t.seed,
+    "bf16": lambda t: t.precision == "bf16",
+    "fp16": lambda t: t.precision == "fp16",
+    "logging_strategy": _strategy("log_every"),
+    "logging_steps": _steps("log_every"),
+    "logging_first_step": lambda t: True,
+    "eval_strategy": _strategy("eval_every"),
+    "eval_steps": _steps("eval_every"),
+    "eval_delay": lambda t: 0,
+    "save_strategy": _strategy("save_every"),
+    "save_steps": _steps("save_every"),
+    "save_total_limit": lambda t: t.save_last,
+    "metric_for_best_model": lambda t: str(t.monitor_metric).replace("val/", "eval_", 1),
+    "greater_is_better": lambda t: t.monitor_mode == "max",
+    "load_best_model_at_end": lambda t: False,
+    "disable_tqdm": lambda t: False,
+    "report_to": lambda t: [],
+    "process_index": lambda t: 0,
+    "local_process_index": lambda t: 0,
+    "world_size": lambda t: 1,
+    "n_gpu": lambda t: 1,
+    "device": lambda t: t.device,
+}

@@ -1,7 +1,7 @@
-"""Hooks of mini.trainer: their base class, and how they hear the events of a run.
+"""Hooks of mini.trainer: their base class, and the adapter that runs them as callbacks.
 
-A hook of a `mini.BaseTrainer` gets that trainer. In any other run it gets a `TrainerView`: the run under the names that
-hooks know.
+Hooks of a `mini.BaseTrainer` receive that trainer. In any other run they receive a `TrainerView`, which shows the run
+under the names that hooks know.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.callbacks.compat.foreign import ForeignCallback
+from trainformer.callbacks.compat import CallbackAdapter
 from trainformer.engine import Event
 
 if TYPE_CHECKING:
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 
 class BaseHook:
-    """Hears what happens in a run. Override what you need; what is not overridden costs nothing."""
+    """Receives the events of a run. Override what you need; events that are not overridden cost nothing."""
 
     def on_before_train(self, trainer: Any) -> None:
-        """Once, before the first step."""
+        """Before the first step."""
 
     def on_after_train(self, trainer: Any) -> None:
-        """Once, after the last step."""
+        """After the last step."""
 
     def on_before_step(self, trainer: Any) -> None:
         """Before each step."""
 
     def on_after_step(self, trainer: Any) -> None:
-        """After each step; `trainer.step_info` tells what it gave."""
+        """After each step; `trainer.step_info` holds its results."""
 
     def on_log(self, trainer: Any, records: dict[str, Any], dry_run: bool) -> None:
-        """When the trainer logs metrics; with `dry_run` nothing is to be written."""
+        """When the trainer logs metrics. With `dry_run`, write nothing."""
 
     def on_log_images(self, trainer: Any, records: dict[str, Any], dry_run: bool) -> None:
-        """When the trainer logs images; with `dry_run` nothing is to be written."""
+        """When the trainer logs images. With `dry_run`, write nothing."""
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        """When a checkpoint is made: add what must survive to `state_dict`, which is this hook's own."""
+        """When a checkpoint is saved: add the state of this hook to `state_dict`, which no other hook shares."""
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        """When a checkpoint is taken up: take back what `on_state_dict` added."""
+        """When a checkpoint is loaded: restore what `on_state_dict` added."""
 
 
 _METHODS = {
@@ -56,38 +56,38 @@ _METHODS = {
 }
 
 
-class HookCallback(ForeignCallback):
-    """A hook as a callback of a run."""
+class HookCallback(CallbackAdapter):
+    """Adapter of one hook."""
 
     def __init__(self, hook: BaseHook, shared: dict[str, Any]) -> None:
         super().__init__(hook)
         self._shared = shared
         self._trainer: Any = None
-        # Only a hook that keeps something has a state: a checkpoint without it is then nothing to warn of.
+        # Stateless hooks get no state_dict, so that loading a checkpoint without their state does not warn.
         if overrides(hook, "on_state_dict") or overrides(hook, "on_load_state_dict"):
             self.state_dict = self._state_dict
             self.load_state_dict = self._load_state_dict
 
     def attach(self, trainer: Any) -> None:
-        """When the trainer has been built."""
-        self._trainer = self._as_hooks_know_it(trainer)
+        """Called when the trainer is built."""
+        self._trainer = self._hook_trainer(trainer)
 
-    def listen(self, trainer: Any) -> dict[Event, Callable[..., None]]:
-        """The events the hook overrides."""
-        known = self._as_hooks_know_it(trainer)
+    def handlers(self, trainer: Any) -> dict[Event, Callable[..., None]]:
+        """Handlers for the events the hook overrides."""
+        view = self._hook_trainer(trainer)
         handlers = {
-            event: _told(event, getattr(self.original, name), known)
+            event: _handler(event, getattr(self.wrapped, name), view)
             for event, name in _METHODS.items()
-            if overrides(self.original, name)
+            if overrides(self.wrapped, name)
         }
-        # A scheduler of torch that the user gave has moved on when the step ends: its rates are noted before.
-        given = isinstance(known, TrainerView) and hasattr(known.native.active_schedule, "scheduler")
-        if given and Event.STEP_END in handlers:
-            handlers[Event.BEFORE_UPDATE] = lambda step: known.note_rates()
+        # A torch LR scheduler has already advanced when the step ends, so the learning rates are recorded before it.
+        has_torch_scheduler = isinstance(view, TrainerView) and hasattr(view.native.active_scheduler, "scheduler")
+        if has_torch_scheduler and Event.STEP_END in handlers:
+            handlers[Event.BEFORE_OPTIMIZER_STEP] = lambda step: view.record_lrs()
         return handlers
 
-    def _as_hooks_know_it(self, trainer: Any) -> Any:
-        """The trainer of mini itself, or one view that all hooks of a run share."""
+    def _hook_trainer(self, trainer: Any) -> Any:
+        """The mini trainer itself, or a view that all hooks of a run share."""
         own = getattr(trainer, "mini_trainer", None)
         if own is not None:
             return own
@@ -97,34 +97,34 @@ class HookCallback(ForeignCallback):
 
     def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        self.original.on_state_dict(self._trainer, state)
+        self.wrapped.on_state_dict(self._trainer, state)
         return state
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self.original.on_load_state_dict(self._trainer, state)
+        self.wrapped.on_load_state_dict(self._trainer, state)
 
 
 class TrainerView:
-    """A run of `trainformer.Trainer` (or of another way in) under the names that hooks of mini.trainer know."""
+    """A trainer of another entry point under the names that hooks of mini.trainer know."""
 
     def __init__(self, trainer: Any) -> None:
         self.native = trainer
         self.step_info: dict[str, Any] = {}
         self.logger = logging.getLogger("trainformer.mini")
         self._in_step = False
-        self._told = -1
-        self._rates: list[float] = []
+        self._last_step = -1
+        self._lrs: list[float] = []
         self._ended = time.perf_counter()
 
     @property
     def step(self) -> int:
-        """The current step, from `on_before_step` on; 0 before training."""
+        """The current step, counted from `on_before_step` on; 0 before training."""
         return self.native.state.step + self._in_step
 
     @property
     def max_steps(self) -> int | None:
-        """Steps of the whole run, where that is known."""
-        return self.native.max_steps_planned
+        """Total steps of the run, if known."""
+        return self.native.total_steps
 
     @property
     def model(self) -> nn.Module:
@@ -133,94 +133,87 @@ class TrainerView:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model inside wrappers."""
-        from trainformer.callbacks.compat.unwrapping import unwrap  # it needs torch, hooks as such do not
-
         return unwrap(model)
 
     @property
     def unwrapped_model(self) -> nn.Module:
         """The model being trained, without wrappers."""
-        return self.unwrap(self.model)
+        return unwrap(self.model)
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer at work."""
+        """The optimizer in use."""
         return self.native.active_optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning-rate schedule at work."""
-        return self.native.active_schedule
+        """The learning-rate scheduler in use."""
+        return self.native.active_scheduler
 
     @property
     def data_loader(self) -> Any:
-        """The batches of the training data."""
-        return self.native.train_batches
+        """The training batches."""
+        return self.native.train_dataloader
 
     @property
     def hooks(self) -> list[BaseHook]:
-        """The hooks of the run, without callbacks of other dialects."""
+        """The hooks of the run, without other callbacks."""
         callbacks = getattr(getattr(self.native, "_run", None), "callbacks", ())
-        return [c.original for c in callbacks if isinstance(c, HookCallback)]
+        return [c.wrapped for c in callbacks if isinstance(c, HookCallback)]
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def workspace(self) -> Path | None:
-        """The folder of the run."""
+        """The run folder."""
         return self.native.run_folder
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal is ending this process; the run goes on in another one."""
+        """Whether a signal is ending this process; another process will resume the run."""
         return self.native.control.ending_signal is not None
 
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
-        """Tell the hooks of metrics."""
+        """Pass metrics to the hooks."""
         for hook in self.hooks:
             hook.on_log(self, records, dry_run or not self.native.is_main)
 
     def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
-        """Tell the hooks of images."""
+        """Pass images to the hooks."""
         for hook in self.hooks:
             hook.on_log_images(self, records, dry_run or not self.native.is_main)
 
-    def note_rates(self) -> None:
-        """Before an update: the rates that are in force."""
-        self._rates = self.native.active_schedule.get_last_lr()
+    def record_lrs(self) -> None:
+        """Remember the learning rates of the optimizer step that follows."""
+        self._lrs = self.native.active_scheduler.get_last_lr()
 
-    def take_note(self, event: Event, args: tuple[Any, ...]) -> None:
-        """Before the first hook hears of an event: bring step and `step_info` up to it."""
+    def update(self, event: Event, args: tuple[Any, ...]) -> None:
+        """Update `step` and `step_info` before hooks receive an event."""
         if event is not Event.STEP_END:
             self._in_step = event is Event.STEP_BEGIN
             if event is Event.TRAIN_BEGIN:
                 self._ended = time.perf_counter()
-        elif self._told != self.native.state.step:
-            self._told = self.native.state.step
+        elif self._last_step != self.native.state.step:
+            self._last_step = self.native.state.step
             self._in_step = False
-            now, schedule = time.perf_counter(), self.native.active_schedule
-            # A scheduler of torch has moved on to the next step by now; one of our own sets the rates before a step.
-            rates = self._rates if hasattr(schedule, "scheduler") else schedule.get_last_lr()
+            now, scheduler = time.perf_counter(), self.native.active_scheduler
+            # A torch scheduler has advanced to the next step by now; ours set the learning rates before a step.
+            lrs = self._lrs if hasattr(scheduler, "scheduler") else scheduler.get_last_lr()
             self.step_info = {
                 "loss": args[1],
                 "records": {},
                 "grad_norm": self.native.grad_norm,
-                **{f"lr_{i}": rate for i, rate in enumerate(rates)},
+                **{f"lr_{i}": lr for i, lr in enumerate(lrs)},
                 "step_time": now - self._ended,
             }
             self._ended = now
 
 
-def speaks_mini(callback: Any) -> bool:
-    """Whether a callback is a hook of mini.trainer."""
-    return isinstance(callback, BaseHook)
-
-
 def overrides(hook: BaseHook, name: str) -> bool:
-    """Whether a hook does anything on an event.
+    """Whether a hook handles an event.
 
     >>> class Printer(BaseHook):
     ...     def on_before_train(self, trainer): ...
@@ -231,12 +224,40 @@ def overrides(hook: BaseHook, name: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(BaseHook, name)
 
 
-def _told(event: Event, method: Callable[[Any], None], trainer: Any) -> Callable[..., None]:
+def _handler(event: Event, method: Callable[[Any], None], trainer: Any) -> Callable[..., None]:
     if not isinstance(trainer, TrainerView):
         return lambda *args: method(trainer)
 
-    def tell(*args: Any) -> None:
-        trainer.take_note(event, args)
+    def handle(*args: Any) -> None:
+        trainer.update(event, args)
         method(trainer)
 
-    return tell
+    return handle
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, DDP, FSDP, `DataParallel` and `AveragedModel`, in any order.
+
+    >>> import torch
+    >>> inner = torch.nn.Linear(1, 1)
+    >>> unwrap(torch.nn.DataParallel(inner)) is inner
+    True
+    """
+    # Hooks also run on JAX, where nothing may import torch.
+    import torch
+    from torch.optim.swa_utils import AveragedModel
+
+    from trainformer.adapters.base import unwrap_model
+
+    wrappers: tuple[type, ...] = (torch.nn.DataParallel, AveragedModel)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        wrappers += (FullyShardedDataParallel,)
+    while True:
+        inner = unwrap_model(model)
+        if isinstance(inner, wrappers):
+            inner = inner.module  # type: ignore[assignment]
+        if inner is model:
+            return model
+        model = inner

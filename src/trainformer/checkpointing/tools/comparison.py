@@ -10,8 +10,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from trainformer.checkpointing.tools.places import AnyPath, find
-from trainformer.checkpointing.tools.reading import States
+from trainformer.checkpointing.tools.listing import AnyPath, find
+from trainformer.checkpointing.tools.states import States
 from trainformer.checkpointing.tools.summary import as_text
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 

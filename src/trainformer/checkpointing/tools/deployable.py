@@ -22,15 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainformer import tasks
-from trainformer.adapters.export import merge
+from trainformer.adapters.export import merge_adapter
 from trainformer.adapters.qlora import QLoRA
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import load_adapter
 from trainformer.backends.torch.quantize import Layers, Recipe, layers_for, prepare_qat, torchao
 from trainformer.checkpointing import Checkpoint
-from trainformer.checkpointing.tools.places import AnyPath
-from trainformer.checkpointing.tools.reading import States
-from trainformer.checkpointing.tools.weights import export_weights
+from trainformer.checkpointing.tools.listing import AnyPath
+from trainformer.checkpointing.tools.states import States, export_weights
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.models.language import load_model, load_tokenizer
@@ -161,7 +160,7 @@ def _adapted(request: Request) -> tuple[Any, str]:
     model = load_adapter(model, request.folder)
     if request.ema is not None:
         model.load_state_dict(States(request.checkpoint)[request.ema]["model"])
-    return merge(model), recorded.partition("(")[0] or "adapter"
+    return merge_adapter(model), recorded.partition("(")[0] or "adapter"
 
 
 def _read_base(folder: Path) -> str | None:
@@ -274,12 +273,15 @@ def _outputs(model: Any, kind: str) -> Tensor:
     answer = model(**{name: value.to(device) for name, value in inputs.items()})
     for name in ("logits_per_image", "logits", "last_hidden_state"):
         if getattr(answer, name, None) is not None:
-            return getattr(answer, name).detach().float().cpu()
+            return getattr(answer, name).detach().cpu()
     raise DataError(f"{type(model).__name__} gives nothing that could be compared.")
 
 
 def _check_equal(wanted: Tensor, found: Tensor, folder: Path) -> None:
-    if not torch.equal(wanted, found):
+    # Not bitwise: weights that were read from a file have another memory alignment, and on some CPUs the kernels of
+    # matrix products sum in an order that depends on it.
+    rounding = max(1e-5, 4 * torch.finfo(wanted.dtype).eps) * float(wanted.abs().max())
+    if not _largest(wanted, found) <= rounding:
         what = f"{folder.name} to give the same outputs when it is read back"
         raise DataError(expected(what, f"a difference of {_largest(wanted, found):.3g}", "Nothing is kept."))
 
@@ -294,7 +296,7 @@ def _as_trained(trained: Tensor, after: Tensor, recipe: Recipe) -> float:
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max())
+    return float((a.float() - b.float()).abs().max())
 
 
 @contextmanager

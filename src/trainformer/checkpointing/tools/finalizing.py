@@ -23,12 +23,10 @@ from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from trainformer.backends.torch.quantize import RECIPES, Recipe, recipe_named
 from trainformer.checkpointing import Checkpoint, Retention
-from trainformer.checkpointing.tools.arrays import STATE
 from trainformer.checkpointing.tools.deployable import MODEL_CONFIGS, WEIGHTS, Made, Request, make, weights_size
-from trainformer.checkpointing.tools.places import AnyPath, find, is_checkpoint, list_checkpoints
-from trainformer.checkpointing.tools.reading import States
+from trainformer.checkpointing.tools.listing import AnyPath, find, is_checkpoint, list_checkpoints
+from trainformer.checkpointing.tools.states import STATE, States, export_weights
 from trainformer.checkpointing.tools.summary import as_text, in_words
-from trainformer.checkpointing.tools.weights import export_weights
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.utils.files import sync
 from trainformer.utils.processes import is_alive

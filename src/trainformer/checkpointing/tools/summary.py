@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from trainformer.checkpointing import Checkpoint, InvalidCheckpoint
-from trainformer.checkpointing.tools.arrays import counts_of
-from trainformer.checkpointing.tools.places import AnyPath, find
+from trainformer.checkpointing.tools.listing import AnyPath, find
+from trainformer.core.errors import DataError
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+_KIND = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,9 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Summary:
     for part in parts:
         if part.key == "model" and part.format in ("weights", "sharded"):
             for name in part.files:
-                counts += _counts_of(checkpoint.path / name)
+                counts += _weight_counts(checkpoint.path / name)
         elif part.format == "orbax":
-            counts += counts_of(checkpoint.path / part.key)
+            counts += _array_counts(checkpoint.path / part.key)
     return Summary(
         path=checkpoint.path,
         step=manifest.step,
@@ -127,7 +130,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Summary:
     )
 
 
-def _counts_of(path: Path) -> Counter[str]:
+def _weight_counts(path: Path) -> Counter[str]:
     """Numbers by their type, from the header alone."""
     from safetensors import SafetensorError, safe_open
 
@@ -144,8 +147,22 @@ def _counts_of(path: Path) -> Counter[str]:
     return counts
 
 
+def _array_counts(folder: Path) -> Counter[str]:
+    """Parameters by dtype, from the index beside the arrays alone."""
+    counts: Counter[str] = Counter()
+    try:
+        leaves = json.loads((folder / "leaves.json").read_bytes())["leaves"]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder} is missing or damaged. ({error}) See what `verify` says.") from error
+    for name, kind in leaves.items():
+        match = _KIND.fullmatch(kind)
+        if name.startswith("params/") and match is not None:
+            counts[match[1]] += prod(int(size) for size in match[2].split(",") if size.strip())
+    return counts
+
+
 def _of_file(path: Path) -> Summary:
-    from trainformer.checkpointing.tools.reading import read_file
+    from trainformer.checkpointing.tools.states import read_file
 
     components = read_file(path)
     run = components.get("run", {})

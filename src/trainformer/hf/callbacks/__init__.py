@@ -1,17 +1,14 @@
-"""Callbacks in HuggingFace's dialect that come with `trainformer.hf`; `trainformer.Trainer` takes them, too."""
+"""HF-style callbacks that come with `trainformer.hf`. They work with `trainformer.Trainer` as well."""
 
 from trainformer.core.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "trainformer.hf.callbacks.divergence": ["DivergenceDetector"],
-        "trainformer.hf.callbacks.grad_logger": ["GradLogger"],
-        "trainformer.hf.callbacks.info": ["InfoCallback"],
+        "trainformer.hf.callbacks.console": ["InfoCallback", "ProgressCallback"],
         "trainformer.hf.callbacks.json_logger": ["JsonLogger"],
-        "trainformer.hf.callbacks.peak_memory": ["PeakMemory"],
-        "trainformer.hf.callbacks.progress": ["ProgressCallback"],
-        "trainformer.hf.callbacks.tb_logger": ["TBLogger"],
+        "trainformer.hf.callbacks.monitors": ["DivergenceDetector", "GradLogger", "PeakMemory"],
+        "trainformer.hf.callbacks.tensorboard": ["TBLogger"],
         "trainformer.hf.callbacks.textgen": ["TextgenCallback"],
     },
 )

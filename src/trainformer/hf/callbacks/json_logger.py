@@ -1,7 +1,4 @@
-"""`JsonLogger`: every event of a run that carries figures, one JSON object per line.
-
-Owns the record. How a file of such lines survives a crash is the business of `trainformer.loggers.jsonl`.
-"""
+"""`JsonLogger`: the events of a run as JSON Lines. `trainformer.loggers.jsonl` makes the file safe against crashes."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import Any
 
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, expected
-from trainformer.hf.callbacks.arguments import all_arguments
-from trainformer.hf.callbacks.names import is_evaluation
+from trainformer.hf.callbacks.common import all_arguments, is_evaluation
 from trainformer.loggers.jsonl import JsonlLogger, _lines, _replace
 from trainformer.loggers.values import jsonable
 
@@ -26,17 +22,17 @@ _NOTHING: Mapping[str, Any] = {}
 class JsonLogger(TrainerCallback):
     """Appends a record to a file when training begins and ends, and at each log, evaluation and save.
 
-    A record holds `event`, `timestamp` (ISO 8601, UTC), `global_step`, `epoch`, `metrics` and `meta`, which is whatever
-    keyword arguments were given (`name`, `description`, `config`, ...); the first record also has the arguments, under
-    `args`. The file is `path`, or ``trainer_logs.jsonl`` in `log_dir` or else in the run's logging folder.
+    A record has the fields `event`, `timestamp` (ISO 8601, UTC), `global_step`, `epoch`, `metrics` and `meta`, which
+    holds the keyword arguments (`name`, `description`, `config`, ...). The first record also has the arguments of the
+    run, as `args`. The file is `path`, or ``trainer_logs.jsonl`` in `log_dir` (default: the logging folder of the run).
 
-    Each line is JSON that any reader accepts: NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``, which `float` reads. A record is handed to the system at once, so that a kill tears at most
-    the last line, which the next run removes. A run that goes on drops the records after the step it goes on from. A
-    run that begins anew leaves an older file aside, under a numbered name.
+    Each line is standard JSON: NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which
+    `float` reads. Each record is flushed at once, so a kill damages at most the last line, which the next run removes.
+    A resumed run drops the records after the step it resumes from. A run that starts from scratch renames an existing
+    file to a numbered name.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(
         self,
@@ -50,38 +46,34 @@ class JsonLogger(TrainerCallback):
         self.meta = meta
         self.path: Path | None = Path(path) if path is not None else None
         self._folder = None if log_dir is None else Path(log_dir)
-        self._before: Path | None = None  # where the run that goes on wrote to
+        self._before: Path | None = None  # file of the run that is resumed
         self._file: _EventFile | None = None
         self._has_trained = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Open the file where the run goes on, and say what it is."""
         if not state.is_world_process_zero:
             return
         step = state.global_step
-        evaluated_before = self._file is not None and not self._has_trained  # that record belongs to this run
+        evaluated_before = self._file is not None and not self._has_trained  # the file has records of this run already
         self._close()
-        self._open(args, goes_on_from=None if evaluated_before and step == 0 else step)
+        self._open(args, resume_step=None if evaluated_before and step == 0 else step)
         self._has_trained = True
         self._write(args, "on_train_begin", state, {}, {"args": all_arguments(args)})
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Write a record of training; that of an evaluation follows when it is announced as one."""
+        """Write training metrics; those of an evaluation arrive in `on_evaluate`."""
         if logs and not is_evaluation(logs):
             self._write(args, "on_log", state, logs)
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Write the metrics of an evaluation."""
         self._write(args, "on_evaluate", state, metrics or {})
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note that there is a checkpoint."""
         self._write(args, "on_save", state, {})
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the last record."""
         self._write(args, "on_train_end", state, {})
         self._close()
 
@@ -90,28 +82,26 @@ class JsonLogger(TrainerCallback):
             self._file.finish()
             self._file = None
 
-    def _open(self, args: Any, goes_on_from: int | None) -> None:
+    def _open(self, args: Any, resume_step: int | None) -> None:
         if self.path is None:
             folder = self._folder or getattr(args, "logging_dir", None) or args.output_dir
-            self.path = self._of_same_run(args) or Path(folder) / FILE_NAME
+            self.path = self._file_of_resumed_run(args) or Path(folder) / FILE_NAME
         self._file = _EventFile(self.path)
-        if goes_on_from is not None:
-            self._file.continue_from(goes_on_from)
+        if resume_step is not None:
+            self._file.continue_from(resume_step)
         self._file.init({})
 
-    def _of_same_run(self, args: Any) -> Path | None:
-        """The file of the run that goes on, where a new process would choose another folder. Never another run's."""
+    def _file_of_resumed_run(self, args: Any) -> Path | None:
+        """The file of the run being resumed, as a new process has another logging folder. Never that of another run."""
         before = self._before
         if before is None or self._folder is not None or not before.exists():
             return None
         return before if before.resolve().is_relative_to(Path(args.output_dir).resolve()) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the records are."""
         return {"path": None if self.path is None else str(self.path)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there, if that is still the same run."""
         self._before = None if state["path"] is None else Path(state["path"])
 
     def _write(
@@ -120,7 +110,7 @@ class JsonLogger(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if self._file is None:  # an evaluation outside of training
-            self._open(args, goes_on_from=None)
+            self._open(args, resume_step=None)
         assert self._file is not None
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         where = {"event": event, "timestamp": now, "global_step": state.global_step, "epoch": state.epoch}
@@ -128,11 +118,11 @@ class JsonLogger(TrainerCallback):
 
 
 class _EventFile(JsonlLogger):
-    """The same file with records of another shape."""
+    """A crash-safe JSON Lines file with records of our own."""
 
     def write(self, record: dict[str, Any]) -> None:
         file = self._started(self._file)
-        # ASCII only: also lone surrogates, which no encoding has, are then valid.
+        # ASCII only: lone surrogates, which UTF-8 cannot encode, are valid JSON escapes.
         file.write(json.dumps(jsonable(record)).encode() + b"\n")
         file.flush()
 
@@ -140,16 +130,15 @@ class _EventFile(JsonlLogger):
         if not self.path.exists():
             return
         if step == 0:
-            self._set_aside()
+            self._rename_existing()
             return
         kept = [line for line, record in _lines(self.path) if record.get("global_step", 0) <= step]
         content = b"".join(line + b"\n" for line in kept)
         if content != self.path.read_bytes():
             _replace(self.path, content)
 
-    def _set_aside(self) -> None:
-        """What another run wrote here is not ours to delete."""
+    def _rename_existing(self) -> None:
         number = 1
-        while (aside := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
+        while (other := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
             number += 1
-        self.path.rename(aside)
+        self.path.rename(other)

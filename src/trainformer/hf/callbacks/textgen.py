@@ -1,7 +1,4 @@
-"""`TextgenCallback`: texts that a model writes during training, for people to read.
-
-Owns when and from which prompts. Sampling is transformers' `generate`. Nothing of it changes how training goes on.
-"""
+"""`TextgenCallback`: generates texts during training, with transformers' `generate`, without affecting the run."""
 
 from __future__ import annotations
 
@@ -17,28 +14,28 @@ from trainformer.callbacks.compat.huggingface_types import TrainerCallback, Trai
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.data.text.batches import pad
-from trainformer.hf.callbacks.running import run_of
-from trainformer.hf.callbacks.writers import WriterHandle
-from trainformer.models.modes import evaluating
+from trainformer.hf.callbacks.common import trainer_api
+from trainformer.hf.callbacks.tensorboard import WriterHandle
+from trainformer.models.modes import eval_mode
 
-_USUAL_LENGTH = 64  # new tokens
-# Whoever sets one of these wants to sample, also without saying so.
-_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+_DEFAULT_NEW_TOKENS = 64
+# Setting one of these implies do_sample=True.
+_SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
 class TextgenCallback(TrainerCallback):
-    """Every `generation_steps` steps, lets the model go on from all prompts at once, and shows the texts.
+    """Every `generation_steps` steps, generates completions of all prompts in one batch, and logs them.
 
-    They go to `summary_writer` (a `SummaryWriter` or a folder) and to the loggers of the run, each under
-    ``<name>/<number of the prompt>``. With ``generation_steps=None`` they are written after each evaluation.
+    Texts go to `summary_writer` (a `SummaryWriter` or a folder) and to the loggers of the run, as
+    ``<name>/<number of the prompt>``. With ``generation_steps=None`` it generates after each evaluation.
 
     `generation_config` is a dict of transformers' options (`max_new_tokens`, `do_sample`, `temperature`, ...), or a
-    `GenerationConfig`. In a dict, `max_new_tokens` is 64 (fewer, if the model has too few positions) and the choice is
-    greedy unless it says otherwise; naming a temperature, `top_p` or `top_k` means to sample. The tokenizer is the
-    trainer's `processing_class`. When training begins it is tried once whether all this works.
+    `GenerationConfig`. Defaults for a dict: 64 new tokens (fewer if the model has fewer positions left), and greedy
+    decoding unless you set a sampling option such as `temperature`, `top_p` or `top_k`. The tokenizer is the
+    `processing_class` of the trainer. A trial when training begins shows errors early.
     """
 
-    makes_requests = False
+    sets_control = False
 
     def __init__(
         self,
@@ -54,8 +51,8 @@ class TextgenCallback(TrainerCallback):
         if not self.prompts or not all(isinstance(prompt, str) and prompt for prompt in self.prompts):
             raise BadArgument(expected("TextgenCallback's prompts to be texts of at least one character", self.prompts))
         if generation_steps is not None and (not isinstance(generation_steps, int) or generation_steps < 1):
-            words = "TextgenCallback's generation_steps to be a positive number of steps, or None for evaluations"
-            raise BadArgument(expected(words, generation_steps))
+            what = "TextgenCallback's generation_steps to be a positive number of steps, or None for evaluations"
+            raise BadArgument(expected(what, generation_steps))
         self.generation_steps = generation_steps
         self.generation_config = {} if generation_config is None else generation_config
         self.name = name
@@ -70,84 +67,81 @@ class TextgenCallback(TrainerCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        """See that there is somebody to write, before hours are spent."""
+        """Check model, tokenizer and options, and generate once."""
         if not callable(processing_class) or not hasattr(processing_class, "batch_decode"):
             do = "Pass processing_class=tokenizer to the trainer."
             raise BadArgument(expected("a tokenizer for TextgenCallback", processing_class, do))
         able = getattr(model, "can_generate", lambda: True)()
         if not able or not callable(getattr(model, "generate", None)):
-            do = "Use one with a language-model head, or leave the callback out."
+            do = "Use one with a language-model head, or remove the callback."
             raise BadArgument(expected("a model that can generate for TextgenCallback", type(model).__name__, do))
         self._check_options(model)
-        try:  # once, for nothing: what cannot work is known now, and not after the first thousand steps
-            with _apart(model, kwargs.get("trainer")) as judged:
-                self._generated(judged, processing_class, kwargs.get("trainer"))
+        try:  # fail now rather than after the first thousand steps
+            with _eval_mode(model, kwargs.get("trainer")) as eval_model:
+                self._generate(eval_model, processing_class, kwargs.get("trainer"))
         except Exception as error:
-            do = "Are prompts and max_new_tokens together longer than what the model has positions for?"
-            words = "prompts and a generation_config that the model can generate with"
-            raise BadArgument(expected(words, f"{type(error).__name__}: {error}", do)) from error
+            do = "Do prompts and max_new_tokens together exceed the positions of the model?"
+            what = "prompts and a generation_config that the model can generate with"
+            raise BadArgument(expected(what, f"{type(error).__name__}: {error}", do)) from error
         self._writer.open(state)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write, if it is time."""
         if self.generation_steps is not None and state.global_step % self.generation_steps == 0:
             self._show(state, **kwargs)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write, where evaluations set the pace."""
         if self.generation_steps is None:
             self._show(state, **kwargs)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Everything is written."""
         self._writer.close()
 
     def _show(
         self, state: TrainerState, model: Any = None, processing_class: Any = None, trainer: Any = None, **_: Any
     ) -> None:
-        # On every process: each may hold a part of the model.
-        with _apart(model, trainer) as judged:
-            texts = self._generated(judged, processing_class, trainer)
+        # On every rank: the model may be sharded.
+        with _eval_mode(model, trainer) as eval_model:
+            texts = self._generate(eval_model, processing_class, trainer)
         if not state.is_world_process_zero:
             return
-        log_text = getattr(getattr(run_of(trainer), "logger", None), "log_text", None)
+        log_text = getattr(getattr(trainer_api(trainer), "logger", None), "log_text", None)
         for number, (prompt, text) in enumerate(zip(self.prompts, texts, strict=True), start=1):
             key, shown = f"{self.name}/{number}", f"{prompt}⟶{text}"
             self._writer.add_text(key, shown, state.global_step)
             if log_text is not None:
                 log_text(key, shown, state.global_step)
 
-    def _generated(self, model: Any, tokenizer: Any, trainer: Any) -> list[str]:
-        """The texts, made where a model that is divided over processes can be called."""
-        run = getattr(run_of(trainer), "_run", None)
+    def _generate(self, model: Any, tokenizer: Any, trainer: Any) -> list[str]:
+        """Generate through the strategy, which can call a sharded model."""
+        run = getattr(trainer_api(trainer), "_run", None)
         if run is None:
             return self.generate(model, tokenizer)
         return run.backend.strategy.infer(lambda _: self.generate(model, tokenizer), None)
 
     @torch.no_grad()
     def generate(self, model: Any, tokenizer: Any) -> list[str]:
-        """What the model makes of the prompts, in one batch."""
+        """The completions of the prompts, computed in one batch."""
         padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         examples = [{"input_ids": tokenizer(prompt)["input_ids"]} for prompt in self.prompts]
-        # On the left: what is generated must follow the prompt, and not its padding.
+        # Pad on the left: new tokens must follow the prompt, not its padding.
         batch = pad(examples, padding, side="left", multiple_of=1)
         device = next(model.parameters()).device
         inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
         length, config = inputs["input_ids"].shape[1], getattr(model, "config", None)
-        reads_apart = getattr(config, "is_encoder_decoder", False)
-        room = (getattr(config, "max_position_embeddings", None) or _USUAL_LENGTH + length) - length
-        made = model.generate(**inputs, **self._options(padding, _USUAL_LENGTH if reads_apart else room))
-        if not reads_apart:
-            made = made[:, length:]
-        return tokenizer.batch_decode(made, skip_special_tokens=True)
+        is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+        room = (getattr(config, "max_position_embeddings", None) or _DEFAULT_NEW_TOKENS + length) - length
+        tokens = model.generate(**inputs, **self._options(padding, _DEFAULT_NEW_TOKENS if is_encoder_decoder else room))
+        if not is_encoder_decoder:
+            tokens = tokens[:, length:]
+        return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
-    def _options(self, padding: int, room: int = _USUAL_LENGTH) -> dict[str, Any]:
+    def _options(self, padding: int, room: int = _DEFAULT_NEW_TOKENS) -> dict[str, Any]:
         config = self.generation_config
         if not isinstance(config, dict):
             known = {} if getattr(config, "pad_token_id", None) is not None else {"pad_token_id": padding}
             return {"generation_config": config, **known}
-        samples = any(config.get(name) is not None for name in _OF_SAMPLING)
-        length = {} if "max_length" in config else {"max_new_tokens": max(1, min(_USUAL_LENGTH, room))}
+        samples = any(config.get(name) is not None for name in _SAMPLING_OPTIONS)
+        length = {} if "max_length" in config else {"max_new_tokens": max(1, min(_DEFAULT_NEW_TOKENS, room))}
         return {**length, "do_sample": samples, "pad_token_id": padding, **config}
 
     def _check_options(self, model: Any) -> None:
@@ -162,16 +156,16 @@ class TextgenCallback(TrainerCallback):
 
 
 @contextmanager
-def _apart(model: Any, trainer: Any) -> Iterator[Any]:
-    """The model to be judged, in evaluation mode; what is drawn meanwhile does not change how training goes on."""
-    run = run_of(trainer)
-    if hasattr(run, "eval_mode"):
-        with run.eval_mode():
-            yield run.task.model
+def _eval_mode(model: Any, trainer: Any) -> Iterator[Any]:
+    """The model (its EMA, if there is one) in eval mode; the random state is restored afterwards."""
+    api = trainer_api(trainer)
+    if hasattr(api, "eval_mode"):
+        with api.eval_mode():
+            yield api.task.model
         return
     random = capture_random()
     try:
-        with evaluating(model):
+        with eval_mode(model):
             yield model
     finally:
         restore_random(random)

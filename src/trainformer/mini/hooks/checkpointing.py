@@ -15,7 +15,7 @@ from typing import Any
 
 from trainformer.callbacks.compat.mini import TrainerView
 from trainformer.checkpointing.checkpointer import SaveFailed
-from trainformer.checkpointing.snapshot import read_snapshot, write_snapshot
+from trainformer.checkpointing.torch_files import read_single_file, write_single_file
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.mini.hooks.intervals import IntervalHook, whole_number
 from trainformer.mini.utils import from_first_rank, wait_for_all
@@ -98,7 +98,7 @@ class CheckpointingHook(IntervalHook):
     def _write(self, trainer: Any, path: Path, state: dict[str, Any]) -> Path | None:
         _check_plain(state)
         try:
-            write_snapshot(path, state)
+            write_single_file(path, state)
             self._point_to(path)
         except OSError as error:
             self._note(trainer, error)
@@ -155,7 +155,7 @@ class CheckpointingHook(IntervalHook):
         if path is not None:
             if trainer.step:
                 trainer.logger.info("what was loaded before (step %d) is replaced", trainer.step)
-            trainer.load_state_dict(read_snapshot(path) if found is None else found[1])
+            trainer.load_state_dict(read_single_file(path) if found is None else found[1])
             self._origin = origin
             trainer.logger.info("going on from %s (step %d); pass load=None to begin anew", path, trainer.step)
         self._tidy(trainer, folder)
@@ -165,7 +165,7 @@ class CheckpointingHook(IntervalHook):
         """The newest file that can be read. Where a file to begin from was named, only that of a run that did."""
         for _, path in reversed(_numbered(folder)):
             try:
-                states = read_snapshot(path)
+                states = read_single_file(path)
             except DataError as error:
                 trainer.logger.warning("%s The checkpoint before it is used.", error)
                 continue

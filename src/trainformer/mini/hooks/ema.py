@@ -68,10 +68,10 @@ class _PlacedEMA(EMA):
         averages = [*self.model.parameters(), *self.model.buffers()]
         self._pairs = [(average, source) for average, (_, source) in zip(averages, self._pairs, strict=True)]
 
-    def _follow(self, share: float) -> None:
+    def _update(self, weight: float) -> None:
         pairs = self._pairs
         self._pairs = [(a, w if w.device == a.device else w.detach().to(a.device)) for a, w in pairs]
         try:
-            super()._follow(share)
+            super()._update(weight)
         finally:
             self._pairs = pairs

@@ -1,10 +1,10 @@
-"""A session on JAX: the backend and the data of one run. The course of the run is `session.run`'s."""
+"""A run on JAX: its settings, backend and data."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,33 +12,53 @@ from rich.console import Console
 
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.callbacks.base import CallbackList, handlers_of, name_of
-from trainformer.callbacks.compat import original
+from trainformer.callbacks.compat import unwrap_callback
 from trainformer.checkpointing import Checkpoint, CheckpointStore, StateComponent
-from trainformer.checkpointing.checkpointer import Assets
-from trainformer.checkpointing.jax_files import JaxFiles
+from trainformer.checkpointing.checkpointer import Assets, Checkpointer
+from trainformer.checkpointing.components import callback_states
+from trainformer.checkpointing.jax_files import JaxFiles, jax_components
 from trainformer.checkpointing.store import is_named
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.engine import Event
 from trainformer.engine.evaluation import evaluate
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
 from trainformer.engine.protocols import Source
-from trainformer.loggers.registry import make_loggers
-from trainformer.run.folder import RunFolder
-from trainformer.run.habits import FrontOptions
-from trainformer.run.jax.components import state_components
-from trainformer.run.jax.settings import JaxSettings
-from trainformer.run.progress import showing_progress
+from trainformer.run.logging import eval_progress
 from trainformer.run.provenance import record_length, record_settings, size_of
 from trainformer.run.run import Run
+from trainformer.run.settings import CommonSettings, FrontOptions
+from trainformer.run.setup import RunParts, validate_settings
 
 logger = logging.getLogger("trainformer")
 
-#: What happens inside a compiled step: nobody can be told of it.
-_INSIDE_A_STEP = {Event.SUBSTEP_END: "each micro-batch", Event.BEFORE_UPDATE: "the gradients before the update"}
+#: Events inside a compiled step, which cannot be emitted.
+_INSIDE_A_STEP = {Event.SUBSTEP_END: "each micro-batch", Event.BEFORE_OPTIMIZER_STEP: "the gradients before the update"}
+
+
+@dataclass(kw_only=True)
+class JaxSettings(CommonSettings):
+    """The settings that a trainer's arguments amount to. The arguments are validated; here they are recorded.
+
+    `batch_size` is that of a whole optimizer step on all devices, split into `micro_batches`.
+    """
+
+    lr: float = 5e-5
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.0
+    gradient_clip: float | None = 1.0
+    optimizer: Any = "adamw"
+    scheduler: Any = "linear"
+    nonfinite: str = "raise"
+    micro_batches: int = 1
+    drop_last: bool = False
+    precision: str = "auto"
+    gradient_checkpointing: Any = None
+    sharding_array: tuple[int, ...] = (1, -1, 1, 1)
+    num_workers: int = 0
 
 
 class JaxRun(Run):
-    """One run on JAX. `owner` is the trainer; `derive` makes further metrics of those of an evaluation."""
+    """One run on JAX. `owner` is the trainer; `derive` computes further metrics from those of an evaluation."""
 
     settings: JaxSettings
     backend: JaxBackend
@@ -56,43 +76,39 @@ class JaxRun(Run):
         passed: frozenset[str] = frozenset(),
         console: Console | None = None,
         derive: Callable[[dict[str, float]], dict[str, float]] | None = None,
-        processes: ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        settings.validate()
-        make_loggers(settings.log, project=settings.project, name=settings.name, run_dir=Path("runs"))  # known names?
-        super().__init__(
-            owner,
-            settings,
-            data=data,
-            process_group=processes or SingleProcess(),
-            callbacks=callbacks,
-            passed=passed,
-            console=console,
-            habits=FrontOptions(begin_anew="pass resume=None in the arguments"),
-        )
-        if settings.save_async and not self.process_group.is_single_process:
-            # orbax lets processes wait for each other, which must not happen behind the back of a step that does, too.
+        validate_settings(settings)
+        process_group = process_group or SingleProcess()
+        if settings.save_async and not process_group.is_single_process:
+            # orbax synchronises processes, which must not happen in a thread beside a step that does so, too.
             settings.save_async = False
-            if self.process_group.is_main:
-                logger.warning(
-                    "save_async is for one process; with %d of them saves are waited for", self.process_group.world_size
-                )
-        self.backend = backend
-        self.files = JaxFiles()
-        self.train_source = train_source
-        self.val_source = val_source
-        self.train_size = size_of(getattr(train_source, "dataset", None))
+            if process_group.is_main:
+                logger.warning("save_async needs a single process; with %d, saves block", process_group.world_size)
         self._derive = derive
-        self._record_config()
+        parts = RunParts(
+            settings=settings,
+            options=FrontOptions(fresh_start_hint="pass resume=None in the arguments"),
+            process_group=process_group,
+            backend=backend,
+            files=JaxFiles(),
+            callbacks=callbacks,
+            train_source=train_source,
+            val_source=val_source,
+            train_size=size_of(getattr(train_source, "dataset", None)),
+            data=data,
+            passed=passed,
+            console=console or Console(),
+        )
+        super().__init__(owner, parts)
 
     def connect(self) -> None:
-        """Subscribe everybody; a callback that listens to what a compiled step cannot tell is refused."""
+        """Attach and subscribe callbacks; those that handle events inside a compiled step are rejected."""
         for callback in self.callbacks:
             self._check(callback)
         super().connect()
 
     def add_callback(self, callback: Any) -> None:
-        """One more callback, after the others; also while the run goes on."""
         super().add_callback(callback)
         try:
             self._check(self.callbacks.callbacks[-1])
@@ -101,26 +117,23 @@ class JaxRun(Run):
             raise
 
     def _check(self, callback: Any) -> None:
-        if getattr(original(callback), "needs_torch", False):
-            raise BadArgument(f"The callback {name_of(callback)} works on models of torch; this run has one of JAX.")
+        if getattr(unwrap_callback(callback), "needs_torch", False):
+            raise BadArgument(f"The callback {name_of(callback)} needs a torch model; this is a JAX run.")
         found = _INSIDE_A_STEP.keys() & handlers_of(callback, self.owner).keys()
         if found:
             what = " and ".join(_INSIDE_A_STEP[event] for event in sorted(found, key=lambda e: e.name))
             raise BadArgument(
-                f"The callback {name_of(callback)} wants to hear of {what}, which is inside a compiled step and cannot "
-                "be told from outside. Listen to on_step_end, or compute it in the loss function and return it as a "
-                "metric."
+                f"The callback {name_of(callback)} handles {what}, which happens inside a compiled step and cannot be "
+                "observed. Use on_step_end, or compute it in the loss function and return it as a metric."
             )
 
-    # -- what it says of itself ------------------------------------------------------------------------------
+    # -- description ------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
-        """The trainer's name."""
         return type(self.owner).__name__
 
     def describe(self) -> str:
-        """The trainer, its devices and its size."""
         mesh, params = self.backend.mesh, getattr(self.backend.state, "params", {})
         axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -129,52 +142,45 @@ class JaxRun(Run):
         return f"{self.title} on {where} in {self.settings.precision}: {count:,} parameters"
 
     def model_shapes(self) -> list[tuple[str, list[int]]]:
-        """Of every parameter."""
         leaves = jax.tree_util.tree_leaves_with_path(getattr(self.backend.state, "params", {}))
         return [(jax.tree_util.keystr(path, simple=True, separator="/"), list(leaf.shape)) for path, leaf in leaves]
 
     def components(self) -> list[StateComponent]:
-        """State, place in the run, data, callbacks."""
-        return state_components(self)
+        common, callbacks = self.common_components(), callback_states(self.callbacks.named())
+        return jax_components(self.backend, self.train_source, self.state, common, callbacks)
 
     def assets(self) -> Assets | None:
-        """What the trainer wants to have beside the state."""
         return self.owner.save_assets
 
-    def own_listeners(self) -> dict[Event, Any]:
-        """The trainer's own hooks."""
+    def task_handlers(self) -> dict[Event, Any]:
         return self.owner.listeners()
 
-    def place(self) -> dict[str, Any]:
-        """The kind of the devices, and how many."""
+    def device_info(self) -> dict[str, Any]:
         mesh = self.backend.mesh
-        return {**super().place(), "device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}"}
+        return {"device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}", "precision": self.settings.precision}
 
     def fault_counters(self) -> dict[str, int]:
-        """As the backend counts them."""
         return {"skipped": self.backend.skipped_steps}
 
     def memory_gb(self) -> float | None:
-        """Peak of the first device, where it tells."""
         device = jax.local_devices()[0]
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use") if device.platform != "cpu" else None
         return super().memory_gb() if peak is None else peak / 1e9
 
-    def _newest_of(self, store: CheckpointStore, folder: RunFolder) -> Checkpoint | None:
-        """The newest checkpoint that is whole. If none of those that are there is, the run does not begin anew."""
-        found = super()._newest_of(store, folder)
+    def newest_checkpoint(self, checkpointer: Checkpointer) -> Checkpoint | None:
+        """The newest valid checkpoint. If all of them are damaged, the run does not silently start from scratch."""
+        found, store = super().newest_checkpoint(checkpointer), checkpointer.store
         if found is None and self.settings.resume == "auto" and _has_any(store):
             raise DataError(
-                f"There are checkpoints in {store.root}, and none of them can be read: they are damaged, as the "
-                "warnings say. Nothing was changed. Pass resume=None to begin anew, or another output_dir."
+                f"There are checkpoints in {store.root}, but all of them are damaged (see the warnings). Nothing was "
+                "changed. Pass resume=None to start from scratch, or another output_dir."
             )
         return found
 
     def record_derived(self) -> None:
-        """Lengths."""
         record_length(self.context.config, self, self.settings.warmup_ratio)
 
-    def _record_config(self) -> None:
+    def record_config(self) -> None:
         config = self.context.config
         record_settings(self, {})
         config.set_env("jax_version", jax.__version__)
@@ -187,15 +193,14 @@ class JaxRun(Run):
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
-        """Metrics of the validation data."""
         assert self.val_source is not None
         return self.evaluate_on(self.val_source)
 
     def evaluate_on(self, source: Source) -> dict[str, float]:
-        """Metrics named ``val/...`` of a source's batches."""
-        with showing_progress(self.callbacks, self.owner, source.batches_per_epoch) as tell, self.backend.run_context():
+        """Metrics named ``val/...`` over a source."""
+        with eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance, self.backend.run_context():
             metrics, _ = evaluate(
-                self.backend, source.batches(0), self.backend.eval_step, False, tell, self.process_group
+                self.backend, source.batches(0), self.backend.eval_step, False, advance, self.process_group
             )
         if self._derive is not None:
             metrics |= self._derive(metrics)
@@ -203,5 +208,5 @@ class JaxRun(Run):
 
 
 def _has_any(store: CheckpointStore) -> bool:
-    """Whether there is anything that is named like a checkpoint, be it whole or not."""
+    """Whether anything is named like a checkpoint, valid or not."""
     return store.root.is_dir() and any(is_named(path) and path.is_dir() for path in store.root.iterdir())

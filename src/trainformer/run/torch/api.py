@@ -1,4 +1,4 @@
-"""What callbacks may use of a run on torch, whatever way it was begun."""
+"""What users and callbacks see of a trainer on torch, whatever the entry point."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainformer.run.api import TrainerApi
-from trainformer.run.torch.dry_run import Probe
-from trainformer.run.torch.inference import Inputs
+from trainformer.run.torch.dry_run import DryRun
+from trainformer.run.torch.evaluation import Inputs
 
 if TYPE_CHECKING:
     from trainformer.run.torch.run import TorchRun
 
 
 class TorchTrainerApi(TrainerApi):
-    """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), over the session of the run."""
+    """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), on torch."""
 
     _run: TorchRun
 
-    def evaluate_trained(self) -> dict[str, float]:
-        """The same for the weights being trained, on the validation data, where `evaluate` judges an average (EMA)."""
-        return self._run.evaluate_trained()
+    def evaluate_without_ema(self) -> dict[str, float]:
+        """Evaluate the trained weights on the validation data, even if `evaluate` uses an EMA of them."""
+        return self._run.evaluate_without_ema()
 
-    def embed(self, data: Any = "val", most: int | None = None) -> dict[str, Tensor]:
-        """Embeddings of data in evaluation mode: ``{"embedding": (N, D)}``, with ``"label"`` where there are labels.
+    def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Tensor]:
+        """Embeddings of a dataset in eval mode: ``{"embedding": (N, D)}``, plus ``"label"`` if the data has labels.
 
-        `data` is ``"train"``, ``"val"``, or anything that `predict` takes; `most` samples at most, evenly chosen.
+        `data` is ``"train"``, ``"val"``, or anything that `predict` accepts. `max_samples` evenly spaced samples.
         """
-        return self._run.embed(data, most)
+        return self._run.embed(data, max_samples)
 
-    def look(self, most: int, inputs: Inputs) -> dict[str, Tensor]:
-        """What is predicted for at most so many samples of the validation data, evenly chosen: a row for each.
+    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
+        """Predictions for up to `max_samples` evenly spaced validation samples, one row per sample.
 
-        `inputs` takes from a batch, as the model gets it, what is to stand beside the predictions.
+        `inputs` maps a collated batch to further columns, such as the images or the labels.
         """
-        return self._run.look(most, inputs)
+        return self._run.sample_predictions(max_samples, inputs)
 
     def save(self, path: str | Path) -> str:
-        """Write everything needed to go on exactly from here to one file; all or nothing."""
+        """Write everything needed to resume exactly to a single file, atomically."""
         return str(self._run.save_file(Path(path)))
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Evaluation mode in this block, with the model to be judged (an average, if one is kept) in its place.
+        """Eval mode inside this block, with the model to evaluate (the EMA, if there is one) as `task.model`.
 
-        What is drawn inside does not change how training goes on.
+        Random numbers drawn inside do not affect training.
         """
         return self._run.eval_mode()
 
     def copy_model(self) -> nn.Module:
-        """A second model with the weights as they are, divided over ranks like the first."""
+        """A second model with the current weights, sharded over ranks like the first."""
         return self._run.backend.strategy.copy_model()
 
-    def sandbox(self) -> AbstractContextManager[Probe]:
-        """A place for trial steps that leave no trace."""
+    def sandbox(self) -> AbstractContextManager[DryRun]:
+        """For trial steps that leave no trace."""
         return self._run.sandbox()
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- data -------------------------------------------------------------------------------------------
 
     @property
-    def labels_comparable(self) -> bool:
-        """Whether a label of the validation data means the class it means in training, as far as names tell."""
-        return self._run.labels_comparable
+    def same_classes(self) -> bool:
+        """Whether training and validation labels refer to the same classes, judging by the class names."""
+        return self._run.same_classes

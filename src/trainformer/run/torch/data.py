@@ -1,4 +1,4 @@
-"""From what a user passes as data to sources of batches."""
+"""From what the user passes as data to sources of batches."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, 
 from trainformer.data.metadata import DatasetInfo, extract_info
 from trainformer.data.sharding import ALL, Shard
 from trainformer.data.split import split_dataset
+from trainformer.distributed import TorchProcessGroup
+from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 
 Source = DatasetSource | LoaderSource | DispatchedSource
@@ -25,7 +27,7 @@ Source = DatasetSource | LoaderSource | DispatchedSource
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How batches are made."""
+    """How batches are loaded."""
 
     batch_size: int
     seed: int
@@ -33,16 +35,16 @@ class LoadOptions:
     pin_memory: bool
     prefetch_factor: int | None = None
     skip_bad: bool = False
-    sampler: Any = None  # for training only, as are the next
+    sampler: Any = None  # for training only, like the next
     drop_last: bool = False
     accumulation: int = 1
     shard: Shard = ALL
-    dispatch: Any = None  # the ranks to which rank 0 hands out what it reads; None: each reads its own
+    dispatch: Any = None  # the process group to which rank 0 dispatches what it reads; None: each rank reads its own
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and validation data as loaded, before the task has prepared them, and what they say of themselves."""
+    """Training and validation data as loaded, before the task has prepared them, with their metadata."""
 
     train: Any
     val: Any
@@ -60,9 +62,9 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
         if is_loader(train) or isinstance(train, IterableDataset):
             raise BadArgument(
                 expected(
-                    "val_split with a data set that has a length",
+                    "val_split with a dataset that has a length",
                     type(train).__name__,
-                    "Pass a second loader or data set as val_data.",
+                    "Pass a second loader or dataset as val_data.",
                 )
             )
         train, val = split_dataset(train, val_split, seed)
@@ -72,12 +74,12 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
 
 
 def is_open(task: Any) -> bool:
-    """Whether a task can be evaluated on classes it was not trained on."""
+    """Whether a task can be evaluated on classes that it was not trained on."""
     return bool(getattr(task, "open_set", False))
 
 
 def load(task: Any, data: Any) -> Any:
-    """A data set or loader from a path or name, arrays, a data set or a loader."""
+    """A dataset or loader from a path or name, arrays, a dataset or a loader."""
     if isinstance(data, (str, Path)):
         return _load_path(task, str(data))
     if isinstance(data, (torch.Tensor, np.ndarray)):
@@ -111,7 +113,7 @@ def _load_path(task: Any, path: str) -> Any:
 
 
 def is_loader(data: Any) -> bool:
-    """Whether something yields batches: a DataLoader, or an iterable that is not a data set."""
+    """Whether something yields batches: a DataLoader, or an iterable that is not a dataset."""
     if isinstance(data, DataLoader):
         return True
     indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -136,14 +138,14 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
 
 def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> DatasetSource | LoaderSource:
     if is_loader(data):
-        _refuse_sampling(options, train, "a loader has a sampler and batches of its own; set them there")
+        _reject_sampler(options, train, "a loader has a sampler and batches of its own; set them there")
         count = task.count_samples if provides(task, "count_samples") else None
         return loader_source(data, options.seed, count, options.shard)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
     collate = task.collate_fn if provides(task, "collate_fn") else None
     if isinstance(data, IterableDataset):
-        _refuse_sampling(options, train, "a data set without a length cannot be sampled from")
+        _reject_sampler(options, train, "a dataset without a length cannot be sampled from")
         workers = options.num_workers or 0
         if hasattr(data, "reseed"):
             data.reseed(options.seed)
@@ -181,6 +183,25 @@ def _sampler_for(data: Any, options: LoadOptions) -> Any:
     )
 
 
-def _refuse_sampling(options: LoadOptions, train: bool, why: str) -> None:
+def _reject_sampler(options: LoadOptions, train: bool, why: str) -> None:
     if train and options.sampler is not None:
         raise BadArgument(expected("no sampler", options.sampler, f"Leave it out: {why}."))
+
+
+def load_options(
+    settings: RunSettings, device: torch.device, process_group: TorchProcessGroup, batch_size: int | None = None
+) -> LoadOptions:
+    """How batches are loaded; `batch_size` overrides that of training."""
+    return LoadOptions(
+        batch_size=batch_size or settings.batch_size,
+        seed=settings.seed,
+        num_workers=settings.num_workers,
+        pin_memory=device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
+        prefetch_factor=settings.prefetch_factor,
+        skip_bad=settings.bad_samples == "skip",
+        sampler=settings.sampler,
+        drop_last=settings.drop_last,
+        accumulation=settings.accumulation_steps,
+        shard=Shard(process_group.dp_rank, process_group.dp_world_size),
+        dispatch=process_group if settings.dispatch_batches and not process_group.is_single_process else None,
+    )

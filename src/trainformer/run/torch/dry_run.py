@@ -1,4 +1,4 @@
-"""Steps that leave no trace: for finding a learning rate, counting FLOPs, and checking a run before it begins."""
+"""Trial steps that leave no trace: for the learning rate finder, FLOP counting and the pre-flight check."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from trainformer.run.torch.run import TorchRun
 
 
-class Probe:
-    """What may be done inside `Session.sandbox`. Events are not emitted, loggers hear nothing."""
+class DryRun:
+    """What can be done inside `TorchRun.sandbox`. No events are emitted and nothing is logged."""
 
     def __init__(self, run: TorchRun) -> None:
         self._run = run
         self._backend = run.backend
 
     def batches(self) -> Iterator[DeviceBatch]:
-        """Training batches from the beginning of an epoch, again and again."""
+        """Training batches, epoch after epoch."""
         for epoch in count():
             empty = True
             for batch in self._backend.feed(self._run.train_source.batches(epoch), train=True):
@@ -31,18 +31,18 @@ class Probe:
                 return
 
     def gradients(self, batch: DeviceBatch) -> float:
-        """Forward and backward of one batch; gradients are left in place until `drop` or the next `step`."""
+        """Forward and backward of one batch; gradients stay until `drop` or the next `step`."""
         self._backend.begin_training()
         self._backend.accumulate(batch)
-        self._backend.sync_window()
+        self._backend.reduce_window_loss()
         return self._backend.window_loss()
 
     def drop(self) -> None:
-        """Drop gradients."""
+        """Discard the gradients."""
         self._backend.drop_step()
 
     def step(self, batch: DeviceBatch, lr: float | None = None) -> float:
-        """One optimizer step on a batch, at a given rate or at that of the first step; its loss."""
+        """One optimizer step on a batch, at a given learning rate or at that of the first step; its loss."""
         backend = self._backend
         schedule = backend.schedule
         if lr is not None:

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.backends.torch.state_trees import cloned
+from trainformer.backends.torch.state import cloned
 from trainformer.core.errors import CheckFailed, TrainformerError, did_you_mean
 from trainformer.core.types import DeviceBatch
 from trainformer.engine import Cadence
-from trainformer.run.torch.dry_run import Probe
+from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.run import TorchRun
 from trainformer.tasks.base import provides
 
@@ -92,13 +92,13 @@ def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
     report = CheckReport()
     random = capture_random()
     try:
-        watching = run.process_group.watching(run.settings.rank_timeout)
-        with watching, run.backend.run_context(), run.sandbox() as probe:
+        watching = run.process_group.monitoring(run.settings.rank_timeout)
+        with watching, run.backend.run_context(), run.sandbox() as dry_run:
             _arguments(run, report)
-            batch = _data(run, probe, report)
-            if batch is not None and _training(run, probe, batch, report):
-                _exactness(run, probe, batch, report)
-                _costs(run, probe, batch, report)
+            batch = _data(run, dry_run, report)
+            if batch is not None and _training(run, dry_run, batch, report):
+                _exactness(run, dry_run, batch, report)
+                _costs(run, dry_run, batch, report)
             _evaluation(run, report)
     finally:
         restore_random(random)
@@ -138,10 +138,10 @@ def _arguments(run: TorchRun, report: CheckReport) -> None:
     report.add("arguments", notes, "they agree with each other and with the data", "warning")
 
 
-def _data(run: TorchRun, probe: Probe, report: CheckReport) -> DeviceBatch | None:
+def _data(run: TorchRun, dry_run: DryRun, report: CheckReport) -> DeviceBatch | None:
     batch, unread = None, []
     try:
-        batch = next(probe.batches())
+        batch = next(dry_run.batches())
     except Exception as error:
         unread = [f"the first batch cannot be read: {_words(error)}"]
     unread = _of_all_ranks(run, unread)
@@ -155,10 +155,10 @@ def _data(run: TorchRun, probe: Probe, report: CheckReport) -> DeviceBatch | Non
     return batch
 
 
-def _training(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckReport) -> bool:
+def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> bool:
     """Forward and backward of one batch: a finite loss, and a gradient for every trainable parameter."""
     try:
-        loss = probe.gradients(batch)
+        loss = dry_run.gradients(batch)
     except Exception as error:
         if not run.process_group.is_single_process:
             raise  # the others may wait for this rank: they hear of it
@@ -176,7 +176,7 @@ def _training(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckRepo
     broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
     zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
     if zero:
-        zero = _still_zero(run, probe, batch, zero)
+        zero = _still_zero(run, dry_run, batch, zero)
     problems = []
     if without:
         problems.append(
@@ -191,15 +191,15 @@ def _training(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckRepo
         report.add(
             "zero gradients", [f"the gradient of {_some(zero)} is all zero, before and after a step."], "", "warning"
         )
-    probe.drop()
+    dry_run.drop()
     return not problems
 
 
-def _still_zero(run: TorchRun, probe: Probe, batch: DeviceBatch, names: list[str]) -> list[str]:
+def _still_zero(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, names: list[str]) -> list[str]:
     """Which gradients are zero after a step too: many models begin with branches switched off by a zero weight."""
-    probe.drop()
-    probe.step(batch)
-    probe.gradients(batch)
+    dry_run.drop()
+    dry_run.step(batch)
+    dry_run.gradients(batch)
     zero = {name for name, grad in _gradients(run) if grad is not None and not bool(grad.any())}
     return [name for name in names if name in zero]
 
@@ -208,10 +208,10 @@ def _gradients(run: TorchRun) -> list[tuple[str, Tensor | None]]:
     """The gradient of each parameter that has a name, whoever holds it."""
     backend = run.backend
     known = [(backend.names[id(p)], p) for p in backend.parameters if id(p) in backend.names]
-    return [(name, backend.strategy.gradient_of(p)) for name, p in known]
+    return [(name, backend.strategy.full_gradient(p)) for name, p in known]
 
 
-def _exactness(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckReport) -> None:
+def _exactness(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> None:
     """Save, step, load, step: both steps must give the same weights, or resuming will not be exact."""
     buffer = io.BytesIO()
     state, problems = run.trained_state(), []
@@ -228,8 +228,8 @@ def _exactness(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckRep
     ends: list[dict[str, Any]] = []
     for _ in range(2):
         run.restore_trained(saved)
-        probe.step(batch)
-        probe.step(batch)  # the first step of Adam is nearly the sign of the gradient, and hides small differences
+        dry_run.step(batch)
+        dry_run.step(batch)  # the first step of Adam is nearly the sign of the gradient, and hides small differences
         ends.append(cloned(run.task.model.state_dict()))
     run.restore_trained(saved)
     first, second = ends
@@ -241,19 +241,19 @@ def _exactness(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckRep
     report.add("save and load", problems, "two steps after loading give bitwise the same weights", status)
 
 
-def _costs(run: TorchRun, probe: Probe, batch: DeviceBatch, report: CheckReport) -> None:
+def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> None:
     """Seconds and memory of a step, and what that makes for the whole run."""
     backend, settings = run.backend, run.settings
     cuda = backend.device.type == "cuda"
-    probe.step(batch)
+    dry_run.step(batch)
     saved = _SavedBytes()
     with saved:
-        probe.step(batch)
+        dry_run.step(batch)
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    probe.step(batch)
+    dry_run.step(batch)
     if cuda:
         torch.cuda.synchronize()
     report.seconds_per_step = (time.perf_counter() - began) * settings.accumulation_steps
@@ -279,7 +279,7 @@ def _evaluation(run: TorchRun, report: CheckReport) -> None:
     for callback in run.callbacks:
         if getattr(callback, "monitor", None):
             wanted[callback.monitor] = type(callback).__name__
-    measured = {name for callback in run.callbacks for name in getattr(callback, "measures", ())}
+    measured = {name for callback in run.callbacks for name in getattr(callback, "metric_names", ())}
     for name, who in wanted.items():
         if name not in metrics and name not in measured:
             problems.append(
@@ -306,7 +306,7 @@ def _first_metrics(run: TorchRun) -> tuple[dict[str, float] | None, str]:
 
 def _of_all_ranks(run: TorchRun, problems: list[str]) -> list[str]:
     """The problems that any rank has, with its number where not all have them: all then ask the same questions."""
-    told = run.process_group.gather(problems)
+    told = run.process_group.all_gather_object(problems)
     texts = dict.fromkeys(text for one in told for text in one)
     where = {text: [str(rank) for rank, one in enumerate(told) if text in one] for text in texts}
     return [t if len(n) == len(told) else f"{t} (on rank {', '.join(n)})" for t, n in where.items()]

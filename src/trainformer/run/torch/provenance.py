@@ -1,8 +1,7 @@
-"""What is recorded of a run's configuration on torch: data, task, environment, and where each value came from."""
+"""What a torch run records of its configuration: settings, data, task, environment, and where each came from."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def record_config(run: TorchRun) -> None:
-    """Fill the context's config: settings, environment, data, task, and what follows from them."""
+    """Fill the context's config: settings, environment, data, task, and derived values."""
     config = run.context.config
-    record_settings(run, run.suited)
+    record_settings(run, run.parts.adapted)
     _record_environment(run)
     info = run.info
     config.set_from_data("num_samples", info.num_samples)
@@ -30,20 +29,13 @@ def record_config(run: TorchRun) -> None:
     record_derived(run)
 
 
-def declared_arguments(task: Any) -> dict[str, Any]:
-    """The arguments of a task that is a dataclass, as they are before the data have been seen."""
-    if not dataclasses.is_dataclass(task):
-        return {}
-    return {f.name: copy.copy(getattr(task, f.name)) for f in dataclasses.fields(task) if f.init}
-
-
 def _record_task(run: TorchRun) -> None:
-    """An argument of the task is the user's where it differs from its default; what the data decided is derived."""
-    task, config, declared = run.task, run.context.config, run.declared
+    """An argument that differs from its default was set by the user; what the data decided is derived."""
+    task, config, declared = run.task, run.context.config, run.parts.declared
     if not provides(task, "config_dict"):
         return
     defaults = {f.name: _default(f) for f in dataclasses.fields(task)} if declared else {}
-    passed = getattr(task, "_passed", None)  # of tasks that set some of their arguments themselves (by a recipe)
+    passed = getattr(task, "_passed", None)  # of tasks that set some of their arguments themselves (a recipe)
     for key, value in task.config_dict().items():
         name = f"task/{key}"
         by_itself = passed is not None and key not in passed and key in defaults and _differs(value, defaults[key])
@@ -60,7 +52,7 @@ def _default(field: Any) -> Any:
 
 
 def _differs(value: Any, other: Any) -> bool:
-    # A value written down may have another form than the argument: a module or a function is given by its name.
+    # A recorded value may differ in form from the argument: modules and functions are recorded by name.
     if not isinstance(other, (str, int, float, bool, list, tuple, dict, type(None))):
         return False
     return bool(value != other)

@@ -26,7 +26,7 @@ from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.losses.tokens import TokenLoss
 from trainformer.models.language import ensure_pad_token, load_model, load_tokenizer
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -210,7 +210,7 @@ class GenerationMixin(LanguageTask):
         examples = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
         batch = pad(examples, tokenizer.pad_token_id, side="left", multiple_of=1)
         inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        with evaluating(model):
+        with eval_mode(model):
             generated = model.generate(
                 **inputs,
                 max_new_tokens=max_new_tokens,

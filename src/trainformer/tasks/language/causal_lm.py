@@ -23,7 +23,7 @@ from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.token_bytes import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import GenerationMixin, TokenPredictionTask
 
 # No attention mask: padding is on the right, where no token of a causal model attends, and has no labels. With a mask,
@@ -136,7 +136,7 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
         first, second = (torch.randint(0, rows, (1, size), generator=generator).to(device) for size in (5, 7))
         together = torch.cat([first, second], dim=1)
         positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
-        with evaluating(model):
+        with eval_mode(model):
             packed = model(input_ids=together, position_ids=positions, use_cache=False).logits[:, 5:]
             alone = model(input_ids=second, use_cache=False).logits
         difference = (packed.float() - alone.float()).abs().max().item()

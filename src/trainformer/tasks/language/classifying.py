@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from trainformer.adapters.base import unwrapped
+from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.core.optional import require
@@ -134,7 +134,7 @@ class ClassifyingTask(LanguageTask):
             for name, value in config.items():
                 setattr(task.model_name, name, value)
         model: Any = LanguageTask._load(task)
-        inner: Any = unwrapped(model)
+        inner: Any = unwrap_model(model)
         if isinstance(self.model_name, nn.Module):
             self._adopt(inner, config)
         # Decoders classify by the last token, which they find by the padding after it.
@@ -152,7 +152,7 @@ class ClassifyingTask(LanguageTask):
 
     @staticmethod
     def _outputs(model: nn.Module) -> int | None:
-        return getattr(getattr(unwrapped(model), "config", None), "num_labels", None)
+        return getattr(getattr(unwrap_model(model), "config", None), "num_labels", None)
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from trainformer.losses.preference import (
 )
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import GenerationMixin
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
@@ -255,7 +255,7 @@ class DPO(GenerationMixin):
         if not self._disables_adapter:
             assert self._reference is not None, "configure() builds the reference"
             return self._of_pairs(self._reference_scores(self._reference, pairs))
-        with evaluating(self.model), adapted_model(self.model).disable_adapter():
+        with eval_mode(self.model), adapted_model(self.model).disable_adapter():
             return self._of_pairs(self._reference_scores(self.model, pairs))
 
     def check_batch(self, batch: Any) -> list[str]:

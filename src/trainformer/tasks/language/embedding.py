@@ -1,6 +1,6 @@
 """Text embeddings for semantic search and similarity.
 
-The losses are in `losses.ranking`, the metrics in `eval`. Checkpoints open with transformers and with
+The losses are in `losses.contrastive`, the metrics in `eval`. Checkpoints open with transformers and with
 sentence-transformers.
 """
 
@@ -16,18 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
-from trainformer.eval.correlation import pearson, spearman
-from trainformer.eval.ranking import ranking_metrics
-from trainformer.eval.retrieval import retrieval_metrics
-from trainformer.losses.numerics import check_positive, full, full_precision, unit_rows
-from trainformer.losses.pairs import make_pair_loss
-from trainformer.losses.ranking import Keys, cosine_similarity_loss, multiple_negatives_loss
-from trainformer.models.modes import evaluating
+from trainformer.eval.classification import pearson, spearman
+from trainformer.eval.retrieval import ranking_metrics, retrieval_metrics
+from trainformer.losses.contrastive import TextKeys, cosine_similarity_loss, multiple_negatives_loss
+from trainformer.losses.metric_learning import make_pair_loss
+from trainformer.losses.numerics import check_positive, l2_normalize, no_autocast, upcast
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
 from trainformer.tasks.language.embedding_data import EmbeddingDataset, EmbeddingEncoder, Roles, collate, infer_roles
 
@@ -91,7 +90,7 @@ class TextEmbedding(LanguageTask):
 
     def _load(self) -> nn.Module:
         model = super()._load()
-        inner: Any = unwrapped(model)
+        inner: Any = unwrap_model(model)
         config = getattr(inner, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             do = "Use an encoder or a decoder."
@@ -154,7 +153,7 @@ class TextEmbedding(LanguageTask):
         return [embeddings.shape[-1]] if self.matryoshka_dims is None else list(self.matryoshka_dims)
 
     def _normalize(self, embeddings: Tensor) -> Tensor:
-        return unit_rows(embeddings) if self.normalize else embeddings
+        return l2_normalize(embeddings) if self.normalize else embeddings
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss, summed over anchors (and over `matryoshka_dims`)."""
@@ -173,7 +172,7 @@ class TextEmbedding(LanguageTask):
                     first,
                     second,
                     None if negatives is None else negatives[..., :width],
-                    keys=Keys(batch["key"], batch["positive_key"], batch.get("negative_key")),
+                    keys=TextKeys(batch["key"], batch["positive_key"], batch.get("negative_key")),
                     temperature=self.temperature,
                     symmetric=self.symmetric,
                     reduction="sum",
@@ -204,7 +203,7 @@ class TextEmbedding(LanguageTask):
         if "positive" not in rows:
             raise DataError(expected("pairs of texts, or texts with labels, to evaluate on", "single texts"))
         if "score" in rows:
-            cosines = (unit_rows(rows["embedding"]) * unit_rows(rows["positive"])).sum(1)
+            cosines = (l2_normalize(rows["embedding"]) * l2_normalize(rows["positive"])).sum(1)
             return {
                 "pearson": pearson(cosines, rows["score"]).item(),
                 "spearman": spearman(cosines, rows["score"]).item(),
@@ -236,9 +235,9 @@ class TextEmbedding(LanguageTask):
         encoder = EmbeddingEncoder(self.text_tokenizer, self.max_length, roles, (prompt, prompt), labelled=False)
         items = [roles.split_item(encoder.encode({"text": text})[0]._asdict()) for text in several]
         order = sorted(range(len(items)), key=lambda place: -len(items[place]["input_ids"]))  # less padding
-        model: Any = unwrapped(self.model)
+        model: Any = unwrap_model(self.model)
         found = []
-        with evaluating(model):
+        with eval_mode(model):
             for begin in range(0, len(items), batch_size):
                 batch = self.collate_fn([items[place] for place in order[begin : begin + batch_size]])
                 found.append(self._embed_role({name: value.to(model.device) for name, value in batch.items()}).cpu())
@@ -248,7 +247,7 @@ class TextEmbedding(LanguageTask):
     def similarity(self, queries: Any, passages: Any) -> Tensor:
         """Return cosine similarities (Q, P) of queries and passages, with their prompts."""
         sides = (queries, self.query_prompt), (passages, self.passage_prompt)
-        first, second = (unit_rows(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
+        first, second = (l2_normalize(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
         return first @ second.T
 
     # -- checks and assets ---------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class TextEmbedding(LanguageTask):
             {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for place, (kind, path) in enumerate(zip(kinds, paths, strict=True))
         ]
-        config: Any = unwrapped(self.model).config
+        config: Any = unwrap_model(self.model).config
         modes = {f"pooling_mode_{mode}": mode.startswith(POOLINGS[self.pooling]) for mode in _MODES}
         files = {
             "modules.json": modules,
@@ -301,8 +300,8 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
     >>> [pool(hidden, torch.tensor([[1, 1, 0]]), how).item() for how in ("mean", "cls", "max", "last")]
     [2.0, 1.0, 3.0, 3.0]
     """
-    with full_precision(hidden):
-        hidden = full(hidden)
+    with no_autocast(hidden):
+        hidden = upcast(hidden)
         there = mask.bool().unsqueeze(-1)
         if how == "mean":
             # masked_fill instead of a product: padding may hold NaN.

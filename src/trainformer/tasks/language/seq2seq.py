@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
@@ -20,7 +20,7 @@ from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Repo
 from trainformer.data.text.store import OverStore
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import TokenPredictionTask
 
 _VERSION = "pairs-1"  # of the output of `PairEncoder`: raise it when that changes, to invalidate cached tokens
@@ -75,7 +75,7 @@ class Seq2Seq(TokenPredictionTask):
     def configure(self, info: Any) -> None:
         """Load the model, and check that its config has the decoder's start token."""
         super().configure(info)
-        config: Any = getattr(unwrapped(self.model), "config", None)
+        config: Any = getattr(unwrap_model(self.model), "config", None)
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
                 do = f"Set it on the config, as in T5Config({name}=0)."
@@ -130,7 +130,7 @@ class Seq2Seq(TokenPredictionTask):
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
         labels = batch["labels"]
-        inner: Any = unwrapped(self.model)
+        inner: Any = unwrap_model(self.model)
         logits = self.model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
@@ -155,8 +155,8 @@ class Seq2Seq(TokenPredictionTask):
     @torch.no_grad()
     def _generate_tokens(self, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
         """Generated tokens without the decoder's start token."""
-        model: Any = unwrapped(self.model)
-        with evaluating(model):
+        model: Any = unwrap_model(self.model)
+        with eval_mode(model):
             generated = model.generate(
                 **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
                 **{"do_sample": False, "pad_token_id": self.text_tokenizer.pad_token_id, **options},

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.metadata import DatasetInfo
@@ -25,11 +25,9 @@ from trainformer.data.text.encode import Encoded, Report
 from trainformer.data.text.schemas import TEXT_KEYS, value_of
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import OverStore, tokenize
-from trainformer.eval.classification import confusion_matrix, precision_recall_f1
-from trainformer.eval.correlation import pearson, spearman
-from trainformer.eval.multilabel import multilabel_metrics
-from trainformer.losses.numerics import full, full_precision
-from trainformer.models.modes import evaluating
+from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
+from trainformer.losses.numerics import no_autocast, upcast
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.classification_report import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels, Problem
@@ -143,13 +141,13 @@ class TextClassification(ClassifyingTask):
         model: Any = self.model
         names = ["input_ids", "attention_mask"]
         # GPT-2 also accepts token_type_ids, with another meaning: its tokenizer does not list them.
-        types = getattr(unwrapped(model).config, "type_vocab_size", 0)
+        types = getattr(unwrap_model(model).config, "type_vocab_size", 0)
         if types > 1 and "token_type_ids" in self.text_tokenizer.model_input_names:
             names.append("token_type_ids")
-        return full(model(**{name: batch[name] for name in names if name in batch}).logits)
+        return upcast(model(**{name: batch[name] for name in names if name in batch}).logits)
 
     def _loss(self, logits: Tensor, labels: Tensor, *, train: bool) -> tuple[Tensor, Any]:
-        with full_precision(logits):
+        with no_autocast(logits):
             if self.labels.problem == "single":
                 weights = self._weights_like(logits) if train else None
                 smoothing = self.label_smoothing if train else 0.0
@@ -226,9 +224,9 @@ class TextClassification(ClassifyingTask):
             for keys in ({"text": ""}, {"text": "", "text_pair": ""})
         }
         items = [encoders[len(record)].encode(record)[0]._asdict() for record in records]
-        model: Any = unwrapped(self.model)
+        model: Any = unwrap_model(self.model)
         found: list[list[float]] = []
-        with evaluating(model):
+        with eval_mode(model):
             for begin in range(0, len(items), batch_size):
                 batch = self.collate_fn([split_item(item) for item in items[begin : begin + batch_size]])
                 rows = self.predict_step({name: value.to(model.device) for name, value in batch.items()})

@@ -1,6 +1,6 @@
 """Token classification: a tag per word, as in named entity recognition and part-of-speech tagging.
 
-Finding the classes is in `classifying` and `labels`, tagging schemes are in `eval.entities`.
+Finding the classes is in `classifying` and `labels`, tagging schemes are in `eval.classification`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.text.batches import pad
@@ -23,9 +23,9 @@ from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Repo
 from trainformer.data.text.schemas import expected_value, value_of
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
-from trainformer.eval.entities import Rates, TagScheme, rates
+from trainformer.eval.classification import EntityScores, TagScheme, entity_scores
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.classification_report import confusion_record
 from trainformer.tasks.language.base import TokenPredictionTask
 from trainformer.tasks.language.classifying import ClassifyingTask
@@ -72,7 +72,7 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
     cache_dir: str | Path | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    per_type: dict[str, Rates] = field(init=False, default_factory=dict, repr=False)
+    per_type: dict[str, EntityScores] = field(init=False, default_factory=dict, repr=False)
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation, labels as rows
 
     kind = "token_classification"
@@ -168,9 +168,11 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         types = TagScheme(self._names()).types
         if "confusion" in rows:
             self.confusion = rows["confusion"].long().sum(0).reshape(self.labels.count, -1)
-        self.per_type = {kind: rates(*row) for kind, row in zip(types or self._names(), counts.tolist(), strict=True)}
+        self.per_type = {
+            kind: entity_scores(*row) for kind, row in zip(types or self._names(), counts.tolist(), strict=True)
+        }
         if types:
-            return rates(*counts.sum(0).tolist())._asdict()
+            return entity_scores(*counts.sum(0).tolist())._asdict()
         occurring = [self.per_type[name].f1 for name, row in zip(self._names(), counts, strict=True) if bool(row.any())]
         return {"f1": float(np.mean(occurring)) if occurring else 0.0}
 
@@ -198,8 +200,8 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         encoder = self._encoder({"tokens": []}, train=False)
         windows = [(index, piece) for index, text in enumerate(words) for piece in encoder.encode({"tokens": text})]
         found: list[list[str]] = [[] for _ in several]
-        model: Any = unwrapped(self.model)
-        with evaluating(model):
+        model: Any = unwrap_model(self.model)
+        with eval_mode(model):
             for begin in range(0, len(windows), batch_size):
                 part = windows[begin : begin + batch_size]
                 batch = self.collate_fn([piece._asdict() for _, piece in part])

@@ -21,8 +21,8 @@ from trainformer.data.image import load_images
 from trainformer.data.labels import is_stream, targets_of
 from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
 from trainformer.data.order import preserved_generators
-from trainformer.losses.numerics import unit_rows
-from trainformer.models.modes import evaluating
+from trainformer.losses.numerics import l2_normalize
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.multimodal.contrastive import clip_loss, find_matches, retrieval_metrics, siglip_loss
 from trainformer.tasks.multimodal.pairs import EncodedPairs, EncodedStream, PairEncoder, collate, split_pair
 from trainformer.tasks.multimodal.processor import PixelAugment, Pixels, ProcessorTask
@@ -270,7 +270,7 @@ class CLIP(ProcessorTask):
         device = next(self.model.parameters()).device
         pixels = Pixels(self.preprocessor.image_processor)
         rows = []
-        with evaluating(self.model):
+        with eval_mode(self.model):
             for start in range(0, len(images), batch_size):
                 batch = torch.stack([pixels(image) for image in images[start : start + batch_size]])
                 rows.append(self._image_features(self._normalize(batch.to(device))))
@@ -283,7 +283,7 @@ class CLIP(ProcessorTask):
         device = next(self.model.parameters()).device
         encoder = self._encoder(1)
         rows = []
-        with evaluating(self.model):
+        with eval_mode(self.model):
             for start in range(0, len(texts), batch_size):
                 examples = [{"tokens": [encoder.tokens(text)]} for text in texts[start : start + batch_size]]
                 blank = torch.zeros(1, dtype=torch.uint8)
@@ -297,7 +297,7 @@ class CLIP(ProcessorTask):
         forms = self.templates if templates is None else templates
         forms = [forms] if isinstance(forms, str) else list(forms)
         rows = self.embed_texts([form.format(name) for name in classes for form in forms])
-        return unit_rows(rows.view(len(classes), len(forms), -1).mean(1))
+        return l2_normalize(rows.view(len(classes), len(forms), -1).mean(1))
 
     def zero_shot(
         self, images: Sequence[Any], classes: Sequence[str], templates: str | Sequence[str] | None = None
@@ -343,7 +343,7 @@ def _has_several(dataset: Any, pair: Any) -> bool:
 
 def _unit(features: Any) -> Tensor:
     """Normalise the output of a tower."""
-    return unit_rows(getattr(features, "pooler_output", features))
+    return l2_normalize(getattr(features, "pooler_output", features))
 
 
 def check_arguments(task: CLIP) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.losses.numerics import Reduction, check_rows, full, full_precision, reduced, unit_rows
-from trainformer.utils.distributed import Shares, gather_rows, row_shares
+from trainformer.losses.numerics import Reduction, check_rows, l2_normalize, no_autocast, reduce_loss, upcast
+from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
 _CELLS = 1 << 22  # similarities in memory at a time: 16 MiB, plus as much for each of three masks
 
@@ -43,10 +43,10 @@ def clip_loss(
     tensor(0.0001)
     """
     check_rows(("images", images), ("texts", texts))
-    with full_precision(images):
-        scale = full(log_scale).exp()
-        images, texts = unit_rows(images), unit_rows(texts)
-        shares = row_shares(images) if gather else None
+    with no_autocast(images):
+        scale = upcast(log_scale).exp()
+        images, texts = l2_normalize(images), l2_normalize(texts)
+        shares = gather_row_counts(images) if gather else None
         every_image, every_text = _gathered(images, texts, shares)
         to_text, to_image = (scale * images) @ every_text.T, (scale * texts) @ every_image.T
         own = _own(images, shares)
@@ -54,7 +54,7 @@ def clip_loss(
         if excluded is not None:
             to_text, to_image = (logits.masked_fill(excluded, -torch.inf) for logits in (to_text, to_image))
         both = [F.cross_entropy(logits, own, reduction="none") for logits in (to_text, to_image)]
-        return reduced((both[0] + both[1]) / 2, reduction)
+        return reduce_loss((both[0] + both[1]) / 2, reduction)
 
 
 def siglip_loss(
@@ -74,19 +74,19 @@ def siglip_loss(
     tensor(0.0002)
     """
     check_rows(("images", images), ("texts", texts))
-    with full_precision(images):
-        images, texts = unit_rows(images), unit_rows(texts)
-        shares = row_shares(images) if gather else None
+    with no_autocast(images):
+        images, texts = l2_normalize(images), l2_normalize(texts)
+        shares = gather_row_counts(images) if gather else None
         every_image = images if shares is None else gather_rows(images, shares)
-        logits = (full(log_scale).exp() * texts) @ every_image.T + full(bias)
+        logits = (upcast(log_scale).exp() * texts) @ every_image.T + upcast(bias)
         own = _own(texts, shares)
         matching = own.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
         losses = -F.logsigmoid(torch.where(matching, logits, -logits))
         excluded = _same_caption(captions, own, shares)
-        return reduced((losses if excluded is None else losses.masked_fill(excluded, 0.0)).sum(1), reduction)
+        return reduce_loss((losses if excluded is None else losses.masked_fill(excluded, 0.0)).sum(1), reduction)
 
 
-def _gathered(images: Tensor, texts: Tensor, shares: Shares | None) -> tuple[Tensor, Tensor]:
+def _gathered(images: Tensor, texts: Tensor, shares: RowCounts | None) -> tuple[Tensor, Tensor]:
     """All-gather images and texts in one message. Without `shares`, nothing is gathered."""
     if shares is None:
         return images, texts
@@ -94,12 +94,12 @@ def _gathered(images: Tensor, texts: Tensor, shares: Shares | None) -> tuple[Ten
     return every_image, every_text
 
 
-def _own(rows: Tensor, shares: Shares | None) -> Tensor:
+def _own(rows: Tensor, shares: RowCounts | None) -> Tensor:
     """The positions of this rank's rows among all."""
     return torch.arange(len(rows), device=rows.device) + (0 if shares is None else shares.first)
 
 
-def _same_caption(captions: Tensor | None, own: Tensor, shares: Shares | None) -> Tensor | None:
+def _same_caption(captions: Tensor | None, own: Tensor, shares: RowCounts | None) -> Tensor | None:
     """Mask of other pairs (columns) that have the same caption as one of this rank's rows."""
     if captions is None:
         return None
@@ -134,9 +134,9 @@ def find_matches(images: Tensor, texts: Tensor, captions: Tensor) -> Matches:
     """
     image, place = captions.nonzero(as_tuple=True)
     ids, text = captions[image, place].unique(return_inverse=True)
-    first = torch.full((len(ids),), len(text)).scatter_reduce(0, text, torch.arange(len(text)), "amin")
+    first = torch.upcast((len(ids),), len(text)).scatter_reduce(0, text, torch.arange(len(text)), "amin")
     pairs = torch.stack([image, text], dim=1).unique(dim=0)  # an image may have the same caption twice
-    return Matches(unit_rows(images), unit_rows(texts[image[first], place[first]]), pairs)
+    return Matches(l2_normalize(images), l2_normalize(texts[image[first], place[first]]), pairs)
 
 
 def retrieval_metrics(
@@ -171,7 +171,7 @@ def _ranks_and_loss(found: Matches, scale: float, bias: float | None) -> tuple[T
         matching[queries[low:high] - start, candidates[low:high]] = True
         best = similarity.masked_fill(~matching, -torch.inf).amax(1, keepdim=True)
         ranks.append(1 + ((similarity >= best) & ~matching).sum(1))
-        total += _loss(full(similarity) * scale, matching, bias)
+        total += _loss(upcast(similarity) * scale, matching, bias)
     return torch.cat(ranks), total / len(found.images)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrapped
+from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.adapters.targets import language_model_name
 from trainformer.core import BadArgument
 from trainformer.core.errors import did_you_mean, expected
@@ -26,7 +26,7 @@ from trainformer.data.text.encode import IGNORED, TRAIN_ON
 from trainformer.eval.generation import exact_match
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import TokenPredictionTask
 from trainformer.tasks.multimodal.image_text_records import open_image
 from trainformer.tasks.multimodal.pairs import EncodedStream
@@ -233,7 +233,7 @@ class VLM(ProcessorTask, TokenPredictionTask):
     @torch.no_grad()
     def _generate_tokens(self, batch: Mapping[str, Any], **options: Any) -> Tensor:
         """Generated tokens without the prompts."""
-        model: Any = unwrapped(self.model)
+        model: Any = unwrap_model(self.model)
         inputs = {"input_ids": batch["prompt_ids"], "attention_mask": batch["prompt_mask"], **flat_pixels(batch)}
         if "prompt_types" in batch:
             inputs[_TYPES] = batch["prompt_types"]
@@ -244,7 +244,7 @@ class VLM(ProcessorTask, TokenPredictionTask):
             "pad_token_id": self.text_tokenizer.pad_token_id,
             "eos_token_id": self.text_tokenizer.eos_token_id if ends is None else ends,
         }
-        with evaluating(model):
+        with eval_mode(model):
             generated = model.generate(
                 **{name: value.to(model.device) for name, value in inputs.items()}, **{**defaults, **options}
             )
@@ -328,13 +328,13 @@ def parameters_without_gradient(model: nn.Module, pixels: Mapping[str, Tensor]) 
     LLaVA, for example, reads its vision tower before the last layer, so that layer is unused.
     """
     trained = vision_parameters(model)
-    get_features: Any = getattr(unwrapped(model), "get_image_features", None)
+    get_features: Any = getattr(unwrap_model(model), "get_image_features", None)
     if not trained or get_features is None:
         return []
     device = next(iter(trained.values())).device
     known = inspect.signature(get_features).parameters
     inputs = {name: value.to(device) for name, value in pixels.items() if name in known}
-    with evaluating(model), torch.enable_grad():
+    with eval_mode(model), torch.enable_grad():
         features = get_features(**inputs)
         features = getattr(features, "pooler_output", features)
         features = features if isinstance(features, Tensor) else torch.cat([part.flatten() for part in features])

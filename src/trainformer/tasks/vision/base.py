@@ -24,7 +24,14 @@ from trainformer.data.metadata import DatasetInfo
 from trainformer.data.order import preserved_generators
 from trainformer.data.pixels import ImageTensors, channels_in, is_pil
 from trainformer.data.webdataset import MappedStream
-from trainformer.models.backbones import BackboneConfig, Unbuilt, Weights, build_backbone, check_backbone, describe
+from trainformer.models.backbones import (
+    BackboneConfig,
+    UnbuiltModel,
+    Weights,
+    backbone_config,
+    build_backbone,
+    check_backbone,
+)
 from trainformer.tasks.base import TaskBase
 from trainformer.tasks.vision.augment import (
     AugmentSpec,
@@ -89,14 +96,14 @@ class VisionTask(TaskBase):
         """Build the model if it does not exist yet or has other channels. Never rebuild a trained model."""
         if isinstance(self.backbone, nn.Module):
             self._channels = self._channels or channels
-        elif self._model is None or isinstance(self._model, Unbuilt):
+        elif self._model is None or isinstance(self._model, UnbuiltModel):
             self._build(channels or self._channels or 3)
         elif channels not in (None, self._channels) and self._is_untouched():
             self._build(channels or 3)
 
     def _read_backbone_config(self, backbone: nn.Module) -> None:
         """Set input size and normalisation from the backbone's config."""
-        self._backbone_config = describe(backbone)
+        self._backbone_config = backbone_config(backbone)
         self._normalizer = Normalize(self._backbone_config.mean, self._backbone_config.std)
 
     @property

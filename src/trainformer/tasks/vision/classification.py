@@ -22,7 +22,7 @@ from trainformer.data.folder import LAYOUT
 from trainformer.data.image import split_sample
 from trainformer.data.metadata import DatasetInfo
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1, topk_correct
-from trainformer.models.backbones import Unbuilt, Weights, outputs_of
+from trainformer.models.backbones import UnbuiltModel, Weights, num_outputs
 from trainformer.models.heads import single_sample_batchnorm
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.classification_report import calibration_error, confusion_record, confusion_table
@@ -195,7 +195,7 @@ class ImageClassification(AdapterMixin, VisionTask):
 
     def _build(self, channels: int) -> None:
         if self.num_classes is None:
-            self.model = Unbuilt()
+            self.model = UnbuiltModel()
             return
         rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
         self.model = self._make_backbone(self.num_classes, channels, **rates)
@@ -205,7 +205,7 @@ class ImageClassification(AdapterMixin, VisionTask):
 
     def _adopt(self, model: nn.Module) -> None:
         """Use the user's module."""
-        outputs = outputs_of(model)
+        outputs = num_outputs(model)
         if outputs == 0:
             raise BadArgument(
                 "Expected backbone to return logits, received a model without a head (num_classes=0). "

@@ -23,13 +23,11 @@ from trainformer.data.order import preserved_generators
 from trainformer.eval.clustering import feature_statistics, nmi
 from trainformer.eval.neighbours import IndexKind
 from trainformer.eval.retrieval import knn_accuracy, retrieval_metrics
-from trainformer.losses.factory import make_metric_loss
-from trainformer.losses.pairs import is_pair_loss
+from trainformer.losses.metric_learning import is_pair_loss, make_metric_loss
 from trainformer.models.backbones import Weights
-from trainformer.models.embedding import EmbeddingModel, check_neck
+from trainformer.models.embedding import EmbeddingModel, check_neck, make_pooler
 from trainformer.models.heads import single_sample_batchnorm
-from trainformer.models.modes import evaluating
-from trainformer.models.poolers import make_pooler
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.vision.augment import AugmentSpec, check_augment
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.batch import feature_spread
@@ -266,7 +264,7 @@ class MetricLearning(VisionTask):
     def embed(self, images: Tensor) -> Tensor:
         """Return embeddings (N, D) of images: uint8 pixels, or normalised floats."""
         model, device = self.model, next(self.model.parameters()).device
-        with evaluating(model):
+        with eval_mode(model):
             return model(self._normalize(images.to(device)))
 
     # -- checks, config and state --------------------------------------------------------------------------

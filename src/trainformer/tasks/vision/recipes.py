@@ -14,7 +14,7 @@ from torch import nn
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.models.backbones import full_name
+from trainformer.models.backbones import timm_name
 
 NAMES = ("modern",)
 
@@ -129,4 +129,4 @@ def family(backbone: Any) -> str | None:
     if not isinstance(backbone, str) or ":" in backbone:
         return None
     timm = require("timm", "vision", "for backbones by name")
-    return timm.model_entrypoint(full_name(backbone).partition(".")[0]).__module__.rpartition(".")[2]
+    return timm.model_entrypoint(timm_name(backbone).partition(".")[0]).__module__.rpartition(".")[2]

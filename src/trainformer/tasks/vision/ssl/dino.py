@@ -47,7 +47,7 @@ class DINO(MomentumMethod):
         self.freeze_last_layer = freeze_last_layer
         self.koleo = koleo
         # A tensor, since torch.compile would recompile for a number that changes each epoch; persistent, so that
-        # evaluating a checkpoint gives the loss it had when it was saved.
+        # eval_mode a checkpoint gives the loss it had when it was saved.
         self.register_buffer("teacher_temp", torch.tensor(teacher_temps[0]))
         self.on_epoch_begin(0)
 

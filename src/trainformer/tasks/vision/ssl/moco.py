@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.contrastive import infonce_with_queue, moco_v3_loss
-from trainformer.losses.numerics import full
+from trainformer.losses.numerics import upcast
 from trainformer.models.heads import moco_projector, moco_v3_predictor, moco_v3_projector
 from trainformer.tasks.vision.batch import feature_spread
 from trainformer.tasks.vision.ssl.methods import MethodOutput, MomentumMethod, Tower, Views, forward_views
@@ -100,7 +100,7 @@ class MoCo(MomentumMethod):
         features, queries = self.online(first)
         # Shuffled BatchNorm: a query must not recognise its key by the statistics of their shared batch.
         shuffled, shuffle = shuffle_rows(second)
-        keys = F.normalize(full(unshuffle_rows(self.target(shuffled)[1], shuffle)), dim=1)
+        keys = F.normalize(upcast(unshuffle_rows(self.target(shuffled)[1], shuffle)), dim=1)
         losses = infonce_with_queue(queries, keys, self.queue.keys, self.temperature, reduction="none")
         own = features.detach()
         return MethodOutput(losses, own, {"feature_std": feature_spread(own)}, keys)

@@ -23,7 +23,7 @@ from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
 from trainformer.models.backbones import Weights, feature_width, has_fixed_size
 from trainformer.models.heads import DINOHead
-from trainformer.models.modes import evaluating
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.vision.augment import Geometry, sample_transform
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.checks import image_problems
@@ -390,7 +390,7 @@ class SSL(VisionTask):
     def embed(self, images: Tensor) -> Tensor:
         """Return features (N, width) of images: uint8, or floats from 0 to 1, of the model's input size."""
         encoder, device = self._method.encoder, next(self.model.parameters()).device
-        with evaluating(encoder):
+        with eval_mode(encoder):
             return self.model(self._normalize.pixels(images.to(device)))
 
     def reconstruct(self, images: Tensor, noise: Tensor | None = None) -> Any:

@@ -1,0 +1,476 @@
+"""The options of `train` and `check`: every parameter of the task, of the adapter and of the trainer is one.
+
+Before the task is known only the options of the command and of the trainer are. Those of the trainer are read from its
+source, so that `--help` and shell completion import no torch. Once `--task` and `--adapter` are read, their classes are
+imported. An option then belongs to the component that has a parameter of this name. One that several have is refused
+with the spellings that are unique (`--task.dropout`, `--adapter.dropout`), an unknown one with the nearest name or with
+the component that has it. jsonargparse reads and checks the values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainformer.cli import catalogue
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+if TYPE_CHECKING:
+    import jsonargparse
+
+    from trainformer.cli.components import Component, Option
+    from trainformer.config import Config
+
+Values = dict[str, dict[str, Any]]
+
+_SPELLING = (
+    "Options are --name=value or --name value, with dashes or underscores; booleans also --name and --no-name. Lists "
+    "and mappings are YAML: --topk='[1, 5]', --model-kwargs='{depth: 2}', or --model-kwargs.depth=2. An object is "
+    "written as in a config: '{type: package.module.Class, argument: value}'. If several components have an option of "
+    "the same name, say which you mean: --task.x, --adapter.x, --trainer.x."
+)
+_WHAT = "what to train"
+_METAVARS = {"int": "N", "float": "X", "[": "LIST", "{": "MAPPING", "Any": "VALUE", "str": "TEXT", "object": "OBJECT"}
+# The docstrings of these describe the Python arguments.
+_HELP = {
+    "data": "training data: a path or name that the task can load",
+    "val_data": "validation data, likewise",
+    "val_split": "fraction or number of training samples to hold out for validation instead",
+    "callbacks": "such as EarlyStopping or 'EarlyStopping(patience=3), EMA'; `trainformer tasks` lists them",
+}
+_OBJECT = "An object is written as in a config: '{type: package.module.Class, argument: value}'."
+_BOOLEANS = ("true", "True", "yes", "on", "1", "false", "False", "no", "off", "0")
+# Names of the same setting in other trainers, where they are not close to ours.
+_ELSEWHERE = {
+    "learning_rate": "lr", "num_train_epochs": "epochs", "max_epochs": "epochs", "logging_steps": "log_every",
+    "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "accumulation_steps",
+    "accumulate_grad_batches": "accumulation_steps", "max_grad_norm": "gradient_clip", "save_steps": "save_every",
+    "gradient_clip_val": "gradient_clip", "eval_steps": "eval_every", "output_dir": "run_dir", "run_name": "name",
+    "lr_scheduler_type": "scheduler", "optim": "optimizer", "report_to": "log", "max_seq_length": "max_length",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that do not depend on the task. Except for `--trust` they have no values here; see `parse`."""
+    parser.usage = f"{parser.prog} --task=TASK --data=DATA [--model=MODEL] [OPTION ...]"
+    parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=28)  # type: ignore[assignment]
+    parser.epilog = f"Options of a task: {parser.prog} --task=TASK --help. {_SPELLING}"
+    trust = "allow objects in options from this package, besides the usual ones and the project's own"
+    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
+    group = parser.add_argument_group(_WHAT)
+    names = {kind: [entry.name for entry in catalogue.entries(kind)] for kind in ("tasks", "adapters")}
+    own = "or your own class: module:Class"
+    for name, help_text in (
+        ("task", f"one of {', '.join(names['tasks'])}; {own}"),
+        ("model", "name or folder of the model or backbone"),
+        ("adapter", f"parameter-efficient fine-tuning: {', '.join(names['adapters'])}; {own}"),
+    ):
+        choices = names.get(f"{name}s")  # for shell completion
+        group.add_argument(
+            f"--{name}", metavar=name.upper(), choices=choices, default=argparse.SUPPRESS, help=_escaped(help_text)
+        )
+    for field in sorted(catalogue.trainer_fields(), key=lambda field: bool(field.section)):
+        type_text = field.annotation.replace(" | ", " or ").replace(" or Path", "")
+        _add_to_help(parser, field.section or _WHAT, [field.name], type_text, field.default, field.about)
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The options of the command itself, and `config`: a config whose key `trainer` builds the trainer."""
+    from trainformer.cli.components import find_components
+
+    name = _value_of(words, "task")
+    if name is None:
+        if {"-h", "--help"} & set(words):
+            parser.print_help()
+            parser.exit(0)
+        known = ", ".join(entry.name for entry in catalogue.entries("tasks"))
+        typos = [word.partition("=")[0] for word in words if _is_typo_of_task(word, parser)]
+        parser.error(f"expected --task=TASK, received {typos[0] if typos else 'none'}; there is {known}")
+    try:
+        table = OptionTable(find_components(name, _value_of(words, "adapter")), _command_actions(parser))
+        given = list(_split(words, table.is_alone))
+        if any(word.name == "help" for word in given):
+            _help_page(parser, table).print_help()
+            parser.exit(0)
+        of_command = [word for word in given if word.name in table.command]
+        args = parser.parse_args([as_flag(word.name) + (f"={word.text}" if word.text else "") for word in of_command])
+        values = table.values(word for word in given if word.name not in ("task", "adapter", *table.command))
+    except BadArgument as error:
+        parser.error(str(error))
+    args.config = config_of(table.components, values)
+    # Typing where a class is, or the name of an installed plugin, means to trust that module.
+    named = [part for part in table.components if ":" in part.name or not part.target.startswith("trainformer")]
+    args.trust = [*args.trust, *(part.target.partition(":")[0] for part in named)]
+    return args
+
+
+def _command_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Options of the command itself, by name: the others have no default in the parser."""
+    return {
+        flag[2:].replace("-", "_"): action
+        for flag, action in parser._option_string_actions.items()
+        if flag.startswith("--") and action.default is not argparse.SUPPRESS
+    }
+
+
+def _is_typo_of_task(word: str, parser: argparse.ArgumentParser) -> bool:
+    flag = word.partition("=")[0]
+    return flag not in parser._option_string_actions and bool(did_you_mean(flag.lstrip("-"), ["task"]))
+
+
+def config_of(components: Sequence[Component], values: Values) -> Config:
+    """The config that describes the same trainer as the options."""
+    from trainformer.config import Call, Config
+
+    targets = {component.role: component.target for component in components}
+    task = dict(values["task"])
+    if "adapter" in targets:
+        task["adapter"] = Call("factory", targets["adapter"], kwargs=Config(values["adapter"]))
+    trainer = {"task": Call("factory", targets["task"], kwargs=Config(task)), **values["trainer"]}
+    return Config({"trainer": Call("singleton", targets["trainer"], kwargs=Config(trainer))})
+
+
+# -- from words to values --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Word:
+    """An option as it was typed, with its value."""
+
+    typed: str
+    name: str  # with underscores, without the leading dashes
+    text: str | None = None
+
+
+def _split(words: Sequence[str], is_alone: Callable[[str, str], bool]) -> Iterator[Word]:
+    """The options in order. `is_alone` says whether the word after an option is not its value."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-h", "--help"):
+            yield Word(word, "help")
+            continue
+        if not word.startswith("--") or word == "--":
+            raise BadArgument(expected("options such as --epochs=3", word, "Quote values that contain spaces."))
+        typed, equals, text = word.partition("=")
+        name = typed[2:].replace("-", "_")
+        has_value = bool(rest) and not rest[0].startswith("--") and not is_alone(name, rest[0])
+        yield Word(typed, name, text if equals else rest.pop(0) if has_value else None)
+
+
+def _value_of(words: Sequence[str], name: str) -> str | None:
+    """The value of an option before the others can be read; the last one counts."""
+    found = None
+    for position, word in enumerate(words):
+        if word.startswith(f"--{name}="):
+            found = word.partition("=")[2]
+        elif word == f"--{name}" and position + 1 < len(words) and not words[position + 1].startswith("-"):
+            found = words[position + 1]
+    return found or None
+
+
+class OptionTable:
+    """The options of all components, by the names they can be typed by."""
+
+    def __init__(self, components: Sequence[Component], command: Mapping[str, argparse.Action]) -> None:
+        self.components = components
+        self.command = command  # options of the command itself
+        self.by_key = {option.key: option for component in components for option in component.options.values()}
+        self.by_name: dict[str, list[Option]] = {}
+        for option in self.by_key.values():
+            self.by_name.setdefault(option.name, []).append(option)
+        self.task = components[0]
+        if self.task.model is not None and "model" not in self.by_name:
+            self.by_name["model"] = [self.task.options[self.task.model]]
+
+    def find(self, name: str) -> Option | None:
+        """The option of a name, if there is exactly one."""
+        found = self.by_name.get(name, [])
+        return self.by_key.get(name) or (found[0] if len(found) == 1 else None)
+
+    def is_alone(self, name: str, follows: str) -> bool:
+        """Whether the word after an option is not its value."""
+        if name in self.command:
+            return self.command[name].nargs == 0
+        option = self.find(name) or self.find(_affirmed(name))
+        return option is not None and option.members == (bool,) and follows not in _BOOLEANS
+
+    def values(self, words: Iterable[Word]) -> Values:
+        """The values by role and name, in the order of the words."""
+        given: dict[str, tuple[Word, str]] = {}
+        keyed: list[tuple[Option, str, str]] = []
+        for word in words:
+            option, key, text = self._resolve(word)
+            if key:  # jsonargparse sets one level of keys only
+                keyed.append((option, key, text))
+                given.setdefault(option.key, (word, "{}"))
+            else:
+                given[option.key] = word, _expanded(text) if option.key == "trainer.callbacks" else text
+        self._check_complete(given)
+        values: Values = {component.role: {} for component in self.components}
+        for name, value in self._parse(given).items():
+            values[self.by_key[name].role][self.by_key[name].name] = value
+        for option, key, text in keyed:
+            mapping = values[option.role][option.name]
+            values[option.role][option.name] = _with_key(mapping, key.split("."), text)
+        for name in given:
+            option = self.by_key[name]
+            if option.is_mapping:
+                values[option.role][option.name] = _as_data(values[option.role][option.name])
+        return values
+
+    def _parse(self, given: Mapping[str, tuple[Word, str]]) -> dict[str, Any]:
+        """The values by key, as jsonargparse reads them."""
+        from jsonargparse import ArgumentError
+
+        parser = _value_parser(self.by_key.values())
+        words = {key: f"--{key}={_with_brackets(self.by_key[key], text)}" for key, (_, text) in given.items()}
+        try:
+            parsed = parser.parse_args(list(words.values()), defaults=False)
+        except ArgumentError:
+            for key, (word, text) in given.items():
+                try:
+                    parser.parse_args([words[key]], defaults=False)
+                except ArgumentError:
+                    option = self.by_key[key]
+                    hint = did_you_mean(text, option.choices) or (_OBJECT if "object" in option.type_text else "")
+                    raise BadArgument(expected(f"{word.typed} to be {option.type_text}", text, hint)) from None
+            raise
+        for key, (_, text) in given.items():
+            if isinstance(parsed[key], str) and re.match(r"\s*(!|\{\s*type\b)", text):
+                load_value(text)  # broken notation would pass for a name: raise its error
+        return {key: getattr(parsed[key], "value", parsed[key]) for key in given}
+
+    def _resolve(self, word: Word) -> tuple[Option, str, str]:
+        """The option that a word means, the path of keys if it sets one in a mapping, and the text of the value."""
+        for name in (word.name, *_prefixes(word.name)):
+            if name not in self.by_key and len(self.by_name.get(name, ())) > 1:
+                roles = [option.role for option in self.by_name[name]]
+                spellings = " or ".join(as_flag(f"{role}.{name}") for role in roles)
+                owners = " and ".join(f"the {role}" for role in roles)
+                raise BadArgument(f"{word.typed} is an option of {owners}. Write {spellings}.")
+            option, key = self.find(name), word.name[len(name) + 1 :]
+            if option is not None and (not key or option.is_mapping):
+                text = "true" if word.text is None and option.is_switch else word.text
+                if text is None:
+                    raise BadArgument(f"Expected {word.typed} to be {option.type_text}, received nothing.")
+                return option, key, text
+        switch = self.find(_affirmed(word.name))
+        if switch is None or not switch.is_switch:
+            self._refuse_unknown(word)
+        if word.text is not None:
+            raise BadArgument(
+                expected(f"{word.typed} without a value", word.text, f"{as_flag(switch.name)} takes one.")
+            )
+        return switch, "", "false"
+
+    def _check_complete(self, given: Collection[str]) -> None:
+        for component in self.components:
+            missing = [o for o in component.options.values() if o.is_required and o.key not in given]
+            if missing:
+                wanted = ", ".join(f"{as_flag(option.name)} ({option.type_text})" for option in missing)
+                purpose = "to train on" if missing[0].name == "data" else f"for {component.name}"
+                raise BadArgument(f"Expected {wanted} {purpose}, received none.")
+
+    def _refuse_unknown(self, word: Word) -> NoReturn:
+        first, _, last = word.name.partition(".")
+        name = last if first in ("task", "adapter", "trainer") and last else word.name
+        roles = {component.role: component.name for component in self.components}
+        for kind in ("adapters", "tasks"):
+            found = [entry.name for entry in catalogue.entries(kind) if name in catalogue.fields_of(entry)]
+            if found and kind == "adapters" and "adapter" not in roles:
+                if "adapter" not in self.task.parameters:
+                    continue
+                raise BadArgument(f"{word.typed} is an option of an adapter: add --adapter={found[0]}.")
+            if found:
+                some = f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''}"
+                raise BadArgument(f"{word.typed} is an option of {some}, not of {roles[kind[:-1]]}.")
+        if _ELSEWHERE.get(name) in self.by_name:
+            raise BadArgument(f"There is no option {word.typed}. Here it is {as_flag(_ELSEWHERE[name])}.")
+        close = did_you_mean(name, [*self.by_name, "task", "adapter", *self.command])
+        close = re.sub(r"'(\w+)'", lambda match: as_flag(match[1]), close)
+        raise BadArgument(f"There is no option {word.typed}. {close or f'`--task={self.task.name} --help` lists all.'}")
+
+
+def _value_parser(options: Iterable[Option]) -> jsonargparse.ArgumentParser:
+    """Reads `--KEY=VALUE`. Values are read as in a config: 1e-4 is a number, and tags name objects."""
+    import jsonargparse
+    from jsonargparse.typing import register_type
+
+    from trainformer.cli.components import ConfigObject, ConfigValue
+
+    def refuse(value: Any) -> NoReturn:
+        raise ValueError("not in the notation of configs")
+
+    def is_value(value: Any, _: type) -> bool:
+        return value is None or isinstance(value, ConfigObject | dict | list)
+
+    jsonargparse.set_loader("trainformer", _load_opaque, exceptions=(BadArgument,))
+    register_type(ConfigObject, deserializer=refuse)
+    register_type(ConfigValue, deserializer=refuse, type_check=is_value)
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, parser_mode="trainformer")
+    for option in options:
+        # In a mapping a key `type` names no object; see `_as_data`.
+        parser.add_argument(f"--{option.key}", type=option.type | ConfigObject if option.is_mapping else option.type)
+    return parser
+
+
+def _with_brackets(option: Option, text: str) -> str:
+    """The text of a list with its brackets, which may be left out where it can be nothing else."""
+    is_complete = text[:1] in ("[", "{", "!") or text in ("None", "null", *option.choices)
+    is_number = option.is_scalar and "," not in text
+    return text if is_complete or is_number or not option.is_bare_list else f"[{text}]"
+
+
+def _load_opaque(text: str) -> Any:
+    """A value for jsonargparse, which copies dictionaries in a way that objects of configs do not survive."""
+    from trainformer.cli.components import ConfigObject
+    from trainformer.config.nodes import holds_calls
+
+    value = load_value(text)
+    return ConfigObject(value) if holds_calls(value) else value
+
+
+def load_value(text: str) -> Any:
+    """A value as it would be read in a config; `None` also by its name in Python."""
+    from trainformer.config import materialize
+    from trainformer.config.nodes import Place, Source, holds_calls
+    from trainformer.config.yamlfile import parse_yaml
+
+    value = None if text == "None" else parse_yaml(text, Source(), {}, Place("command line"))
+    return value if holds_calls(value) else materialize(value)  # plain data as plain data
+
+
+def as_flag(name: str) -> str:
+    """A parameter's name as an option.
+
+    >>> as_flag("batch_size")
+    '--batch-size'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def _affirmed(name: str) -> str:
+    """The name without the `no_` that negates it.
+
+    >>> _affirmed("no_packing"), _affirmed("task.no_packing"), _affirmed("nonfinite")
+    ('packing', 'task.packing', '')
+    """
+    owner, dot, last = name.rpartition(".")
+    return f"{owner}{dot}{last[3:]}" if last.startswith("no_") else ""
+
+
+def _prefixes(name: str) -> list[str]:
+    """What comes before each dot, the longest first."""
+    words = name.split(".")
+    return [".".join(words[:end]) for end in range(len(words) - 1, 0, -1)]
+
+
+def _with_key(holder: Any, path: Sequence[str], text: str) -> dict[str, Any]:
+    """A mapping with one more value at a path of keys."""
+    first, *rest = path
+    mapping = holder if isinstance(holder, Mapping) else {}
+    return {**mapping, first: _with_key(mapping.get(first), rest, text) if rest else load_value(text)}
+
+
+def _as_data(value: Any) -> Any:
+    """Plain values, also where a key is called `type`: in a config that would name an object."""
+    from trainformer.config import Config
+
+    if isinstance(value, list):
+        return [_as_data(inner) for inner in value]
+    if not isinstance(value, Mapping):
+        return value
+    data = Config({key: _as_data(inner) for key, inner in value.items()})
+    data.tagged = "type" in data
+    return data
+
+
+def _expanded(text: str) -> str:
+    """Callbacks written as in Python, in the notation of configs; any other text as it is.
+
+    >>> _expanded("EarlyStopping, EMA(decay=0.9)")
+    '[{"type": "trainformer.callbacks.EarlyStopping"}, {"type": "trainformer.callbacks.EMA", "decay": 0.9}]'
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        items = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+        calls = [item if isinstance(item, ast.Call) else ast.Call(item, [], []) for item in items]
+        if any(not isinstance(call.func, ast.Name) or call.args for call in calls):
+            return text
+        sections = [
+            {"type": call.func.id, **{str(word.arg): _literal(word.value) for word in call.keywords}}  # type: ignore[attr-defined]
+            for call in calls
+        ]
+    except (SyntaxError, ValueError):
+        return text
+    for section in sections:
+        entry = catalogue.find("callbacks", section["type"])
+        if entry is None:
+            known = [entry.name for entry in catalogue.entries("callbacks")]
+            hint = did_you_mean(section["type"], known) or f"There is {', '.join(known)}."
+            raise BadArgument(expected("the name of a callback", section["type"], hint))
+        section["type"] = entry.target.replace(":", ".")
+    return json.dumps(sections)
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    return ast.literal_eval(node)
+
+
+# -- help ------------------------------------------------------------------------------------------------------------
+
+
+def _help_page(parser: argparse.ArgumentParser, table: OptionTable) -> argparse.ArgumentParser:
+    """A parser with the options of all components, to print its help."""
+    page = argparse.ArgumentParser(prog=parser.prog, usage=parser.usage, description=parser.description)
+    page.epilog, page.formatter_class = _SPELLING, parser.formatter_class
+    page.add_argument_group(_WHAT)
+    for action in dict.fromkeys(table.command.values()):
+        page._add_action(action)
+    for component in table.components:
+        is_trainer = component.role == "trainer"
+        for option in sorted(component.options.values(), key=lambda option: is_trainer and bool(option.section)):
+            title = (option.section or _WHAT) if is_trainer else f"{component.role} {component.name}"
+            spellings = [option.name if len(table.by_name[option.name]) == 1 else option.key]
+            if table.by_name.get("model") == [option] and option.name != "model":
+                spellings.insert(0, "model")
+            default = None if option.is_required else option.shown
+            _add_to_help(page, title, spellings, option.type_text, default, option.about)
+    return page
+
+
+def _add_to_help(
+    parser: argparse.ArgumentParser,
+    section: str,
+    spellings: list[str],
+    type_text: str,
+    default: str | None,
+    about: str,
+) -> None:
+    """One option, in the group of its section, with its type and default (None: it is required)."""
+    title = section[:1].lower() + section[1:]
+    group = next((known for known in parser._action_groups if known.title == title), None)
+    group = group or parser.add_argument_group(title)
+    about = _HELP.get(spellings[-1], about)
+    ending = "required" if default is None else f"default: {default}"
+    help_text = _escaped(f"{about} ({type_text}; {ending})".strip())
+    flags = list(map(as_flag, spellings))
+    if type_text.startswith("bool"):
+        flags.append(f"--no-{flags[0][2:]}")
+        group.add_argument(*flags, action="store_true", default=argparse.SUPPRESS, help=help_text)
+    else:
+        metavar = next((mark for start, mark in _METAVARS.items() if type_text.startswith(start)), "VALUE")
+        group.add_argument(*flags, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")

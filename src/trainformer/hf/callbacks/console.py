@@ -1,0 +1,209 @@
+"""What a run shows on the console: `InfoCallback` at the start, `ProgressCallback` from then on."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from trainformer.callbacks.compat import unwrap_callback
+from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.progress import ProgressBar
+from trainformer.hf.callbacks.common import changed_arguments, is_evaluation, numbers, to_native
+from trainformer.loggers.console import ConsoleLogger
+
+logger = logging.getLogger("trainformer")
+
+_MAX_LENGTH = 80  # characters of an argument
+
+
+class ProgressCallback(TrainerCallback):
+    """A progress bar for training, a second one for evaluation, and a line for each log record.
+
+    If the output is not a terminal, or with ``args.disable_tqdm``, it prints the lines only. Only the main process
+    prints. If a trainer has several progress bars, only the first one is shown.
+    """
+
+    sets_control = False
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.bar = ProgressBar(self.console)
+        self._lines = ConsoleLogger(self.console, train_lines=True)
+        self._is_shown = True
+        self._draws = True
+        self._is_training = False
+        self._evaluated = 0  # batches of the current evaluation
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._is_shown = state.is_world_process_zero and self._is_first(kwargs.get("trainer"))
+        self._draws = self._is_shown and not getattr(args, "disable_tqdm", False)
+        self._is_training = True
+        if self._draws:
+            view = _view(state)
+            metric = getattr(args, "metric_for_best_model", None) or "loss"
+            view.monitor_metric = f"val/{metric.removeprefix('eval_')}"  # plotted in notebooks
+            self.bar.on_train_begin(view)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.bar.on_epoch_begin(_view(state), int(state.epoch or 0))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.bar.on_step_end(_view(state), state.global_step, None)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if not self._is_shown or not logs or not state.is_world_process_zero:
+            return
+        shown_before = {"epoch"} if is_evaluation(logs) else set()  # in the line of the training metrics
+        metrics = to_native(numbers({name: value for name, value in logs.items() if name not in shown_before}))
+        if "train/loss" in metrics:  # neither an evaluation nor the summary of the run
+            self.bar.on_log(_view(state), metrics)
+        elif is_evaluation(logs):
+            self.bar.on_validation_end(_view(state), metrics)
+        self._lines.init({})
+        self._lines.log(metrics, state.global_step)
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Advance the evaluation bar. Outside of training it disappears after the last batch."""
+        if not self._draws or not state.is_world_process_zero:
+            return
+        self._evaluated += 1
+        total = _length(eval_dataloader)
+        if self._is_training or (total is not None and self._evaluated <= total):
+            self.bar.on_validation_batch_end(_view(state), self._evaluated, total)
+        if not self._is_training and self._evaluated == total:
+            self._evaluation_ended(state)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluation_ended(state)
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluation_ended(state)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._is_training = False
+        self.bar.on_train_end(_view(state))
+
+    def on_error(
+        self, args: Any, state: TrainerState, control: TrainerControl, error: BaseException, **kwargs: Any
+    ) -> None:
+        """Close the bar, so that the terminal is usable again."""
+        self._is_training = False
+        self.bar.on_error(_view(state), error)
+
+    def _is_first(self, trainer: Any) -> bool:
+        present = [unwrap_callback(callback) for callback in getattr(trainer, "_callbacks", None) or ()]
+        if any(isinstance(callback, ProgressBar) for callback in present):
+            return False
+        return next((callback for callback in present if isinstance(callback, ProgressCallback)), self) is self
+
+    def _evaluation_ended(self, state: TrainerState) -> None:
+        self._evaluated = 0
+        self.bar.on_validation_cleanup(_view(state))
+
+
+def _view(state: TrainerState) -> Any:
+    """What `ProgressBar` reads of a trainer."""
+    total = state.max_steps if state.max_steps > 0 else None
+    return SimpleNamespace(total_steps=total, state=SimpleNamespace(step=state.global_step))
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class InfoCallback(TrainerCallback):
+    """Logs a summary when training begins, with the logger "trainformer" at level INFO.
+
+    It shows parameters (total, trainable, dtypes), dataset sizes, device, steps, effective batch size, and the
+    arguments that differ from their defaults.
+    """
+
+    sets_control = False
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        changed = changed_arguments(args, kwargs.get("trainer"))
+        lines = {
+            "model": _describe_model(model),
+            "data": _describe_data(kwargs.get("train_dataloader"), kwargs.get("eval_dataloader")),
+            "device": _describe_device(model, args),
+            "steps": _describe_steps(args, state, kwargs.get("train_dataloader")),
+            "batch": _describe_batch(args, kwargs.get("trainer")),
+            "arguments": ", ".join(f"{name}={_shorten(value)}" for name, value in sorted(changed.items())),
+        }
+        width = max(map(len, lines))
+        text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items() if line)
+        logger.info("training begins\n%s", text)
+
+
+def _describe_model(model: Any) -> str:
+    if model is None:
+        return ""
+    parameters = list(model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    kinds = Counter[str]()
+    for p in parameters:
+        kinds[str(p.dtype).removeprefix("torch.")] += p.numel()
+    share = "all trainable" if trained == total else f"{trained:,} trainable ({trained / max(total, 1):.2%})"
+    dtypes = ", ".join(f"{name} {count:,}" if len(kinds) > 1 else name for name, count in kinds.most_common())
+    return f"{type(model).__name__}, {total:,} parameters, {share}; {dtypes}"
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+
+
+def _describe_data(train: Any, evaluation: Any) -> str:
+    return ", ".join(f"{name} {_size(loader)}" for name, loader in (("train", train), ("eval", evaluation)) if loader)
+
+
+def _size(loader: Any) -> str:
+    try:
+        return f"{len(loader.dataset):,} samples"
+    except (TypeError, AttributeError):
+        return "a stream"
+
+
+def _describe_device(model: Any, args: Any) -> str:
+    first = next(iter(model.parameters()), None) if model is not None else None
+    device = first.device if first is not None else getattr(args, "device", None)
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device or "")
+
+
+def _describe_steps(args: Any, state: TrainerState, train: Any) -> str:
+    batches = _length(train)
+    per_epoch = None if batches is None else -(-batches // max(1, args.gradient_accumulation_steps))
+    parts = [f"{per_epoch:,} per epoch"] if per_epoch is not None else []
+    if state.max_steps > 0:
+        parts.append(f"{state.max_steps:,} in total")
+        if per_epoch:
+            parts[-1] += f" ({state.max_steps / per_epoch:g} epochs)"
+    if state.global_step:
+        parts.append(f"resuming after {state.global_step:,}")
+    return ", ".join(parts)
+
+
+def _describe_batch(args: Any, trainer: Any) -> str:
+    size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    # Ranks that hold shards of one model compute the same samples.
+    process_group = getattr(trainer, "_process_group", None)
+    replicas = getattr(args, "world_size", 1) if process_group is None else process_group.dp_world_size
+    total = size * accumulation * replicas
+    return f"{total:,} samples per step: {size} per device x {accumulation} accumulated x {replicas} processes"
