@@ -78,8 +78,9 @@ def by_hand(policy, reference, batch, loss, beta):
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 5, 0])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "chunk_tokens"), [*((loss, None) for loss in LOSSES), ("sigmoid", 5), ("sigmoid", 0), ("simpo", 5)]
+)
 def test_the_loss_is_that_of_single_answers(task, loss, chunk_tokens):
     trainer = trainer_for(task(loss=loss, chunk_tokens=chunk_tokens))
     made = trainer.task

@@ -283,8 +283,10 @@ def test_a_loader_of_the_users() -> None:
     assert run.state.samples == 10
 
 
-@pytest.mark.parametrize(("channels", "size"), [(1, 16), (3, (16, 24)), (1, (24, 16))])
-@pytest.mark.parametrize("method", ["simclr", "dino", "mae"])
+@pytest.mark.parametrize(
+    ("method", "channels", "size"),
+    [("simclr", 1, 16), ("dino", 3, (16, 24)), ("dino", 1, 16), ("mae", 1, (24, 16))],
+)
 def test_gray_and_oblong_images(method: str, channels: int, size: Any) -> None:
     if method == "mae":
         task = toys.make("mae", "test_vit", image_size=size)
@@ -353,9 +355,9 @@ def flat(name: str, value: Any) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value).clone()} if number else {}
 
 
-@pytest.mark.parametrize("method", ["moco", "byol", "dino", "mae"])
-def test_a_run_that_was_cut_goes_on_bitwise(method: str, tmp_path: Path) -> None:
-    """In the middle of an epoch, with dropped paths, accumulation and callbacks that learn; all state compared."""
+@pytest.mark.parametrize("method", ["moco", "dino", "mae"])
+def test_an_interrupted_run_resumes_bitwise(method: str, tmp_path: Path) -> None:
+    """In the middle of an epoch, with drop path, accumulation and callbacks that learn; compares all state."""
     data = toys.pixels(26), toys.labels(26)
     vit = "test_vit" if method in ("dino", "mae") else None
     options: dict[str, Any] = {"num_local": 1, "warmup_teacher_temp_epochs": 3} if method == "dino" else {}
@@ -380,7 +382,7 @@ def test_a_run_that_was_cut_goes_on_bitwise(method: str, tmp_path: Path) -> None
     cut = start("cut", StopAt(5)).fit()  # after the first of four steps of the second epoch
     cut.save(tmp_path / "cut.pt")
     newest = sorted((tmp_path / "cut" / "checkpoints").iterdir())[-1]
-    for way in ("file", "checkpoint"):
+    for way in ("file", "checkpoint") if method == "moco" else ("checkpoint",):
         torch.manual_seed(123)
         second = start(way, resume=newest if way == "checkpoint" else None)
         if way == "file":

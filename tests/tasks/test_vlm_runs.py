@@ -20,10 +20,12 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.multimodal import ImageTextDataset
 from trainformer.tasks.multimodal.vlm import VLM
 
+RUN_FAMILIES = ("llava", "qwen2_5_vl")  # qwen2_vl has the same processor and batches as qwen2_5_vl
+
 # -- runs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", toys.FAMILIES)
+@pytest.mark.parametrize("family", RUN_FAMILIES)
 def test_evaluation_does_not_depend_on_the_batch(family):
     task = toys.make(family, generate_metrics=True, generate_options={"max_new_tokens": 5})
     trainer = trainer_for(task, max_steps=12, lr=3e-3)
@@ -38,7 +40,7 @@ def test_evaluation_does_not_depend_on_the_batch(family):
     assert results[0]["val/exact_match"] == pytest.approx(right / len(RECORDS))
 
 
-@pytest.mark.parametrize("family", toys.FAMILIES)
+@pytest.mark.parametrize("family", RUN_FAMILIES)
 def test_padded_prompts_are_answered_like_single_ones(family):
     task = toys.make(family)
     trainer_for(task, max_steps=20, lr=3e-3).fit()
@@ -69,7 +71,7 @@ def test_prompts_without_answers_can_be_predicted_but_not_learned():
         task.prepare_dataset(asked, train=True)
 
 
-@pytest.mark.parametrize("family", toys.FAMILIES)
+@pytest.mark.parametrize("family", RUN_FAMILIES)
 def test_a_checkpoint_opens_with_transformers(family, tmp_path):
     task = toys.make(family)
     trainer = trainer_for(task, max_steps=2, run_dir=tmp_path / "run").fit()
@@ -124,7 +126,7 @@ def test_a_check_finds_nothing_wrong():
 # -- adapters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", toys.FAMILIES)
+@pytest.mark.parametrize("family", RUN_FAMILIES)
 def test_lora_trains_the_language_model_and_opens_with_peft(family, tmp_path):
     torch.manual_seed(0)
     base = toys.make(family).model
