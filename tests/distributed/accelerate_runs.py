@@ -17,7 +17,7 @@ from training_runs import QUIET, found, run_mlp
 from toys import TokenTask, mlp, tokens
 from trainformer import Trainer
 from trainformer.run import run_of
-from trainformer.run.torch.dry_run import Probe
+from trainformer.run.torch.dry_run import DryRun
 
 
 def accelerated(rank: int, world: int) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def divided(rank: int, world: int) -> dict[str, Tensor]:
 def gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Gradients of the second micro-batch, had it been a whole step, after a step that was given up half-way."""
     backend = run_of(trainer).backend
-    probe = Probe(run_of(trainer))
+    probe = DryRun(run_of(trainer))
     batches = probe.batches()
     backend.begin_training()
     backend.accumulate(next(batches)._replace(more=True))

@@ -33,7 +33,8 @@ from trainformer.callbacks import (
     Throughput,
 )
 from trainformer.core.types import Mean
-from trainformer.run import meeting, run_of
+from trainformer.run import folder as run_folder
+from trainformer.run import run_of
 
 # -- callbacks ---------------------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class StopsLate:
 
 
 class Adds:
-    """Adds a callback on one rank, while the run goes on."""
+    """Adds a callback on one rank during the run."""
 
     sets_control = False
 
@@ -365,12 +366,12 @@ def drifting(rank: int, world: int) -> Values:
 
 def blind(rank: int, world: int) -> Values:
     """The last of several ranks does not see what rank 0 writes."""
-    sees = meeting._is_there
-    meeting._is_there = (lambda mark: False) if 0 < rank == world - 1 else sees
+    sees = run_folder._appears
+    run_folder._appears = (lambda mark: False) if 0 < rank == world - 1 else sees
     try:
         return found(trainer("blind", world).fit())
     finally:
-        meeting._is_there = sees
+        run_folder._appears = sees
 
 
 def with_task(name: str, task: Callable[[], Any], **options: Any) -> Callable[[int, int], Values]:

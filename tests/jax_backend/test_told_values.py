@@ -9,7 +9,7 @@ import pytest
 from jax_toys import MeanTrainer, losses, mesh_on, mlp_trainer, samples
 
 from trainformer.backends.jax.placement import Placer
-from trainformer.backends.jax.step_metrics import TOLD, Part, all_reduced, read_parts, telling, told_by
+from trainformer.backends.jax.step_metrics import TOLD, Part, added_up, read_parts, telling, told_by
 from trainformer.core.types import HostBatch
 from trainformer.jax import TrainerConfigureDataloaderOutput
 
@@ -56,7 +56,7 @@ def test_a_step_that_was_not_finite_is_told():
 
 def test_parts_and_scalars_add_up_on_the_device(output):
     _, norm, pairs = told_by(output)
-    assert float(all_reduced([norm, norm, pairs["z"][0], jnp.float32(1.5), 2])) == 5 + 5 + 12 + 1.5 + 2
+    assert float(added_up([norm, norm, pairs["z"][0], jnp.float32(1.5), 2])) == 5 + 5 + 12 + 1.5 + 2
     assert float(norm * 3) == 15.0
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Encoder
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
@@ -189,9 +189,9 @@ class TokenPredictionTask(LanguageTask):
         return {"perplexity": math.exp(min(metrics["loss"], _LARGEST_EXPONENT))} if "loss" in metrics else {}
 
     def check_batch(self, batch: Any) -> list[str]:
-        """Report a batch without supervised tokens."""
+        """EncodingReport a batch without supervised tokens."""
         labels = batch["labels"][..., 1:] if self.shifted else batch["labels"]
-        supervised = bool((labels != IGNORED).any())
+        supervised = bool((labels != IGNORE_INDEX).any())
         return [] if supervised else ["No token of the batch is trained on: all labels are -100."]
 
 

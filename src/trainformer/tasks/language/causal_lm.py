@@ -17,10 +17,10 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import collate_packed, pad
-from trainformer.data.text.encode import IGNORED, Encoder
+from trainformer.data.text.collate import collate_packed, pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import causal_tokens
-from trainformer.data.text.token_bytes import token_bytes
+from trainformer.data.text.tokenizer import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
@@ -105,7 +105,7 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
         loss = self._loss(batch)
         labels = batch["labels"][..., 1:]
         sizes = self._bytes_per_token(labels.device)[labels.clamp(min=0)]
-        size = torch.where(labels == IGNORED, 0, sizes).sum()
+        size = torch.where(labels == IGNORE_INDEX, 0, sizes).sum()
         return {**self._metrics(loss), "bits_per_byte": (loss.sum / math.log(2), size)}
 
     def _bytes_per_token(self, device: torch.device) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
-from trainformer.data.text.store import OverStore
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.store import StoreView
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import eval_mode
@@ -104,7 +104,7 @@ class Seq2Seq(TokenPredictionTask):
         return {
             **metrics,
             **self.predict_step(batch),
-            "target": _pad_to(batch["labels"], self.max_target_length, IGNORED),
+            "target": _pad_to(batch["labels"], self.max_target_length, IGNORE_INDEX),
         }
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class Seq2Seq(TokenPredictionTask):
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
         """Generation metrics over the whole dataset (not means over batches)."""
-        targets = [row[row != IGNORED] for row in rows["target"]]
+        targets = [row[row != IGNORE_INDEX] for row in rows["target"]]
         texts = self.text_tokenizer.batch_decode(rows["generated"], skip_special_tokens=True)
         references = self.text_tokenizer.batch_decode(targets, skip_special_tokens=True)
         return {
@@ -188,10 +188,10 @@ class PairEncoder(Encoder):
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} {_VERSION} {self.max_source_length} {self.max_target_length} {self.prefix!r}"
 
-    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
         whole: list[tuple[Any, Any]] = []
         for place, record in enumerate(records):
-            with naming(place):
+            with context(place):
                 source, target = _pair_of(record)
                 if not isinstance(source, str):
                     source, target = (self._encode_tokens({"input_ids": ids}).input_ids for ids in (source, target))
@@ -205,7 +205,7 @@ class PairEncoder(Encoder):
                 source_text, target_text = whole[place]
                 whole[place] = (
                     self._truncate_source(source, self.prefix + source_text) if source_text else [],
-                    self._ended(np.asarray(target, dtype=np.int32)) if target_text else [],
+                    self._add_eos(np.asarray(target, dtype=np.int32)) if target_text else [],
                 )
         return [self._piece(source, target, report) for source, target in whole]
 
@@ -227,32 +227,32 @@ class PairEncoder(Encoder):
             return ids
         return [*self._require()(text, truncation=True, max_length=self.max_source_length)["input_ids"], ids[-1]]
 
-    def _piece(self, source: Any, target: Any, report: Report) -> list[Encoded]:
+    def _piece(self, source: Any, target: Any, report: EncodingReport) -> list[Encoded]:
         report.records += 1
         if len(source) == 0 or len(target) == 0:
-            report.blame("empty source" if len(source) == 0 else "empty target", "dropped")
+            report.add_outcome("empty source" if len(source) == 0 else "empty target", "dropped")
             return []
         for name, ids, limit in (
             ("source", source, self.max_source_length),
             ("target", target, self.max_target_length),
         ):
             if len(ids) > limit:
-                report.blame(f"{name} longer than {limit} tokens", "truncated")
+                report.add_outcome(f"{name} longer than {limit} tokens", "truncated")
         source = np.asarray(source, dtype=np.int32)[: self.max_source_length]
         target = np.asarray(target, dtype=np.int32)[: self.max_target_length]
-        labels = np.concatenate([np.full(len(source), IGNORED, np.int32), target])
+        labels = np.concatenate([np.full(len(source), IGNORE_INDEX, np.int32), target])
         report.pieces += 1
         report.tokens += len(labels)
         report.supervised += len(target)
         return [Encoded(np.concatenate([source, target]), labels)]
 
 
-class PairDataset(OverStore):
+class PairDataset(StoreView):
     """A token store of `PairEncoder` that returns `input_ids` of the source and `labels` of the target."""
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         item = self.store[index]
-        size = int(np.count_nonzero(item["labels"] == IGNORED))
+        size = int(np.count_nonzero(item["labels"] == IGNORE_INDEX))
         return {"input_ids": item["input_ids"][:size], "labels": item["labels"][size:]}
 
 
@@ -268,7 +268,7 @@ def _pair_of(record: Any) -> tuple[Any, Any]:
         if record.get("labels") is None:
             raise DataError(expected("labels, the tokens of the target, beside input_ids", "none"))
         labels = np.asarray(record["labels"])
-        return record["input_ids"], labels[labels != IGNORED]
+        return record["input_ids"], labels[labels != IGNORE_INDEX]
     for source, target in _SIDES:
         if source in record and target in record:
             pair = record[source], record[target]

@@ -20,11 +20,11 @@ from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.metadata import DatasetInfo
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import Encoded, Report
-from trainformer.data.text.schemas import TEXT_KEYS, value_of
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import Encoded, EncodingReport
+from trainformer.data.text.schemas import TEXT_KEYS, require_key
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import OverStore, tokenize
+from trainformer.data.text.store import StoreView, tokenize
 from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
 from trainformer.losses.numerics import no_autocast, upcast
 from trainformer.models.modes import eval_mode
@@ -289,7 +289,7 @@ class TextEncoder(PartsEncoder):
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} {_VERSION} {self.keys} {self.labels} {self.labelled}"
 
-    def _piece(self, record: Any, report: Report) -> Encoded:
+    def _piece(self, record: Any, report: EncodingReport) -> Encoded:
         values, label = self._parts_of(record)
         if label is None and self.labelled:
             raise DataError(expected("a label", "none", "Remove the record, or give it one."))
@@ -306,8 +306,8 @@ class TextEncoder(PartsEncoder):
 
     def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
         if not self._bare:
-            label = None if self._label is None else value_of(record, self._label)
-            return [value_of(record, key) for key in self._texts], label
+            label = None if self._label is None else require_key(record, self._label)
+            return [require_key(record, key) for key in self._texts], label
         if isinstance(record, str):
             return [record], None
         if not isinstance(record, list | tuple) or len(record) != 2:
@@ -324,7 +324,7 @@ def split_item(item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"input_ids": np.concatenate([first, second]), "labels": types, "label": label}
 
 
-class LabelledTexts(OverStore):
+class LabelledTexts(StoreView):
     """A token store of `TextEncoder`, split into tokens, token types and labels."""
 
     def __init__(self, store: Any, labels: Labels) -> None:

@@ -17,7 +17,7 @@ from trainformer.data.lists import IMAGE_COLUMNS
 from trainformer.data.multimodal import RecordReader, image_parts
 from trainformer.data.pixels import image_tensor, is_pil, tensor_channels, with_channels
 from trainformer.data.text.chat import ASSISTANT_ROLES
-from trainformer.data.text.schemas import conversation, form_of, standard
+from trainformer.data.text.schemas import conversation, detect_schema, standard
 
 _READER = RecordReader("image", "text")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -50,7 +50,7 @@ def read_record(record: Any, opener: Callable[[Any], Any]) -> RecordContent:
     if not answered:
         record = {**record, "prompt": record[prompt], "completion": ""}
     if all(_is_missing(record.get(name)) for name in (*IMAGE_COLUMNS, *_CONVERSATIONS)):
-        form = form_of([record])
+        form = detect_schema([record])
         is_dialogue = form.name in ("chat", "completion", "alpaca")
         return RecordContent([], _dialogue(record, form) if is_dialogue else standard(record, form), answered)
     item = _READER.item(record, opener)

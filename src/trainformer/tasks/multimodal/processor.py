@@ -14,7 +14,7 @@ from torch import Tensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.augment.draws import Keys
-from trainformer.data.augment.pipeline import Augment
+from trainformer.data.augment.pipeline import BatchAugment
 from trainformer.data.pixels import with_channels
 from trainformer.models.language import ensure_pad_token
 from trainformer.tasks.language.base import LanguageTask
@@ -78,8 +78,8 @@ class Pixels:
         return pixels[0] if pixels.dtype == torch.uint8 else pixels[0].round().clamp(0, 255).to(torch.uint8)
 
 
-class PixelAugment(Augment):
-    """`Augment` for uint8 pixels. Float images, which a user's DataLoader may have normalised, pass through."""
+class PixelAugment(BatchAugment):
+    """`BatchAugment` for uint8 pixels. Float images, which a user's DataLoader may have normalised, pass through."""
 
     def forward(self, images: Tensor, keys: Keys | None = None, stream: int = 0) -> Tensor:
         """Augment uint8 images."""

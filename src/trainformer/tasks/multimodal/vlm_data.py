@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 from trainformer.core.errors import DataError
 from trainformer.data.fetcher import is_in_memory, unwrap_subsets
 from trainformer.data.order import preserved_generators
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Report
-from trainformer.data.text.tables import position, where
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, EncodingReport
+from trainformer.data.text.tables import location_of, normalize_index
 from trainformer.tasks.multimodal.vlm_encode import Block, ImageTextEncoder, stack_rows
 
 logger = logging.getLogger("trainformer")
@@ -45,7 +45,7 @@ class ImageTextExamples(Dataset):
         self.source, chosen = unwrap_subsets(source)
         self.encoder = encoder
         self.prompts = prompts
-        self.report = Report()
+        self.report = EncodingReport()
         self.lengths: np.ndarray | None = None
         indices = np.arange(len(self.source)) if chosen is None else chosen
         with preserved_generators():  # reading records may draw random numbers
@@ -55,15 +55,15 @@ class ImageTextExamples(Dataset):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._read(int(self.indices[position(index, len(self))]))
+        return self._read(int(self.indices[normalize_index(index, len(self))]))
 
     def _read(self, index: int) -> dict[str, Any]:
         encode = self.encoder.encode_with_prompt if self.prompts else self.encoder.encode
-        return encode(self.source[index], where(self.source, index))
+        return encode(self.source[index], location_of(self.source, index))
 
     def _usable(self, indices: np.ndarray, name: str) -> np.ndarray:
         """The indices of usable records, as far as they are known without decoding images."""
-        read = getattr(self.source, "undecoded", None)
+        read = getattr(self.source, "without_decoding", None)
         if not self.encoder.measures or (read is None and not is_in_memory(self.source)):
             for index in indices[:_PROBED]:
                 self._read(int(index))
@@ -79,7 +79,7 @@ class ImageTextExamples(Dataset):
         return indices[kept]
 
     def _length(self, record: Any, index: int) -> int | None:
-        return self.encoder.measure(record, where(self.source, index), self.report, prompts=self.prompts)
+        return self.encoder.measure(record, location_of(self.source, index), self.report, prompts=self.prompts)
 
 
 def collate(examples: Sequence[Mapping[str, Any]], pad_id: int, *, image_id: int | None = None) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def flat_pixels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def with_image(example: Mapping[str, Any], block: Block) -> dict[str, Any]:
     """Append an image to an example. It is unsupervised and no supervised token attends to it: the loss is the same."""
-    ignored = np.full(len(block.tokens), IGNORED, np.int32)
+    ignored = np.full(len(block.tokens), IGNORE_INDEX, np.int32)
     return {
         "input_ids": np.concatenate([example["input_ids"], block.tokens]),
         "labels": np.concatenate([example["labels"], ignored]),

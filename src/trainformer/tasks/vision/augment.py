@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.augment.pipeline import Augment
+from trainformer.data.augment.pipeline import BatchAugment
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -63,13 +63,13 @@ def runs_on_batches(augment: AugmentSpec) -> bool:
 
 def device_transform(
     augment: AugmentSpec, geometry: Geometry, statistics: tuple[Sequence[float], Sequence[float]], erase: float
-) -> Augment:
+) -> BatchAugment:
     """Return a module that augments, normalises with (mean, std) and randomly erases a batch."""
     assert runs_on_batches(augment)
     mean, std = statistics
     if augment == "basic":
-        return Augment(geometry.size, erase=erase, mean=mean, std=std)
-    return Augment(geometry.size, crop=False, shift=_SHIFT, flip=0.0, erase=erase, mean=mean, std=std)
+        return BatchAugment(geometry.size, erase=erase, mean=mean, std=std)
+    return BatchAugment(geometry.size, crop=False, shift=_SHIFT, flip=0.0, erase=erase, mean=mean, std=std)
 
 
 def sample_transform(augment: AugmentSpec, geometry: Geometry, from_files: bool) -> Callable[[Any], Any]:

@@ -162,7 +162,7 @@ def first_unmixed_epoch(run: Any, off_last: float, samples: int | None) -> int:
 
 
 def image_problems(images: Any, channels: int | None) -> list[str]:
-    """Report wrong shapes, constant images, and float values that cannot be normalised pixels."""
+    """EncodingReport wrong shapes, constant images, and float values that cannot be normalised pixels."""
     if not isinstance(images, Tensor) or images.ndim != 4:
         shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         return [f"Images should be a tensor (batch, channels, height, width), but are {shape}."]
@@ -194,7 +194,7 @@ def _float_problems(images: Tensor) -> list[str]:
 
 
 def label_problems(labels: Any, num_classes: int | None) -> list[str]:
-    """Report labels that are missing, not integers, or out of range."""
+    """EncodingReport labels that are missing, not integers, or out of range."""
     if not isinstance(labels, Tensor):
         what = "are missing" if labels is None else f"are {type(labels).__name__}"
         return [f"Labels should be a tensor with one class index per image, but {what}."]

@@ -63,8 +63,8 @@ class SSL(VisionTask):
     have is an error. Labels are optional and never trained on; evaluation uses them for kNN accuracy.
 
     Views are made on the device with per-image random numbers, by the paper's augmentation. `augment_options` change
-    its details (``{"flip": 0.0}``; see `trainformer.data.augment.Augment`). Or pass your own `augment`, a function of
-    a batch of images that returns a list of views. Images are uint8, or floats from 0 to 1.
+    its details (``{"flip": 0.0}``; see `trainformer.data.augment.BatchAugment`). Or pass your own `augment`: a function
+    of a batch of images that returns a list of views. Images are uint8, or floats from 0 to 1.
 
     >>> task = SSL.simclr("resnet10t", image_size=32)
     >>> loss = task.train_step(torch.zeros(4, 3, 32, 32, dtype=torch.uint8))
