@@ -72,7 +72,7 @@ def test_samples_in_every_form() -> None:
         split_pair({"images": [image, image], "text": "two"})
 
 
-def test_one_of_several_captions_is_drawn_anew_in_every_epoch() -> None:
+def test_each_epoch_draws_one_of_several_captions() -> None:
     data = [{"image": scene.draw(), "text": scene.captions} for scene in SCENES]
     trainer = trainer_for(make(), data)
     seen = [torch.cat([b["caption"] for b in toys.batches_of(trainer, epoch)]) for epoch in range(2)]

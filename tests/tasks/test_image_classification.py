@@ -322,7 +322,7 @@ def test_float_images_of_other_forms_become_tensors() -> None:
         assert np.array_equal(got.numpy(), image.transpose(2, 0, 1).astype(np.float32))
 
 
-# -- data sets ---------------------------------------------------------------------------------------------
+# -- datasets ----------------------------------------------------------------------------------------------
 
 
 def test_evaluation_data_in_memory_are_plain_tensors_of_the_right_size() -> None:
@@ -987,7 +987,7 @@ def test_a_good_batch_has_no_problems() -> None:
         (torch.full((2, 3, 8, 8), float("nan")), torch.arange(2), "NaN"),
     ],
 )
-def test_problems_of_a_batch_are_told(images: Any, labels: Any, sentence: str) -> None:
+def test_problems_of_a_batch_are_reported(images: Any, labels: Any, sentence: str) -> None:
     import re
 
     task = ImageClassification(SMALL, 5, False)

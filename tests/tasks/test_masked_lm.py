@@ -209,7 +209,7 @@ def test_a_checkpoint_opens_with_transformers(task, tmp_path, tokenizer):
     assert trainer_for(again).check().ok
 
 
-def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(task, tmp_path):
     AutoModelForMaskedLM.from_config(bert()).save_pretrained(tmp_path / "base")
 
     def run(folder, **options):

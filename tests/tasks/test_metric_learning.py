@@ -184,7 +184,7 @@ def test_one_step_is_that_of_the_library(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["arcface", "cosface", "subcenter"])
-def test_a_run_is_a_loop_by_hand(loss: str) -> None:
+def test_a_run_matches_a_hand_written_loop(loss: str) -> None:
     images, labels = samples(40, dtype=torch.float64)
     task = exact_task(loss)
     loader = DataLoader(TensorDataset(images, labels), batch_size=9)  # the last has 4
@@ -318,7 +318,7 @@ def test_centres_are_in_the_checkpoint() -> None:
     assert same(everything(other.task), everything(trainer.task))
 
 
-def test_a_state_of_other_classes_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_state_with_other_classes_is_an_error(tmp_path: Path) -> None:
     path = Trainer(plain_task(), samples(), **settings()).fit().save(tmp_path / "five.pt")
     other = Trainer(plain_task(), samples(classes=3), **settings())
     with pytest.raises(DataError, match=r"\(3, 4\).*received .*\(5, 4\).*components=\['model'\]"):
@@ -608,7 +608,7 @@ def test_the_index_is_used_for_every_search(monkeypatch: pytest.MonkeyPatch) -> 
     assert used == ["exact", "exact", "torch", "torch"]
 
 
-def test_a_gallery_by_hand() -> None:
+def test_an_explicit_gallery() -> None:
     images, labels = samples(20)
     rows, numbers = images.flatten(1).numpy(), labels.numpy()
     metrics = plain_task().evaluate_retrieval(rows[:5], numbers[:5], gallery=rows[:15], gallery_labels=numbers[:15])
@@ -808,7 +808,7 @@ def test_a_module_for_files_gets_the_usual_size(tmp_path: Path) -> None:
     assert trainer.task.model.proj.in_features == 6
 
 
-def test_a_module_that_takes_other_images_is_refused_in_words() -> None:
+def test_a_module_for_other_images_is_an_error() -> None:
     task = MetricLearning(nn.Sequential(nn.Flatten(), nn.Linear(7, 4)), 4)
     with pytest.raises(BadArgument, match=r"takes images of shape \(3, 224, 224\).*cannot be multiplied.*image_size"):
         _ = task.model
@@ -937,7 +937,7 @@ def test_wrong_arguments_are_found_at_once(options: dict[str, Any], message: str
         MetricLearning(**{"backbone": SMALL, "pretrained": False, **options})
 
 
-def test_a_backbone_that_cannot_be_pooled_otherwise_is_refused_in_words() -> None:
+def test_a_backbone_without_replaceable_pooling_is_an_error() -> None:
     task = MetricLearning("crossvit_tiny_240", pretrained=False, pooling="gem")
     with pytest.raises(BadArgument, match=r"'crossvit_tiny_240' takes.*pooling.*global_pool=''"):
         _ = task.model

@@ -58,7 +58,7 @@ def test_pairs_become_sources_and_targets_that_end(task, tokenizer, source, targ
     assert sorted(found) == sorted((pair["source"], pair["target"]) for pair in PAIRS)
 
 
-def test_a_target_ends_once_whoever_ends_it(tokenizer):
+def test_a_target_has_exactly_one_eos(tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()))
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     bare.add_special_tokens({"pad_token": "<pad>", "eos_token": "</s>"})

@@ -302,7 +302,7 @@ def test_gray_and_oblong_images(method: str, channels: int, size: Any) -> None:
     assert run.embed("val")["embedding"].isfinite().all()
 
 
-def test_a_loop_by_hand_makes_views_as_large_as_the_images() -> None:
+def test_a_hand_written_loop_makes_views_as_large_as_the_images() -> None:
     """Not as large as the backbone's usual images, which are 160 pixels wide here."""
     task = SSL.simclr("test_resnet")
     seen: list[Views] = []

@@ -271,17 +271,17 @@ def test_views_are_functions_of_seed_epoch_and_image() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "online", "slow"),
+    ("method", "online", "target"),
     [("simclr", 1, 0), ("moco", 1, 1), ("moco_v3", 1, 1), ("byol", 1, 1), ("dino", 2, 1)],
 )
-def test_views_of_equal_size_are_batched(method: str, online: int, slow: int) -> None:
+def test_views_of_equal_size_are_batched(method: str, online: int, target: int) -> None:
     task = toys.make(method, **({"num_local": 5} if method == "dino" else {}))
     calls: list[bool] = []
     for part in task.model.modules():
         if isinstance(part, toys.Net):
             part.register_forward_hook(lambda module, *_: calls.append(next(module.parameters()).requires_grad))
     task.train_step(toys.pixels(4))
-    assert (calls.count(True), calls.count(False)) == (online, slow)
+    assert (calls.count(True), calls.count(False)) == (online, target)
 
 
 # -- networks ----------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_every_part_of_the_backbone_gets_a_gradient(method: str, backbone: str) 
 
 
 @pytest.mark.parametrize("method", toys.MOMENTUM)
-def test_slow_networks_are_never_optimized(method: str) -> None:
+def test_momentum_networks_are_never_optimized(method: str) -> None:
     task = toys.make(method)
     run = toys.fit(task, toys.pixels(8), max_steps=2, batch_size=4)
     optimized = {id(p) for group in run.active_optimizer.param_groups for p in group["params"]}
@@ -327,7 +327,7 @@ def slow_network(task: SSL) -> nn.Module:
 
 
 @pytest.mark.parametrize("method", toys.MOMENTUM)
-def test_the_slow_network_moves_once_per_optimizer_step_under_accumulation(method: str) -> None:
+def test_the_momentum_network_moves_once_per_optimizer_step_under_accumulation(method: str) -> None:
     task = toys.make(method, momentum=0.9, momentum_end=0.95)
 
     def look(trainer: Any) -> tuple[list[Tensor], list[Tensor]]:

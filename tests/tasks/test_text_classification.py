@@ -362,7 +362,7 @@ def test_an_adapter_is_saved_with_the_head(task, tmp_path, adapter):
     )
 
 
-def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(task, tmp_path):
     def run(folder, **more):
         return trainer_for(task(), RECORDS, run_dir=tmp_path / folder, save_every=2, save_last=5, **more)
 

@@ -368,7 +368,7 @@ def test_a_checkpoint_opens_with_both_libraries(task, tmp_path, normalize):
 
 
 @pytest.mark.parametrize("adapter", [None, LoRA(r=4, dropout=0.0), PrefixTuning(3)])
-def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path, base, adapter):
+def test_an_interrupted_run_ends_with_the_same_weights(task, tmp_path, base, adapter):
     def run(folder, **more):
         made = task(adapter=adapter)
         return trainer_for(made, PAIRS, run_dir=tmp_path / folder, save_every=2, save_last=5, **more)

@@ -199,7 +199,7 @@ def test_bad_records_are_named(tmp_path):
         task.prepare_dataset([{"images": [good["image"]] * 3, "text": "a"}], train=True)
 
     class Slow:
-        """Where records cannot be looked through, one that does not fit is told of when it is read."""
+        """If records cannot be measured in advance, an unusable one raises an error when it is read."""
 
         def __len__(self):
             return 50

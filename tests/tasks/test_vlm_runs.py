@@ -87,7 +87,7 @@ def test_a_checkpoint_opens_with_transformers(family, tmp_path):
     assert again.generate(ask()["image"], "which shape is it?") == task.generate(ask()["image"], "which shape is it?")
 
 
-def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
     def run(name, **options):
         return trainer_for(
             toys.make(), run_dir=tmp_path / name, save_every=1, resume="auto", batch_size=3, **options

@@ -47,16 +47,16 @@ def split_pair(sample: Any) -> Pair:
     3
     """
     image, label = split_sample(sample)
-    said = label
+    caption = label
     if isinstance(sample, Mapping):
-        said = next((sample[name] for name in ("captions", *TEXT_COLUMNS) if sample.get(name) is not None), None)
+        caption = next((sample[name] for name in ("captions", *TEXT_COLUMNS) if sample.get(name) is not None), None)
     if isinstance(image, list | tuple):
         raise DataError(expected("samples of one image each", f"{len(image)} images"))
-    if isinstance(said, str):
-        return Pair(image, said, [said], None)
-    if isinstance(said, list | tuple) and said and all(isinstance(text, str) for text in said):
+    if isinstance(caption, str):
+        return Pair(image, caption, [caption], None)
+    if isinstance(caption, list | tuple) and caption and all(isinstance(text, str) for text in caption):
         drawn = sample.get("text") if isinstance(sample, Mapping) else None
-        return Pair(image, drawn if isinstance(drawn, str) else None, said, None)
+        return Pair(image, drawn if isinstance(drawn, str) else None, caption, None)
     return Pair(image, None, [], label)
 
 
