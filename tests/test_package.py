@@ -11,7 +11,7 @@ PUBLIC = {
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
     "Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
-    "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput",
+    "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
     "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss cosine_similarity_loss dino_kl dino_loss dpo_loss "
     "infonce_with_queue "

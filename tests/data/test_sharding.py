@@ -42,7 +42,7 @@ def test_a_sliced_batch_is_counted_once(size, count):
     assert np.concatenate([part.origin.samples for part in real]).tolist() == (np.arange(size) + 10).tolist()
     assert sum(part.size for part in parts) == size
     assert sum(part.bad for part in parts) == 2
-    assert {(part.whole, part.consumed) for part in parts} == {(size, size + 2)}
+    assert {(part.global_size, part.consumed) for part in parts} == {(size, size + 2)}
     assert all(len(part.data["x"]) == max(part.size, 1) for part in parts)  # who has none is lent one
 
 

@@ -196,7 +196,7 @@ def test_processes_take_their_part_of_each_batch(kind, parts):
     for number, batch in enumerate(whole):
         together = [share[number] for share in shares]
         assert [x for part in together for x in part.data["noise"][: part.size].tolist()] == batch
-        assert {part.whole for part in together} == {part.consumed for part in together} == {len(batch)}
+        assert {part.global_size for part in together} == {part.consumed for part in together} == {len(batch)}
     late = makers[kind](Shard(1, parts)).batches(1, 2, 8)
     assert [b.data["x"].tolist() for b in late] == [b.data["x"].tolist() for b in shares[1][2:]]
 

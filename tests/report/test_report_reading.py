@@ -14,7 +14,7 @@ from run_folders import CONFIG, START, everything, happened, resumed_times, trai
 
 from toys import MeanTask, classes
 from trainformer import Trainer
-from trainformer.cli import frame
+from trainformer.cli import app
 from trainformer.core.errors import BadArgument
 from trainformer.loggers import read_jsonl
 from trainformer.report import write_report
@@ -253,15 +253,15 @@ def place(tmp_path, monkeypatch):
 
 
 def test_the_command_says_where_it_wrote(place, capsys):
-    assert frame.main(["report", "calm"]) == 0
+    assert app.main(["report", "calm"]) == 0
     assert capsys.readouterr().out.startswith("wrote runs/calm/report.html (0.1 MB)")
-    assert frame.main(["report", "runs", "--json", "--title", "both"]) == 0
+    assert app.main(["report", "runs", "--json", "--title", "both"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told == {"report": "report.html", "bytes": (place / "report.html").stat().st_size}
     content = content_of(place / "report.html")
     assert content["title"] == "both"
     assert [run["name"] for run in content["runs"]] == ["bold", "calm"]
-    assert frame.main(["report", "runs/calm", "bold", "runs/bold", "--out", "here/"]) == 0
+    assert app.main(["report", "runs/calm", "bold", "runs/bold", "--out", "here/"]) == 0
     assert [run["name"] for run in content_of(place / "here" / "report.html")["runs"]] == ["calm", "bold"]
 
 
@@ -273,7 +273,7 @@ def test_the_report_is_replaced_as_a_whole(place):
 
 
 def test_what_is_no_run_is_told(place, capsys):
-    assert frame.main(["report", "clam"]) == 1
+    assert app.main(["report", "clam"]) == 1
     assert "Did you mean 'calm'?" in " ".join(capsys.readouterr().err.split())
     (place / "nothing").mkdir()
     with pytest.raises(BadArgument, match="neither"):
@@ -283,7 +283,7 @@ def test_what_is_no_run_is_told(place, capsys):
     with pytest.raises(BadArgument, match="0 or more"):
         write_report("calm", top=-1)
     with pytest.raises(SystemExit, match="2"):
-        frame.main(["report"])
+        app.main(["report"])
 
 
 def test_runs_of_one_name_are_told_apart(place):
@@ -304,8 +304,8 @@ def test_a_folder_with_a_folder_of_runs_is_enough(place):
 
 def test_no_other_file_is_replaced_and_a_place_that_cannot_be_written_is_told(place, capsys):
     (place / "train.py").write_text("import this")
-    assert frame.main(["report", "calm", "--out", "train.py"]) == 1
-    assert frame.main(["report", "calm", "--out", "train.py/report.html"]) == 1
+    assert app.main(["report", "calm", "--out", "train.py"]) == 1
+    assert app.main(["report", "calm", "--out", "train.py/report.html"]) == 1
     assert (place / "train.py").read_text() == "import this"
     told = " ".join(capsys.readouterr().err.split())
     assert "a page, or no file yet" in told
@@ -322,7 +322,7 @@ def test_a_folder_whose_name_is_no_text(place):
 def test_a_report_needs_no_torch(place):
     everything(place / "runs" / "rich")
     program = (
-        "import sys; from trainformer.cli import frame; code = frame.main(['report', 'rich', 'calm']); "
+        "import sys; from trainformer.cli import frame; code = app.main(['report', 'rich', 'calm']); "
         "sys.exit(code or any(name in sys.modules for name in ('torch', 'jax', 'optuna', 'numpy')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=place, check=False)

@@ -55,7 +55,7 @@ class HostBatch(NamedTuple):
     """A batch as the loader gives it, with the number of samples in it, and of those that could not be read.
 
     Where ranks share a batch, `size` is this rank's part: 0 if its data are only there so that it can take part.
-    `whole` is the number of samples of all ranks, None if only they themselves know theirs; `consumed` is how far the
+    `global_size` is the number of samples over all ranks, None if unknown; `consumed` is how far the
     batch leads in the order of the epoch, None if that is its own size.
     """
 
@@ -63,7 +63,7 @@ class HostBatch(NamedTuple):
     size: int
     bad: int = 0
     origin: Origin | None = None
-    whole: int | None = None
+    global_size: int | None = None
     consumed: int | None = None
 
 
@@ -98,7 +98,7 @@ class DeviceBatch(NamedTuple):
     tokens: int = 0
     bad: int = 0
     more: bool = False
-    whole: int | None = None
+    global_size: int | None = None
     consumed: int | None = None
 
 

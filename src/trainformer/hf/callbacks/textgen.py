@@ -130,12 +130,15 @@ class TextgenCallback(TrainerCallback):
         length, config = inputs["input_ids"].shape[1], getattr(model, "config", None)
         is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
         room = (getattr(config, "max_position_embeddings", None) or _DEFAULT_NEW_TOKENS + length) - length
-        tokens = model.generate(**inputs, **self._options(padding, _DEFAULT_NEW_TOKENS if is_encoder_decoder else room))
+        tokens = model.generate(
+            **inputs, **self.generate_kwargs(padding, _DEFAULT_NEW_TOKENS if is_encoder_decoder else room)
+        )
         if not is_encoder_decoder:
             tokens = tokens[:, length:]
         return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
-    def _options(self, padding: int, room: int = _DEFAULT_NEW_TOKENS) -> dict[str, Any]:
+    def generate_kwargs(self, padding: int, room: int = _DEFAULT_NEW_TOKENS) -> dict[str, Any]:
+        """The keyword arguments of `generate` besides the inputs, with our defaults."""
         config = self.generation_config
         if not isinstance(config, dict):
             known = {} if getattr(config, "pad_token_id", None) is not None else {"pad_token_id": padding}
