@@ -1,4 +1,4 @@
-"""Optimizers by name with 8-bit, paged and factored state: what they do, keep, and give back."""
+"""Optimizers by name with 8-bit, paged and factored state: updates, memory, and state dicts."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ class Crash:
 
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (BF16, BF16)])
 @pytest.mark.parametrize("name", [*BITSANDBYTES_OPTIMIZERS, "adamw", "sgd", "adafactor", "nadam", "lion", "lamb"])
-def test_a_run_that_was_cut_short_goes_on_bit_for_bit(name, dtypes):
+def test_an_interrupted_run_resumes_bitwise(name, dtypes):
     whole, again = Upcast(net(*dtypes)), Upcast(net(*dtypes))
     first = make(whole, optimizer=name, run_dir="whole", log_every=None).fit()
     options = {"optimizer": name, "run_dir": "cut", "save_every": 5, "log_every": None}
