@@ -155,10 +155,10 @@ def write_file(rows: Rows, path: Path, format: str) -> None:
 
 
 def _write_lines(rows: Rows, file: TextIO) -> None:
-    from trainformer.live.runs import plain
+    from trainformer.context.jsonable import jsonable
 
     for row in rows:
-        file.write(json.dumps(plain(row), ensure_ascii=False) + "\n")
+        file.write(json.dumps(jsonable(row), ensure_ascii=False) + "\n")
 
 
 def _write_csv(rows: Rows, file: TextIO) -> None:
