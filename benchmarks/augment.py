@@ -40,7 +40,7 @@ View = Callable[[Tensor], Tensor]
 def ours(size: int, blur: int) -> View:
     """The library's own preset, one of its two views."""
     from trainformer.data.augment import simclr
-    from trainformer.data.augment.filters import blur_size
+    from trainformer.data.augment.ops import blur_size
 
     assert blur == blur_size(size), "all contestants blur with the same kernel"
     return simclr(size, mean=MEAN, std=STD).views[0]

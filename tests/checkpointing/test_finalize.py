@@ -28,8 +28,8 @@ from trainformer import Trainer
 from trainformer.adapters import LoRA, PrefixTuning, QLoRA
 from trainformer.backends.torch.quantize import RECIPES, recipe_named, restore_linear
 from trainformer.checkpoint import InvalidCheckpoint, finalize, list_checkpoints
-from trainformer.cli import finalize as command
 from trainformer.cli import main
+from trainformer.cli.trained import QUANTIZATION_RECIPES
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.run import run_of
 from trainformer.tasks import CausalLM, MaskedLM, Seq2Seq
@@ -309,7 +309,7 @@ def test_errors_are_a_paragraph_and_an_exit_code(tmp_path, capsys):
 
 
 def test_the_command_knows_the_recipes():
-    assert tuple(RECIPES) == command.RECIPES
+    assert tuple(RECIPES) == QUANTIZATION_RECIPES
     assert recipe_named(QAT, "quantize").group == 32
 
 

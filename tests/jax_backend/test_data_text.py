@@ -18,10 +18,9 @@ from text_toys import chat_tokenizer, conversations, llama, preferences, sentenc
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.loader import DatasetSource
 from trainformer.data.numpy_loader import NumpySource
+from trainformer.data.text.collate import pair_batch, token_batch
 from trainformer.data.text.encode import Encoder
-from trainformer.data.text.preferences import PairEncoder
-from trainformer.data.text.prepare import causal_tokens, preference_tokens
-from trainformer.data.text.rows import pair_batch, token_batch
+from trainformer.data.text.prepare import PairEncoder, causal_tokens, preference_tokens
 from trainformer.data.text.streams import TokenStream
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.tasks import DPO, CausalLM
@@ -161,7 +160,7 @@ def without_torch(*words):
 
 
 def test_readers_and_sources_are_imported_without_torch():
-    assert set(without_torch()) >= {"trainformer.data.numpy_inputs", "trainformer.data.text.prepare"}
+    assert set(without_torch()) >= {"trainformer.data.numpy_loader", "trainformer.data.text.prepare"}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from text_toys import Cut, batches_of, causal_maker, chat_tokenizer, gpt2, sente
 from trainformer import Trainer
 from trainformer.callbacks import EMA, TextSamples
 from trainformer.core.errors import BadArgument
-from trainformer.data.text.token_bytes import token_bytes
+from trainformer.data.text.tokenizer import token_bytes
 from trainformer.loggers import read_jsonl
 from trainformer.run import run_of
 from trainformer.tasks import ImageClassification

@@ -13,7 +13,7 @@ from text_toys import WORDS, batches_of, checkpoint_of, gpt2, llama
 from toys import weights
 from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.text.preferences import answers as answers_of
+from trainformer.data.text.prepare import answers as answers_of
 from trainformer.run import run_of
 from trainformer.tasks.language.dpo import DPO
 

@@ -120,7 +120,7 @@ def test_it_learns_digits(tmp_path):
 
 
 def test_what_cannot_be():
-    with pytest.raises(BadArgument, match="Use LoRA, which goes onto any model"):
+    with pytest.raises(BadArgument, match="Use LoRA, which works with any model"):
         ImageClassification("test_vit", adapter=QLoRA())
     with pytest.raises(BadArgument, match=r"kind 'vision'.*Use LoRA"):
         ImageClassification("test_vit", adapter=PrefixTuning())

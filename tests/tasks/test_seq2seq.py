@@ -15,7 +15,7 @@ import text_toys as toys
 from text_toys import DIGITS, bart, batches_of, checkpoint_of, digit_pairs, t5
 from trainformer.adapters import LoRA
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.text.encode import Report
+from trainformer.data.text.encode import EncodingReport
 from trainformer.tasks.language.seq2seq import PairEncoder, Seq2Seq
 
 PAIRS = digit_pairs(24)
@@ -71,7 +71,7 @@ def test_a_target_ends_once_whoever_ends_it(tokenizer):
 
 
 def test_long_pairs_are_cut_and_counted(tokenizer):
-    report = Report()
+    report = EncodingReport()
     long = {"source": " ".join("1234567890"), "target": " ".join(DIGITS)}
     records = [long, {"source": "1", "target": ""}, {"source": "", "target": "one"}]
     encoder = PairEncoder(tokenizer, 6, 5)

@@ -112,7 +112,7 @@ def test_what_a_task_records_makes_the_same_task_again() -> None:
         ),
         (
             lambda: SSL.simclr("test_vit", augment_options={"flop": 0.5}).get_train_transforms(),
-            "arguments of Augment, received 'flop'. Did you mean 'flip'",
+            "arguments of BatchAugment, received 'flop'. Did you mean 'flip'",
         ),
         (lambda: SSL.mae("test_resnet").model, "VisionTransformer"),
         (

@@ -219,7 +219,7 @@ def test_data_that_can_be_looked_through_are_not_decoded_for_it(tmp_path):
         def __len__(self):
             return 4
 
-        def undecoded(self, index):
+        def without_decoding(self, index):
             return {"image": str(tmp_path / names[index]), "text": "a ring " * (1 if index != 2 else 40)}
 
         def __getitem__(self, index):

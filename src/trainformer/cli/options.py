@@ -341,7 +341,7 @@ def load_value(text: str) -> Any:
     """A value as it would be read in a config; `None` also by its name in Python."""
     from trainformer.config import materialize
     from trainformer.config.nodes import Place, Source, holds_calls
-    from trainformer.config.yamlfile import parse_yaml
+    from trainformer.config.yaml_format import parse_yaml
 
     value = None if text == "None" else parse_yaml(text, Source(), {}, Place("command line"))
     return value if holds_calls(value) else materialize(value)  # plain data as plain data
@@ -404,19 +404,22 @@ def _expanded(text: str) -> str:
         calls = [item if isinstance(item, ast.Call) else ast.Call(item, [], []) for item in items]
         if any(not isinstance(call.func, ast.Name) or call.args for call in calls):
             return text
-        sections = [
-            {"type": call.func.id, **{str(word.arg): _literal(word.value) for word in call.keywords}}  # type: ignore[attr-defined]
+        named = [
+            (call.func.id, {str(word.arg): _literal(word.value) for word in call.keywords})  # type: ignore[attr-defined]
             for call in calls
         ]
     except (SyntaxError, ValueError):
         return text
-    for section in sections:
-        entry = catalogue.find("callbacks", section["type"])
+    sections = []
+    for name, arguments in named:
+        entry = catalogue.find("callbacks", name)
         if entry is None:
             known = [entry.name for entry in catalogue.entries("callbacks")]
-            hint = did_you_mean(section["type"], known) or f"There is {', '.join(known)}."
-            raise BadArgument(expected("the name of a callback", section["type"], hint))
-        section["type"] = entry.target.replace(":", ".")
+            hint = did_you_mean(name, known) or f"There is {', '.join(known)}."
+            raise BadArgument(expected("the name of a callback", name, hint))
+        # The trainer itself finds callbacks of plugins by name.
+        kind = {"type": f"trainformer.callbacks.{name}"} if entry.module else {"name": name}
+        sections.append({**kind, **arguments})
     return json.dumps(sections)
 
 

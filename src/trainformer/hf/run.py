@@ -10,6 +10,7 @@ from trainformer.run import TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
 
 if TYPE_CHECKING:
+    from trainformer.hf.arguments import BaseTrainingArguments
     from trainformer.hf.trainer import Trainer
 
 
@@ -28,7 +29,7 @@ class HfRun(TorchRun):
         self._last_metrics = metrics = front.evaluate_during_training()
         return metrics
 
-    def _is_delayed(self, args: Any) -> bool:
+    def _is_delayed(self, args: BaseTrainingArguments) -> bool:
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
         return done < args.eval_delay
 

@@ -20,7 +20,7 @@ from trainformer.core.plugins import load_plugin, plugin_names
 logger = logging.getLogger("trainformer")
 
 # Built-in names, with the usual options where they differ from torch's defaults.
-_TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
+TORCH_OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
@@ -35,7 +35,7 @@ _TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
 # Classes of bitsandbytes, and the options that have an effect: it accepts others (nesterov, amsgrad, a momentum of
 # RMSprop) and ignores them. LAMB and LARS are missing: with 8 bits it leaves the trust ratio out.
 _ADAM, _LION = ("betas", "eps", "min_8bit_size"), ("betas", "min_8bit_size")
-_BNB: dict[str, tuple[str, tuple[str, ...]]] = {
+BITSANDBYTES_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adam_8bit": ("Adam8bit", _ADAM),
     "adamw_8bit": ("AdamW8bit", _ADAM),
     "ademamix_8bit": ("AdEMAMix8bit", (*_ADAM, "alpha", "t_alpha", "t_beta3")),
@@ -73,7 +73,7 @@ def is_elementwise(name: str) -> bool:
     (True, False)
     """
     key = _canonical(name)
-    return key in _TORCH or key in _BNB
+    return key in TORCH_OPTIMIZERS or key in BITSANDBYTES_OPTIMIZERS
 
 
 def optimizer_by_name(
@@ -88,14 +88,14 @@ def optimizer_by_name(
         do = f"Pass {setting} to the Trainer." if setting != "params" else "The task decides what is trained."
         raise BadArgument(expected(f"options of {name} other than those of the run", setting, do))
     key = _canonical(name)
-    if key in _TORCH:
+    if key in TORCH_OPTIMIZERS:
         return _torch(key, groups, lr, given)
-    if key in _BNB:
+    if key in BITSANDBYTES_OPTIMIZERS:
         return _bitsandbytes(key, groups, lr, given)
     plugin = load_plugin("optimizers", name)
     if plugin is not None:
         return _from_plugin(name, plugin, groups, lr, weight_decay, given)
-    known, hint = [*_TORCH, *_BNB, *plugin_names("optimizers")], ""
+    known, hint = [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS, *plugin_names("optimizers")], ""
     try:
         import timm.optim
     except ModuleNotFoundError:
@@ -139,7 +139,7 @@ def _from_plugin(
 
 
 def _torch(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
-    cls, options = _TORCH[key]
+    cls, options = TORCH_OPTIMIZERS[key]
     _check_options(key, given, set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"})
     made = cls(groups, lr=lr, **{**_fused(cls, groups), **options, **given})
     _fill_momentum(made)
@@ -173,7 +173,7 @@ def _fused(cls: Any, groups: Groups) -> dict[str, bool]:
 
 
 def _bitsandbytes(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
-    class_name, known = _BNB[key]
+    class_name, known = BITSANDBYTES_OPTIMIZERS[key]
     _check_options(key, given, known)
     package = require("bitsandbytes.optim", "adapters", f"for the optimizer {key!r}")
     cls = getattr(package, class_name)

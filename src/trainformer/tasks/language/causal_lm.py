@@ -19,10 +19,10 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import collate_packed, pad
-from trainformer.data.text.encode import IGNORED, Encoder
+from trainformer.data.text.collate import collate_packed, pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import causal_tokens
-from trainformer.data.text.token_bytes import token_bytes
+from trainformer.data.text.tokenizer import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
@@ -109,7 +109,7 @@ class CausalLM(GenerationMixin, TokenPrediction):
         loss = self._loss(batch)
         learned = batch["labels"][..., 1:]
         sizes = self._bytes_of_tokens(learned.device)[learned.clamp(min=0)]
-        size = torch.where(learned == IGNORED, 0, sizes).sum()
+        size = torch.where(learned == IGNORE_INDEX, 0, sizes).sum()
         return {**self._measured(loss), "bits_per_byte": (loss.sum / math.log(2), size)}
 
     def _bytes_of_tokens(self, device: torch.device) -> Tensor:

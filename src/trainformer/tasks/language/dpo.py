@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from trainformer.adapters.base import Adapter, adapted_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
-from trainformer.data.text.batches import pad
-from trainformer.data.text.preferences import PairEncoder, Pairs
-from trainformer.data.text.prepare import preference_tokens
+from trainformer.data.text.collate import pad
+from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
 from trainformer.losses.numerics import check_positive
 from trainformer.losses.preference import (
     check_gamma,

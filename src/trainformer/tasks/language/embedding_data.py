@@ -17,10 +17,10 @@ from torch import Tensor
 
 from trainformer.core import DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import Encoded, Report
-from trainformer.data.text.schemas import TEXT_KEYS, expected_value, value_of
-from trainformer.data.text.store import OverStore
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import Encoded, EncodingReport
+from trainformer.data.text.schemas import TEXT_KEYS, expected_value, require_key
+from trainformer.data.text.store import StoreView
 from trainformer.tasks.language.token_records import (
     PartsEncoder,
     as_words,
@@ -148,7 +148,7 @@ class EmbeddingEncoder(PartsEncoder):
         target = [] if self.roles.target is None else [self.roles.target]
         return only_columns(records, [*self.roles.texts, *target])
 
-    def _piece(self, record: Any, report: Report) -> Encoded:
+    def _piece(self, record: Any, report: EncodingReport) -> Encoded:
         texts, target = self._parts_of(record)
         made = [self._one(text, self.prompts[place > 0]) for place, text in enumerate(texts)]
         self._count(report, sum(len(ids) for ids, _ in made), any(cut for _, cut in made))
@@ -166,7 +166,7 @@ class EmbeddingEncoder(PartsEncoder):
             record = {self.roles.texts[0]: record}
         elif isinstance(record, list | tuple):
             record = dict(zip(self.roles.texts, record, strict=False))
-        texts = [value_of(record, key) for key in self.roles.texts]
+        texts = [require_key(record, key) for key in self.roles.texts]
         if len(texts) == 3 and isinstance(texts[2], list | tuple):
             texts = [*texts[:2], *texts[2]]
         if len(texts) != self.roles.size:
@@ -197,7 +197,7 @@ def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class EmbeddedTexts(OverStore):
+class EmbeddedTexts(StoreView):
     """A token store of `EmbeddingEncoder`, taken apart again. Lengths are those of all texts of a record together."""
 
     def __init__(self, store: Any, roles: Roles) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import pad
+from trainformer.data.text.collate import pad
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
 

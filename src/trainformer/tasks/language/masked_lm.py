@@ -19,9 +19,9 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
-from trainformer.data.text.store import OverStore
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.store import StoreView
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.tasks.language.prediction import TokenPrediction
 
@@ -107,21 +107,21 @@ class WordEncoder(Encoder):
         """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.whole_word}"
 
-    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
         """The pieces of each record that have something to mask in them."""
         pieces = []
         for place, record in enumerate(records):
-            with naming(place):
+            with context(place):
                 found = self._pieces(record)
-            kept = [piece for piece in found if (piece.labels != IGNORED).any()]
+            kept = [piece for piece in found if (piece.labels != IGNORE_INDEX).any()]
             report.records += 1
             report.pieces += len(kept)
             report.tokens += sum(len(piece.input_ids) for piece in kept)
-            report.supervised += sum(int(np.count_nonzero(piece.labels != IGNORED)) for piece in kept)
+            report.supervised += sum(int(np.count_nonzero(piece.labels != IGNORE_INDEX)) for piece in kept)
             if not kept:
-                report.blame("empty, or special tokens alone", "dropped")
+                report.add_outcome("empty, or special tokens alone", "dropped")
             elif len(found) > 1:
-                report.blame(f"longer than {self.max_length} tokens", "split")
+                report.add_outcome(f"longer than {self.max_length} tokens", "split")
             pieces.append(kept)
         return pieces
 
@@ -149,12 +149,12 @@ class WordEncoder(Encoder):
     def _labelled(self, ids: np.ndarray, words: Sequence[int | None] | None = None) -> Encoded:
         labels = np.arange(len(ids), dtype=np.int32)
         if self.whole_word and words is not None:
-            labels = np.asarray([IGNORED if word is None else word for word in words], dtype=np.int32)
-        labels[np.isin(ids, self._special)] = IGNORED
+            labels = np.asarray([IGNORE_INDEX if word is None else word for word in words], dtype=np.int32)
+        labels[np.isin(ids, self._special)] = IGNORE_INDEX
         return Encoded(ids, labels)
 
 
-class MaskedDataset(OverStore):
+class MaskedDataset(StoreView):
     """Pieces of a token store, masked anew whenever one is read: by the generators that the loader seeds.
 
     `fixed` masks depend on the number of the piece alone. `others` are the tokens that may stand in for one.
@@ -190,10 +190,10 @@ def mask_tokens(
     >>> labels.tolist()
     [-100, 6, 7, -100]
     """
-    candidates = np.unique(words[words != IGNORED])
+    candidates = np.unique(words[words != IGNORE_INDEX])
     count = max(1, math.floor(share * len(candidates) + rng.random()))
     chosen = np.flatnonzero(np.isin(words, rng.permutation(candidates)[:count]))
-    labels = np.full(len(ids), IGNORED, dtype=np.int32)
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
     labels[chosen] = ids[chosen]
     fate = rng.random(len(chosen))
     random = others[rng.integers(len(others), size=len(chosen))]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from trainformer.core import Loss
-from trainformer.data.text.encode import IGNORED
+from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.losses.tokens import TokenLoss
 from trainformer.tasks.language.base import LanguageTask
 
@@ -52,5 +52,5 @@ class TokenPrediction(LanguageTask):
     def check_batch(self, batch: Any) -> list[str]:
         """What is wrong with the tokens of a batch, in sentences."""
         labels = batch["labels"][..., 1:] if self.shifted else batch["labels"]
-        learned = bool((labels != IGNORED).any())
+        learned = bool((labels != IGNORE_INDEX).any())
         return [] if learned else ["No token of the batch is trained on: all labels are -100."]

@@ -20,9 +20,9 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
-from trainformer.data.text.store import OverStore
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.store import StoreView
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import eval_mode
@@ -110,7 +110,7 @@ class Seq2Seq(TokenPrediction):
         return {
             **metrics,
             **self.predict_step(batch),
-            "wanted": _to_width(batch["labels"], self.max_target_length, IGNORED),
+            "wanted": _to_width(batch["labels"], self.max_target_length, IGNORE_INDEX),
         }
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ class Seq2Seq(TokenPrediction):
         """The texts of the whole set against their targets. Means over batches would be something else."""
         made, wanted = rows["generated"], rows["wanted"]
         texts = self.text.batch_decode(made, skip_special_tokens=True)
-        rights = self.text.batch_decode([row[row != IGNORED] for row in wanted], skip_special_tokens=True)
+        rights = self.text.batch_decode([row[row != IGNORE_INDEX] for row in wanted], skip_special_tokens=True)
         return {
             "exact_match": exact_match(texts, rights),
             "bleu": bleu(texts, rights),
@@ -194,11 +194,11 @@ class PairEncoder(Encoder):
         """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.max_source_length} {self.max_target_length} {self.prefix!r}"
 
-    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
         """The piece of each record, or none where its source or target is empty."""
         whole: list[tuple[Any, Any]] = []
         for place, record in enumerate(records):
-            with naming(place):
+            with context(place):
                 source, target = _pair_of(record)
                 if not isinstance(source, str):
                     source, target = (self._encode_tokens({"input_ids": ids}).input_ids for ids in (source, target))
@@ -212,7 +212,7 @@ class PairEncoder(Encoder):
                 text, wanted = whole[place]
                 whole[place] = (
                     self._cut(source, self.prefix + text) if text else [],
-                    self._ended(np.asarray(target, dtype=np.int32)) if wanted else [],
+                    self._add_eos(np.asarray(target, dtype=np.int32)) if wanted else [],
                 )
         return [self._piece(source, target, report) for source, target in whole]
 
@@ -231,32 +231,32 @@ class PairEncoder(Encoder):
             return ids
         return [*self._require()(text, truncation=True, max_length=self.max_source_length)["input_ids"], ids[-1]]
 
-    def _piece(self, source: Any, target: Any, report: Report) -> list[Encoded]:
+    def _piece(self, source: Any, target: Any, report: EncodingReport) -> list[Encoded]:
         report.records += 1
         if len(source) == 0 or len(target) == 0:
-            report.blame("empty source" if len(source) == 0 else "empty target", "dropped")
+            report.add_outcome("empty source" if len(source) == 0 else "empty target", "dropped")
             return []
         for name, ids, limit in (
             ("source", source, self.max_source_length),
             ("target", target, self.max_target_length),
         ):
             if len(ids) > limit:
-                report.blame(f"{name} longer than {limit} tokens", "truncated")
+                report.add_outcome(f"{name} longer than {limit} tokens", "truncated")
         source = np.asarray(source, dtype=np.int32)[: self.max_source_length]
         target = np.asarray(target, dtype=np.int32)[: self.max_target_length]
-        labels = np.concatenate([np.full(len(source), IGNORED, np.int32), target])
+        labels = np.concatenate([np.full(len(source), IGNORE_INDEX, np.int32), target])
         report.pieces += 1
         report.tokens += len(labels)
         report.supervised += len(target)
         return [Encoded(np.concatenate([source, target]), labels)]
 
 
-class PairDataset(OverStore):
+class PairDataset(StoreView):
     """A token store of `PairEncoder`, taken apart again: `input_ids` of the source, `labels` of the target."""
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         item = self.store[index]
-        size = int(np.count_nonzero(item["labels"] == IGNORED))
+        size = int(np.count_nonzero(item["labels"] == IGNORE_INDEX))
         return {"input_ids": item["input_ids"][:size], "labels": item["labels"][size:]}
 
 
@@ -272,7 +272,7 @@ def _pair_of(record: Any) -> tuple[Any, Any]:
         if record.get("labels") is None:
             raise DataError(expected("labels, the tokens of the target, beside input_ids", "none"))
         labels = np.asarray(record["labels"])
-        return record["input_ids"], labels[labels != IGNORED]
+        return record["input_ids"], labels[labels != IGNORE_INDEX]
     for source, target in _SIDES:
         if source in record and target in record:
             pair = record[source], record[target]

@@ -20,11 +20,11 @@ from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.metadata import DatasetInfo
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import Encoded, Report
-from trainformer.data.text.schemas import TEXT_KEYS, value_of
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import Encoded, EncodingReport
+from trainformer.data.text.schemas import TEXT_KEYS, require_key
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import OverStore, tokenize
+from trainformer.data.text.store import StoreView, tokenize
 from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
 from trainformer.losses.numerics import no_autocast, upcast
 from trainformer.models.modes import eval_mode
@@ -296,7 +296,7 @@ class TextEncoder(PartsEncoder):
         """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.keys} {self.labels} {self.labelled}"
 
-    def _piece(self, record: Any, report: Report) -> Encoded:
+    def _piece(self, record: Any, report: EncodingReport) -> Encoded:
         values, label = self._parts_of(record)
         if label is None and self.labelled:
             raise DataError(expected("a label", "none", "Remove the record, or give it one."))
@@ -314,8 +314,8 @@ class TextEncoder(PartsEncoder):
     def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
         """The texts and the label of a record."""
         if not self._bare:
-            label = None if self._label is None else value_of(record, self._label)
-            return [value_of(record, key) for key in self._texts], label
+            label = None if self._label is None else require_key(record, self._label)
+            return [require_key(record, key) for key in self._texts], label
         if isinstance(record, str):
             return [record], None
         if not isinstance(record, list | tuple) or len(record) != 2:
@@ -332,7 +332,7 @@ def taken_apart(item: Mapping[str, np.ndarray], labels: Labels) -> dict[str, np.
     return {"input_ids": np.concatenate([first, second]), "labels": types, "label": label}
 
 
-class TextParts(OverStore):
+class TextParts(StoreView):
     """A token store of `TextEncoder`, taken apart again."""
 
     def __init__(self, store: Any, labels: Labels) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Naming, Report
-from trainformer.data.text.schemas import expected_value, value_of
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.schemas import expected_value, require_key
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
 from trainformer.eval.classification import EntityScores, TagScheme, entity_scores
@@ -113,7 +113,7 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
         batch = pad(examples, self.text.pad_token_id, max_length=self.max_length)
         if not bool((batch["labels"] == _UNTAGGED).any()):
             return batch
-        batch["asked"] = batch.pop("labels") != IGNORED
+        batch["asked"] = batch.pop("labels") != IGNORE_INDEX
         return batch
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -147,18 +147,18 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
     def _confusions(self, predicted: Tensor, wanted: Tensor) -> Tensor:
         """The confusion matrix of each window, flat; at most 8 KiB each."""
         windows, cells = len(wanted), self.labels.count**2
-        asked = wanted != IGNORED
+        asked = wanted != IGNORE_INDEX
         window = torch.arange(windows)[:, None].expand_as(wanted)[asked]
         cell = wanted[asked].long() * self.labels.count + predicted[asked]
         return torch.bincount(window * cells + cell, minlength=windows * cells).reshape(windows, cells).to(torch.int16)
 
     def _entity_counts(self, predicted: Tensor, wanted: Tensor, scheme: TagScheme) -> np.ndarray:
-        asked = wanted != IGNORED
+        asked = wanted != IGNORE_INDEX
         named = [[self.labels.name(tag) for tag in row[asked].tolist()] for row in (predicted, wanted)]
         return scheme.counts(*named)
 
     def _tag_counts(self, predicted: Tensor, wanted: Tensor, scheme: TagScheme) -> np.ndarray:
-        asked = wanted != IGNORED
+        asked = wanted != IGNORE_INDEX
         predicted, wanted = predicted[asked], wanted[asked]
         columns = [torch.bincount(tags, minlength=self.labels.count) for tags in (predicted, wanted)]
         right = torch.bincount(wanted[predicted == wanted], minlength=self.labels.count)
@@ -189,10 +189,10 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tag of each token and its probability, filled up to `max_length`; -100 but for the first of a word."""
         probability, tags = self._logits(batch).float().softmax(-1).max(-1)
-        asked = batch["asked"] if "asked" in batch else batch["labels"] != IGNORED
+        asked = batch["asked"] if "asked" in batch else batch["labels"] != IGNORE_INDEX
         room = (0, self.max_length - tags.shape[1])
         return {
-            "prediction": torch.nn.functional.pad(tags.masked_fill(~asked, IGNORED), room, value=IGNORED),
+            "prediction": torch.nn.functional.pad(tags.masked_fill(~asked, IGNORE_INDEX), room, value=IGNORE_INDEX),
             "probability": torch.nn.functional.pad(probability.masked_fill(~asked, 0.0), room),
         }
 
@@ -211,7 +211,7 @@ class TokenClassification(TokenPrediction, ClassifyingTask):
                 batch = self.collate_fn([piece._asdict() for _, piece in part])
                 moved = {name: value.to(model.device) for name, value in batch.items()}
                 for (place, _), row in zip(part, self.predict_step(moved)["prediction"].tolist(), strict=True):
-                    found[place] += [self.labels.name(tag) for tag in row if tag != IGNORED]
+                    found[place] += [self.labels.name(tag) for tag in row if tag != IGNORE_INDEX]
         # Words behind the end of a text that was truncated have no tag.
         return [[*zip(text, tags, strict=False)] for text, tags in zip(words, found, strict=True)]
 
@@ -280,34 +280,34 @@ class TagEncoder(Encoder):
         own = (self.labels, tuple(self.columns), self.spread, self.long)
         return f"{super().fingerprint()} {_VERSION} {own}"
 
-    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
         """The windows of each record; none of one without words."""
         pieces = []
         for place, record in enumerate(records):
-            with naming(place):
+            with context(place):
                 words, tags = self._words_of(record)
                 found = list(self._windows(words, tags)) if words else []
             report.records += 1
             if not words:
-                report.blame("no words", "dropped")
+                report.add_outcome("no words", "dropped")
             elif self.long == "truncate" and len(found) > 1:
-                report.blame(f"longer than {self.max_length} tokens", "truncated")
+                report.add_outcome(f"longer than {self.max_length} tokens", "truncated")
                 found = found[:1]
             elif len(found) > 1:
-                report.blame(f"longer than {self.max_length} tokens", "split")
+                report.add_outcome(f"longer than {self.max_length} tokens", "split")
             report.pieces += len(found)
             report.tokens += sum(len(piece.input_ids) for piece in found)
-            report.supervised += sum(int(np.count_nonzero(piece.labels != IGNORED)) for piece in found)
+            report.supervised += sum(int(np.count_nonzero(piece.labels != IGNORE_INDEX)) for piece in found)
             pieces.append(found)
         return pieces
 
     def _words_of(self, record: Any) -> tuple[list[str], list[int]]:
-        words = value_of(record, self.columns.tokens)
+        words = require_key(record, self.columns.tokens)
         if not _is_list(words) or not all(isinstance(word, str) for word in words):
             raise DataError(expected_value(f"a list of words in {self.columns.tokens!r}", words))
         if self.columns.tags is None:
             return list(words), [_UNTAGGED] * len(words)
-        tags = value_of(record, self.columns.tags)
+        tags = require_key(record, self.columns.tags)
         if not _is_list(tags) or len(tags) != len(words):
             received = f"{len(tags)} tags" if _is_list(tags) else type(tags).__name__
             raise DataError(expected(f"as many tags as words ({len(words)})", received))
@@ -330,7 +330,7 @@ class TagEncoder(Encoder):
 
     def _window(self, words: list[str], tags: list[int]) -> Encoded:
         made = self._require()(words, is_split_into_words=True, truncation=True, max_length=self.max_length)
-        labels = np.full(len(made["input_ids"]), IGNORED, dtype=np.int32)
+        labels = np.full(len(made["input_ids"]), IGNORE_INDEX, dtype=np.int32)
         before = None
         for place, word in enumerate(made.word_ids()):
             if word is not None and word != before:

@@ -13,8 +13,8 @@ import numpy as np
 
 from trainformer.core import DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.encode import Encoded, Encoder, Naming, Report
-from trainformer.data.text.schemas import text_value
+from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.schemas import require_text
 
 
 def joined(parts: Sequence[np.ndarray]) -> Encoded:
@@ -78,20 +78,20 @@ class PartsEncoder(Encoder):
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         super().__init__(tokenizer, max_length=max_length, add_eos=False)
 
-    def _pieces_of(self, records: Sequence[Any], report: Report, naming: Naming) -> list[list[Encoded]]:
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
         """One piece for each record: predictions have a row for each."""
         pieces = []
         for place, record in enumerate(records):
-            with naming(place):
+            with context(place):
                 pieces.append([self._piece(record, report)])
         return pieces
 
-    def _piece(self, record: Any, report: Report) -> Encoded:
+    def _piece(self, record: Any, report: EncodingReport) -> Encoded:
         """The parts of a record, joined, and counted in the report."""
         raise NotImplementedError
 
     def _text(self, value: Any, key: str) -> str:
-        return text_value(value, key)
+        return require_text(value, key)
 
     def _tokens(self, text: str, pair: str | None = None) -> tuple[np.ndarray, np.ndarray, bool]:
         """Tokens of a text or a pair of texts, the text each belongs to (0 or 1), and whether they were cut."""
@@ -118,11 +118,11 @@ class PartsEncoder(Encoder):
             raise DataError(expected("at least one token in input_ids", "none"))
         return ids[: self.max_length], len(ids) > (self.max_length or 0)
 
-    def _count(self, report: Report, tokens: int, cut: bool) -> None:
+    def _count(self, report: EncodingReport, tokens: int, cut: bool) -> None:
         """One record more, as one piece."""
         report.records += 1
         report.pieces += 1
         report.tokens += tokens
         report.supervised += tokens
         if cut:
-            report.blame(f"longer than {self.max_length} tokens", "truncated")
+            report.add_outcome(f"longer than {self.max_length} tokens", "truncated")

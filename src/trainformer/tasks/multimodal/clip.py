@@ -20,7 +20,7 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.image import load_images
 from trainformer.data.labels import is_stream, targets_of
-from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
+from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, has_captions
 from trainformer.data.order import preserved_generators
 from trainformer.losses.numerics import l2_normalize
 from trainformer.models.modes import eval_mode
@@ -116,7 +116,7 @@ class CLIP(ProcessorTask):
 
     def load_data(self, path: str) -> Any:
         """Images with captions by path or name (see `ImageTextDataset`), or images with labels (see `load_images`)."""
-        if not path.startswith("hf:") and not holds_captions(path):
+        if not path.startswith("hf:") and not has_captions(path):
             return load_images(path)
         data = ImageTextDataset(path)
         if isinstance(data, ImageTextStream):

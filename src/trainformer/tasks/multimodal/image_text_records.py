@@ -18,7 +18,7 @@ from trainformer.data.lists import IMAGE_COLUMNS
 from trainformer.data.multimodal import RecordReader, image_parts
 from trainformer.data.pixels import image_tensor, is_pil, tensor_channels, with_channels
 from trainformer.data.text.chat import ASSISTANT_ROLES
-from trainformer.data.text.schemas import conversation, form_of, standard
+from trainformer.data.text.schemas import conversation, detect_schema, standard
 
 _READER = RecordReader("image", "text")
 _TALKS = ("messages", "conversations", "conversation")
@@ -51,7 +51,7 @@ def read_record(record: Any, opener: Callable[[Any], Any]) -> Said:
     if not answered:
         record = {**record, "prompt": record[asked], "completion": ""}
     if all(_is_missing(record.get(name)) for name in (*IMAGE_COLUMNS, *_TALKS)):
-        form = form_of([record])
+        form = detect_schema([record])
         talks = form.name in ("chat", "completion", "alpaca")
         return Said([], standard(record, form) if not talks else _asked(record, form), answered)
     item = _READER.item(record, opener)

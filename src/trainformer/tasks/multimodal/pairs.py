@@ -26,7 +26,7 @@ from trainformer.data.fetcher import is_in_memory
 from trainformer.data.image import split_sample
 from trainformer.data.multimodal import TEXT_COLUMNS
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
-from trainformer.data.text.batches import pad
+from trainformer.data.text.collate import pad
 from trainformer.data.webdataset import MappedStream
 from trainformer.tasks.multimodal.processing import Pixels
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.augment.draws import Keys
-from trainformer.data.augment.pipeline import Augment
+from trainformer.data.augment.pipeline import BatchAugment
 from trainformer.data.pixels import with_channels
 
 
@@ -77,8 +77,8 @@ class Pixels:
         return pixels[0] if pixels.dtype == torch.uint8 else pixels[0].round().clamp(0, 255).to(torch.uint8)
 
 
-class PixelAugment(Augment):
-    """`Augment` for pixels (uint8). Float images are taken as ready: the loader of a user may have normalised them."""
+class PixelAugment(BatchAugment):
+    """`BatchAugment` for pixels (uint8). Float images pass unchanged: a user's loader may have normalised them."""
 
     def forward(self, images: Tensor, keys: Keys | None = None, stream: int = 0) -> Tensor:
         """Views of pixels; other images as they are."""

@@ -22,7 +22,7 @@ from trainformer.core import BadArgument
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.labels import is_stream
 from trainformer.data.multimodal import ImageTextDataset
-from trainformer.data.text.encode import IGNORED, TRAIN_ON
+from trainformer.data.text.encode import IGNORE_INDEX, TRAIN_ON
 from trainformer.eval.generation import exact_match
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
@@ -189,7 +189,7 @@ class VLM(ProcessorTask, TokenPrediction):
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
         """The share of answers that are right to the letter."""
-        wanted = self.text.batch_decode([row[row != IGNORED] for row in rows["wanted"]], skip_special_tokens=True)
+        wanted = self.text.batch_decode([row[row != IGNORE_INDEX] for row in rows["wanted"]], skip_special_tokens=True)
         return {"exact_match": exact_match(self._decoded(rows["generated"]), wanted)}
 
     def _training_options(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _as_list(image: Any) -> list[Any]:
     return list(image) if isinstance(image, list | tuple) else [image]
 
 
-def _to_width(rows: Tensor, width: int, value: int = IGNORED) -> Tensor:
+def _to_width(rows: Tensor, width: int, value: int = IGNORE_INDEX) -> Tensor:
     """Rows of tokens, cut or filled up: those of a whole set are stacked.
 
     >>> _to_width(torch.tensor([[5, 6]]), 3, 0).tolist(), _to_width(torch.tensor([[5, 6]]), 1).tolist()

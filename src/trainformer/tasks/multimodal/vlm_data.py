@@ -22,9 +22,9 @@ from torch.utils.data import Dataset
 from trainformer.core.errors import DataError
 from trainformer.data.fetcher import is_in_memory, unwrap_subsets
 from trainformer.data.order import preserved_generators
-from trainformer.data.text.batches import pad
-from trainformer.data.text.encode import IGNORED, Report
-from trainformer.data.text.tables import position, where
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, EncodingReport
+from trainformer.data.text.tables import location_of, normalize_index
 from trainformer.tasks.multimodal.vlm_encode import Block, ImageTextEncoder, stack_rows
 
 logger = logging.getLogger("trainformer")
@@ -46,7 +46,7 @@ class ImageTextExamples(Dataset):
         self.source, chosen = unwrap_subsets(source)
         self.encoder = encoder
         self.asked = asked
-        self.report = Report()
+        self.report = EncodingReport()
         self.lengths: np.ndarray | None = None
         numbers = np.arange(len(self.source)) if chosen is None else chosen
         # Looking at records may draw random numbers, which belong to the run.
@@ -57,15 +57,15 @@ class ImageTextExamples(Dataset):
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._read(int(self.numbers[position(index, len(self))]))
+        return self._read(int(self.numbers[normalize_index(index, len(self))]))
 
     def _read(self, number: int) -> dict[str, Any]:
         encode = self.encoder.encode_asked if self.asked else self.encoder.encode
-        return encode(self.source[number], where(self.source, number))
+        return encode(self.source[number], location_of(self.source, number))
 
     def _look_through(self, numbers: np.ndarray, name: str) -> np.ndarray:
         """The numbers of the records that can be used, as far as they can be told."""
-        read = getattr(self.source, "undecoded", None)
+        read = getattr(self.source, "without_decoding", None)
         if not self.encoder.measures or (read is None and not is_in_memory(self.source)):
             for index in range(min(len(numbers), _LOOKED_AT)):
                 self._read(int(numbers[index]))
@@ -81,7 +81,7 @@ class ImageTextExamples(Dataset):
         return numbers[kept]
 
     def _length(self, record: Any, number: int) -> int | None:
-        return self.encoder.measure(record, where(self.source, number), self.report, asked=self.asked)
+        return self.encoder.measure(record, location_of(self.source, number), self.report, asked=self.asked)
 
 
 def collate(examples: Sequence[Mapping[str, Any]], pad_id: int, *, image_id: int | None = None) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def flat_pixels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def with_image(example: Mapping[str, Any], block: Block) -> dict[str, Any]:
     """An example with an image behind its end, where nothing is learned and nothing learned looks: the same loss."""
-    silent = np.full(len(block.tokens), IGNORED, np.int32)
+    silent = np.full(len(block.tokens), IGNORE_INDEX, np.int32)
     return {
         "input_ids": np.concatenate([example["input_ids"], block.tokens]),
         "labels": np.concatenate([example["labels"], silent]),

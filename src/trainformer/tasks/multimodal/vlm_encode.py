@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Report
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport
 from trainformer.tasks.multimodal.image_text_records import (
     Said,
     image_count,
@@ -90,12 +90,12 @@ class ImageTextEncoder:
         begin, end = _last_answer(whole.labels)
         prompt, answer = whole.input_ids[:begin], whole.input_ids[begin:end]
         if not said.answered:
-            whole = Encoded(prompt, np.full_like(prompt, IGNORED))
+            whole = Encoded(prompt, np.full_like(prompt, IGNORE_INDEX))
         elif self._asking is not self._encoder:
             whole, _ = self._whole(said, tokens, place)
         return {**_example(whole, blocks), "prompt": prompt, "answer": answer if said.answered else answer[:0]}
 
-    def measure(self, record: Any, place: str, report: Report, *, asked: bool = False) -> int | None:
+    def measure(self, record: Any, place: str, report: EncodingReport, *, asked: bool = False) -> int | None:
         """The length of a record without decoding its images, counted in `report`; None if it cannot be used."""
         report.records += 1
         try:
@@ -103,10 +103,10 @@ class ImageTextEncoder:
             tokens = [np.full(count, self.image_id, np.int32) for count in self._counts(said.images)]
             whole, cut = self._whole(said, tokens, place)
         except _Unusable as reason:
-            report.blame(reason.why, "dropped")
+            report.add_outcome(reason.why, "dropped")
             return None
         if cut:
-            report.blame(f"longer than {self.max_length} tokens", "truncated")
+            report.add_outcome(f"longer than {self.max_length} tokens", "truncated")
         report.pieces += 1
         report.tokens += len(whole.input_ids)
         report.supervised += whole.supervised if said.answered else 0
@@ -153,7 +153,7 @@ class ImageTextEncoder:
     ) -> tuple[Encoded, bool]:
         """All tokens of a record with those of its images in their places, and whether its end was cut."""
         worded, count = self._worded(said)
-        report = Report()
+        report = EncodingReport()
         pieces = (encoder or self._encoder).encode_all([worded], report, where=lambda _: place)[0]
         if not pieces:
             raise _Unusable(place, next(iter(report.reasons)))
@@ -199,8 +199,8 @@ class ImageTextEncoder:
         ids, labels = piece
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if self._begins_with_bos and ids[0] != bos:
-            ids, labels = np.insert(ids, 0, bos), np.insert(labels, 0, IGNORED)
-        last = int(np.flatnonzero(labels != IGNORED)[-1])
+            ids, labels = np.insert(ids, 0, bos), np.insert(labels, 0, IGNORE_INDEX)
+        last = int(np.flatnonzero(labels != IGNORE_INDEX)[-1])
         if eos is not None and int(ids[last]) not in self._special:
             ids, labels = np.append(ids[: last + 1], np.int32(eos)), np.append(labels[: last + 1], np.int32(eos))
         return Encoded(ids.astype(np.int32), labels.astype(np.int32))
@@ -297,7 +297,7 @@ def _expanded(piece: Encoded, images: Sequence[np.ndarray], image_id: int) -> tu
     ids, labels, stands = (np.repeat(values, sizes) for values in (piece.input_ids, piece.labels, is_image))
     if images:
         ids[stands] = np.concatenate(list(images))
-    labels[stands] = IGNORED
+    labels[stands] = IGNORE_INDEX
     return Encoded(ids, labels), stands
 
 
@@ -307,7 +307,7 @@ def _last_answer(labels: np.ndarray) -> tuple[int, int]:
     >>> _last_answer(np.array([-100, 4, -100, -100, 7, 2, -100]))
     (4, 6)
     """
-    learned = labels != IGNORED
+    learned = labels != IGNORE_INDEX
     end = int(np.flatnonzero(learned)[-1]) + 1
     before = np.flatnonzero(~learned[:end])
     return max(1, int(before[-1]) + 1 if len(before) else 0), end

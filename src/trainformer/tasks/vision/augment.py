@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.augment.pipeline import Augment as BatchAugment
+from trainformer.data.augment.pipeline import BatchAugment
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.data.augment import filters
+from trainformer.data.augment import ops
 from trainformer.data.augment.draws import Keys, uniforms
 
 
@@ -77,9 +77,9 @@ class RandomErasing(nn.Module):
         if self.first is not None:
             images = self.first(images)
         draws = uniforms(keys, 5, samples=len(images)).numpy()
-        boxes = filters.erase_boxes(draws[:, 1:], (images.shape[-2], images.shape[-1]))
+        boxes = ops.erase_boxes(draws[:, 1:], (images.shape[-2], images.shape[-1]))
         boxes[:, 1] = np.where(draws[:, 0] < self.p, boxes[:, 1], boxes[:, 0])  # an empty one erases nothing
-        return filters.erase(images, send(torch.from_numpy(boxes), images.device))
+        return ops.erase(images, send(torch.from_numpy(boxes), images.device))
 
 
 class Mixed(NamedTuple):

@@ -62,8 +62,9 @@ class SSL(VisionTask):
     an error. Labels, where the data have them, are never learned from: they serve the kNN accuracy of evaluations.
 
     Views are made on the device, each image with random numbers of its own: by the paper's augmentation, of which
-    `augment_options` change details (``{"flip": 0.0}``; see `trainformer.data.augment.Augment`), or by an `augment` of
-    your own: a function of a batch of images that returns a list of views. Images are uint8, or floats from 0 to 1.
+    `augment_options` change details (``{"flip": 0.0}``; see `trainformer.data.augment.BatchAugment`), or by an
+    `augment` of your own: a function of a batch of images that returns a list of views. Images are uint8, or
+    floats from 0 to 1.
 
     >>> task = SSL.simclr("resnet10t", image_size=32)
     >>> loss = task.train_step(torch.zeros(4, 3, 32, 32, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Exit codes, paragraphs and tracebacks of all commands, and what is imported when one only asks for help."""
+"""Exit codes, error paragraphs and tracebacks of all commands, and the imports of --help."""
 
 import argparse
 import json
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from trainformer.cli import frame
+from trainformer.cli import app
 from trainformer.cli.output import duration
 
-#: What every command cannot do, with words that make sense.
+#: Arguments with which each command fails although its usage is right.
 FAILING = {
     "train": ["--task=ImageClassification", "--data=nowhere", "--model=no_such_model"],
     "check": ["--task=ImageClassification", "--data=nowhere", "--model=no_such_model"],
@@ -36,10 +36,10 @@ FAILING = {
 NEVER = {"doctor", "completion"}  # fail only where something is broken
 
 
-@pytest.mark.parametrize("name", frame.COMMANDS)
-def test_a_line_that_makes_no_sense_ends_with_2(name, capsys):
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_wrong_usage_exits_with_2(name, capsys):
     with pytest.raises(SystemExit) as caught:
-        frame.main([name, "--no-such-option"])
+        app.main([name, "--no-such-option"])
     assert caught.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -47,9 +47,9 @@ def test_a_line_that_makes_no_sense_ends_with_2(name, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("name", sorted(frame.COMMANDS.keys() - NEVER))
-def test_a_failure_is_one_paragraph_and_1(name, capsys):
-    assert frame.main([name, *FAILING[name]]) == 1
+@pytest.mark.parametrize("name", sorted(app.COMMANDS.keys() - NEVER))
+def test_a_failure_is_one_paragraph_and_exit_code_1(name, capsys):
+    assert app.main([name, *FAILING[name]]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
@@ -59,55 +59,55 @@ def test_a_failure_is_one_paragraph_and_1(name, capsys):
     assert os.listdir() == []  # and it leaves nothing
 
 
-@pytest.mark.parametrize("name", sorted(frame.COMMANDS.keys() - NEVER - {"launch"}))  # the words of a program are its
-def test_debug_shows_where_it_came_from(name):
+@pytest.mark.parametrize("name", sorted(app.COMMANDS.keys() - NEVER - {"launch"}))  # the words of a program are its
+def test_debug_shows_the_traceback(name):
     with pytest.raises(Exception, match=r".+"):
-        frame.main([name, *FAILING[name], "--debug"])
+        app.main([name, *FAILING[name], "--debug"])
 
 
-def test_debug_stands_anywhere_after_the_command(capsys):
+def test_debug_may_be_anywhere_after_the_command(capsys):
     for words in (["--debug", "status", "nix"], ["status", "--debug", "nix"], ["status", "nix", "--debug"]):
         with pytest.raises(ValueError, match="nix"):
-            frame.main(["ctl", *words])
-    assert frame.main(["ctl", "status", "nix"]) == 1
+            app.main(["ctl", *words])
+    assert app.main(["ctl", "status", "nix"]) == 1
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_options_are_not_abbreviated(capsys):
-    """What is added later would change what they mean; so also after an action."""
+    """Options that are added later would change their meaning; the same for actions."""
     for words in (["runs", "--rev"], ["ckpt", "list", "runs", "--js"], ["ctl", "list", "--js"]):
         with pytest.raises(SystemExit) as caught:
-            frame.main(words)
+            app.main(words)
         assert caught.value.code == 2
     assert "unrecognized arguments: --js" in capsys.readouterr().err
 
 
 def test_without_a_command(capsys):
-    assert frame.main([]) == 2
-    assert frame.main(["trian"]) == 2
+    assert app.main([]) == 2
+    assert app.main(["trian"]) == 2
     err = capsys.readouterr().err
     assert "usage: trainformer" in err
     assert "Did you mean 'train'" in err
-    assert frame.main(["--debug", "train"]) == frame.main(["--hepl"]) == 2
+    assert app.main(["--debug", "train"]) == app.main(["--hepl"]) == 2
     err = capsys.readouterr().err
     assert "received '--debug'. It stands after the command." in err
-    assert "received '--hepl'. `trainformer --help` shows" in err
+    assert "received '--hepl'. `trainformer --help` lists the commands" in err
 
 
 def test_a_paragraph_is_as_wide_as_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
-    lines = frame.paragraph(ValueError("many words " * 20)).splitlines()
+    lines = app.paragraph(ValueError("many words " * 20)).splitlines()
     assert max(map(len, lines)) <= 50
     assert lines[0].startswith("error: ValueError: many words")
 
 
 def test_every_command_is_in_the_complete_parser_with_debug_everywhere():
-    parser = frame.complete_parser()
-    commands = frame.actions_of(parser)
-    assert commands.keys() == frame.COMMANDS.keys()
+    parser = app.complete_parser()
+    commands = app.actions_of(parser)
+    assert commands.keys() == app.COMMANDS.keys()
 
     def lacking(name, parser):
-        inner = [place for key, each in frame.actions_of(parser).items() for place in lacking(f"{name} {key}", each)]
+        inner = [place for key, each in app.actions_of(parser).items() for place in lacking(f"{name} {key}", each)]
         return inner if "--debug" in parser._option_string_actions else [name, *inner]
 
     assert [place for name, each in commands.items() for place in lacking(name, each)] == []
@@ -117,11 +117,11 @@ def test_every_command_is_in_the_complete_parser_with_debug_everywhere():
 HEAVY = ("torch", "jax", "numpy", "rich", "optuna", "ray", "jsonargparse", "transformers", "yaml", "pandas")
 HELP = """
 import contextlib, io, json, sys
-from trainformer.cli import frame
+from trainformer.cli import app
 found = {}
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        try: frame.main(words)
+        try: app.main(words)
         except SystemExit as end: code = end.code
     loaded = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
     found[" ".join(words)] = [code, out.getvalue()[:6], loaded]
@@ -130,8 +130,8 @@ print(json.dumps(found))
 
 
 def test_help_imports_nothing_heavy():
-    """All in one process: what the first imports, the others are blamed for."""
-    pages = [["--help"], *([name, "--help"] for name in frame.COMMANDS), ["ckpt", "export", "--help"]]
+    """All in one process, so an import by one page shows up in all later ones."""
+    pages = [["--help"], *([name, "--help"] for name in app.COMMANDS), ["ckpt", "export", "--help"]]
     words = [sys.executable, "-c", HELP, json.dumps(pages), json.dumps(HEAVY)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {" ".join(page): [0, "usage:", []] for page in pages}
@@ -139,7 +139,7 @@ def test_help_imports_nothing_heavy():
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGINT, "interrupted")])
 def test_a_signal_ends_a_command_with_128_and_its_number(number, word):
-    """A config in Python that takes its time, so that the command is surely in the middle."""
+    """A Python config that sleeps, so that the signal arrives while the command runs."""
     Path("slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(120)\nconfig = {}\n")
     words = [sys.executable, "-m", "trainformer.cli", "config", "show", "slow.py"]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -150,16 +150,16 @@ def test_a_signal_ends_a_command_with_128_and_its_number(number, word):
     assert (running.returncode, out, err) == (128 + number, "", f"{word}\n")
 
 
-def test_signals_are_as_before_afterwards(capsys):
+def test_signal_handlers_are_restored(capsys):
     before = signal.getsignal(signal.SIGTERM)
-    assert frame.main(["ctl", "list"]) == 0
+    assert app.main(["ctl", "list"]) == 0
     assert signal.getsignal(signal.SIGTERM) is before
     assert capsys.readouterr().out == "no runs in runs\n"
 
 
 @pytest.mark.parametrize("words", ["completion bash", "ctl list"])
-def test_a_reader_that_has_gone_is_no_error(words):
-    """`trainformer ... | true`, with more than a pipe holds, and with so little that it is written at the very end."""
+def test_a_closed_pipe_is_no_error(words):
+    """`trainformer ... | true`, with more output than a pipe buffers, and with little that is flushed at the end."""
     text = f"{sys.executable} -m trainformer.cli {words} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("1\n", "")

@@ -1,8 +1,7 @@
-"""YAML with places and tags: from text to a `Config`.
+"""Read YAML with tags into a `Config` that knows its lines, and write it back.
 
-Built on PyYAML's SafeLoader, so that no tag makes a Python object; ours make `Call`s, which nobody has called yet. It
-differs from PyYAML in three points: `1e-4` is a number, a key that stands twice is an error, and an alias to plain data
-is a copy.
+Built on PyYAML's SafeLoader, so that no tag creates a Python object; ours create `Call`s. It differs from PyYAML in
+three points: `1e-4` is a number, a duplicate key is an error, and an alias to plain data is a copy.
 """
 
 from __future__ import annotations
@@ -10,9 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any, NoReturn, get_args
 
-from trainformer.config.nodes import Call, Config, ConfigList, Kind, Place, Source, at
+from trainformer.config.nodes import (
+    Call,
+    Config,
+    ConfigList,
+    Kind,
+    Place,
+    Source,
+    at,
+    dotted_name,
+    free_name,
+    is_shared,
+)
+from trainformer.config.templates import literal
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 
@@ -29,7 +41,7 @@ FLOAT = re.compile(
     |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
-# Aliases of aliases of aliases make a small file a huge config: nine levels of nine make 387 million values.
+# Nested aliases turn a small file into a huge config: nine levels of nine make 387 million values.
 MOST_COPIES = 100_000
 
 
@@ -57,8 +69,8 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self.open:
-                do = "Break the circle."
-                self.refuse(event, "an alias to something that it is no part of", f"*{event.anchor}", do)
+                do = "Break the cycle."
+                self.refuse(event, "an alias to something that does not contain it", f"*{event.anchor}", do)
             return super().compose_node(parent, index)
         self.open.append(event.anchor)
         node = super().compose_node(parent, index)
@@ -75,7 +87,7 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
                 continue
             key = self.construct_object(key_node)
             if isinstance(key, Hashable) and key in seen:
-                self.refuse(key_node, "each key once", key, f"It stands in line {seen[key]} too.")
+                self.refuse(key_node, "each key once", key, f"It is also in line {seen[key]}.")
             if isinstance(key, Hashable):
                 seen[key] = key_node.start_mark.line + 1
         return node
@@ -88,13 +100,13 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
         return self._fresh(value, node) if again else value
 
     def _fresh(self, value: Any, node: Any) -> Any:
-        """A copy of plain data, so that a change at one place is no change at another."""
+        """A copy of plain data, so that a change in one place does not affect the other."""
         if not isinstance(value, Config | ConfigList) or value.tagged:
             return value
         self.copies += len(value)
         if self.copies > MOST_COPIES:
-            do = "Use !list or !dict at the anchors: these are not copied."
-            self.refuse(node, f"aliases that stand for at most {MOST_COPIES} values", "more", do)
+            do = "Use !list or !dict at the anchors, which are not copied."
+            self.refuse(node, f"aliases that expand to at most {MOST_COPIES} values", "more", do)
         if isinstance(value, ConfigList):
             return ConfigList((self._fresh(item, node) for item in value), place=value.place, places=value._places)
         items = {key: self._fresh(item, node) for key, item in value.items()}
@@ -106,7 +118,7 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
         for key_node, value_node in node.value:
             key = self.construct_object(key_node)
             if not isinstance(key, Hashable):
-                self.refuse(key_node, "a key that is a word or a number", type(key).__name__)
+                self.refuse(key_node, "a key that is a string or a number", type(key).__name__)
             values[key] = self.construct_object(value_node)
             places[key] = self.place(key_node)
         return Config(values, source=self.source, place=self.place(node), places=places)
@@ -135,7 +147,7 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
         return made
 
     def call(self, kind: Kind, suffix: str, node: Any) -> Call:
-        """`!singleton:module:Class`, with what is below it as arguments."""
+        """`!singleton:module:Class`, followed by its arguments."""
         target, mark, name = suffix.partition("@")
         if not target or (mark and not name):
             self.refuse(node, f"!{kind}:module:Class or !{kind}:module:Class@name", node.tag)
@@ -162,7 +174,7 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
             return none, given
         args, kwargs = given.get("args", none), given.get("kwargs", Config(source=self.source, place=none.place))
         if not isinstance(args, ConfigList) or not isinstance(kwargs, Config):
-            do = "An argument that is called so is written as kwargs: {args: ...}."
+            do = "An argument of this name is written as kwargs: {args: ...}."
             self.refuse(node, "a list below args: and a mapping below kwargs:", dict(given), do)
         return args, kwargs
 
@@ -176,14 +188,14 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
             return self.variables[name]
         if "default" in given:
             return given["default"]
-        hint = did_you_mean(name, self.variables) or f"Give it as a keyword or by --var {name}=value."
+        hint = did_you_mean(name, self.variables) or f"Pass it as a keyword or with --var {name}=value."
         self.refuse(node, "a variable that has a value", name, hint)
 
     def unknown(self, node: Any) -> NoReturn:
         known = [*(f"!{kind}:module:Class" for kind in KINDS), "!list", "!dict", "!var"]
         word = node.tag.split(":")[0]
         close = [usage for usage in known if did_you_mean(word, [usage.split(":")[0]])]
-        self.refuse(node, "a tag that is known", node.tag, f"There is: {', '.join(close[:1] or known)}.")
+        self.refuse(node, "a known tag", node.tag, f"There is: {', '.join(close[:1] or known)}.")
 
 
 def _add_tags() -> None:
@@ -201,7 +213,7 @@ def _add_tags() -> None:
 
 
 def read_numbers_like_python(resolver: Any) -> None:
-    """Teach a loader or a dumper that 1e-4 is a number: YAML 1.1 wants a dot and a sign."""
+    """Make a loader or dumper treat 1e-4 as a number: YAML 1.1 requires a dot and a sign."""
     old = resolver.yaml_implicit_resolvers
     tag = "tag:yaml.org,2002:float"
     resolver.yaml_implicit_resolvers = {
@@ -215,7 +227,7 @@ read_numbers_like_python(Reader)
 
 
 def parse_yaml(text: str, source: Source, variables: Mapping[str, Any], place: Place) -> Any:
-    """The value that the text stands for. `place` is that of its first line, or one without lines."""
+    """The value of the text. `place` is that of its first line, or has no line."""
     try:
         reader = Reader(text, source, variables, place)
         try:
@@ -226,13 +238,109 @@ def parse_yaml(text: str, source: Source, variables: Mapping[str, Any], place: P
         where = _line(place, error.problem_mark or error.context_mark)
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         raise BadArgument(f"Expected YAML that can be read, received at {where}: {reason}") from error
-    except yaml.YAMLError as error:  # characters that no YAML file may hold
+    except yaml.YAMLError as error:  # characters that YAML does not allow
         reason = " ".join(str(error).split())
         raise BadArgument(f"Expected YAML that can be read, received in {place.file}: {reason}") from error
     except RecursionError:
-        what = "Expected a config of some depth, received one that is nested too deeply"
+        what = "Expected a config of reasonable depth, received one that is nested too deeply"
         raise BadArgument(f"{what} ({place.file}).") from None
 
 
 def _line(place: Place, mark: Any) -> Place:
     return place if place.line is None or mark is None else replace(place, line=place.line + mark.line)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+_ODD = ("\x85", "\u2028", "\u2029")  # line ends that PyYAML loses unless they are escaped
+
+
+class _Writer(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes nodes as the tags they were read from."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.names: dict[int, str] = {}
+        self.used: set[str] = set()
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return not is_shared(data)
+
+    def generate_anchor(self, node: Any) -> str:
+        wanted = re.sub(r"\W", "_", self.names.get(id(node)) or "shared", flags=re.ASCII)
+        name = free_name(wanted, self.used)
+        self.used.add(name)
+        return name
+
+    def named(self, node: Any, name: str | None) -> Any:
+        if name:
+            self.names[id(node)] = name
+        return node
+
+    def mapping(self, data: Config) -> Any:
+        tag = f"!dict{f':@{data.name}' if data.name else ''}" if data.tagged else "tag:yaml.org,2002:map"
+        return self.named(self._mapping(tag, data), data.name)
+
+    def _mapping(self, tag: str, data: Mapping[Any, Any]) -> Any:
+        return self.represent_mapping(tag, list(data.items()))  # PyYAML sorts what is not a list
+
+    def sequence(self, data: ConfigList) -> Any:
+        tag = f"!list{f':@{data.name}' if data.name else ''}" if data.tagged else "tag:yaml.org,2002:seq"
+        return self.named(self.represent_sequence(tag, data), data.name)
+
+    def call(self, data: Call) -> Any:
+        tag = f"!{data.kind}:{data.title}{f'@{data.name}' if data.name else ''}"
+        if not data.kwargs:
+            node = self.represent_sequence(tag, data.args)
+        elif not data.args and not data.kwargs.keys() <= {"args", "kwargs"}:
+            node = self._mapping(tag, data.kwargs)
+        else:
+            sections = {"args": list(data.args), "kwargs": dict(data.kwargs)}
+            node = self._mapping(tag, {key: value for key, value in sections.items() if value})
+        return self.named(node, data.name or data.anchor)
+
+    def text(self, data: str) -> Any:
+        first, newline, _ = data.partition("\n")
+        # PyYAML cannot read its own block that starts with a space.
+        block = "|" if newline and first == first.strip(" \t") else None
+        style = '"' if any(mark in data for mark in _ODD) else block
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+    def other(self, data: Any) -> Any:
+        return self.represent_data(plain_value(data))
+
+
+_Writer.add_representer(Config, _Writer.mapping)
+_Writer.add_representer(ConfigList, _Writer.sequence)
+_Writer.add_representer(Call, _Writer.call)
+_Writer.add_representer(dict, lambda self, data: self._mapping("tag:yaml.org,2002:map", data))
+_Writer.add_representer(str, _Writer.text)
+_Writer.add_multi_representer(object, _Writer.other)
+read_numbers_like_python(_Writer)
+
+
+def to_yaml(config: Any) -> str:
+    """YAML that `load_config` reads as the same config. Values that YAML cannot express become text."""
+    text = yaml.dump(config, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
+    return literal(text.removesuffix("...\n"))
+
+
+def plain_value(value: Any) -> Any:
+    """A Python value as one that YAML can express."""
+    kind: Any
+    for kind in (bool, int, float, str, list):  # also subclasses, such as NumPy's float
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, PurePath):
+        return str(value)
+    return value if _is_known(value) else dotted_name(value) if callable(value) else str(value)
+
+
+def _is_known(value: Any) -> bool:
+    return value is None or type(value) in yaml.SafeDumper.yaml_representers

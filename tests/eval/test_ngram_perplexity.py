@@ -30,7 +30,7 @@ def chances(sequences):
     return unigram, bigram
 
 
-def test_the_chances_are_those_written_out():
+def test_perplexities_match_a_calculation_by_hand():
     unigram, bigram = chances(TRAIN)
     np.testing.assert_allclose(bigram.sum(axis=1), 1)
     wanted = [(a, b) for sequence in VALID for a, b in itertools.pairwise(sequence)]
@@ -40,7 +40,7 @@ def test_the_chances_are_those_written_out():
     assert bigram_perplexity(TRAIN, VALID, SIZE) == pytest.approx(by_hand, rel=1e-12)
 
 
-def test_a_chain_is_known_by_its_entropy():
+def test_the_perplexity_of_a_markov_chain_is_its_entropy():
     rng = np.random.default_rng(0)
     moves = rng.dirichlet(np.full(8, 0.3), size=8)
     chain = [0]
@@ -52,7 +52,7 @@ def test_a_chain_is_known_by_its_entropy():
     assert unigram_perplexity([chain[:50_000]], [chain[50_000:]], 8) > 1.3 * math.exp(entropy)
 
 
-def test_what_cannot_be_counted():
+def test_bad_tokens_are_rejected():
     with pytest.raises(DataError, match="two tokens, received 'none'"):
         bigram_perplexity([[1]], VALID, SIZE)
     with pytest.raises(BadArgument, match="below 3, the vocabulary, received 4"):

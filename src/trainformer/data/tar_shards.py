@@ -1,8 +1,7 @@
-"""Tar files of samples: which files a path or pattern means, and the samples in one, undecoded.
+"""Tar shards: finding them by path or pattern, and reading the undecoded samples in one.
 
-Owns the layout of a shard and the errors for damaged ones. What a sample's files mean is left to `webdataset`. Python's
-`tarfile` parses the headers; going from one to the next is done here, because `TarFile.next` takes a damaged header
-for the end of the file, and what follows would be lost without a word.
+Python's `tarfile` parses the headers, but iteration is ours: `TarFile.next` takes a damaged header for the end of the
+file, and would silently lose the rest. The meaning of a sample's files is up to `webdataset`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
 class RawSample(NamedTuple):
-    """The files of one sample, undecoded: from where in which shard, up to where, and which endings there are."""
+    """The undecoded files of one sample, its shard and offsets, and all extensions it has."""
 
     shard: int
     offset: int
@@ -49,7 +48,7 @@ class RawSample(NamedTuple):
 
 
 def read_samples(path: str, shard: int, offset: int, wanted: set[str]) -> Iterator[RawSample]:
-    """Neighbouring files of one key, from an offset on at which a sample begins, with the contents of the `wanted`."""
+    """Groups of consecutive files with one key, from the offset of a sample on; contents of the `wanted` extensions."""
     group: RawSample | None = None
     with _opened(path) as tar:
         for member in _members(tar, path, offset):
@@ -78,12 +77,11 @@ def _opened(path: str) -> Iterator[tarfile.TarFile]:
         try:
             tar = tarfile.TarFile(fileobj=stream)
         except _DAMAGE as error:
-            raise DataError(f"Expected a tar file, received '{path}', which is none: {error}.") from error
+            raise DataError(f"Expected a tar file, received '{path}', which is not one: {error}.") from error
         yield tar
 
 
 def _members(tar: tarfile.TarFile, path: str, offset: int) -> Iterator[tarfile.TarInfo]:
-    """Headers one after the other, from an offset on."""
     while True:
         try:
             _stream(tar).seek(offset)
@@ -91,12 +89,12 @@ def _members(tar: tarfile.TarFile, path: str, offset: int) -> Iterator[tarfile.T
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             return
         except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
-            logger.warning("shard '%s' ends without the mark that a tar file ends with: it may be cut off", path)
+            logger.warning("shard '%s' has no end-of-archive marker: it may be truncated", path)
             return
         except _DAMAGE as error:
             raise DataError(
-                f"Expected a whole tar file, received '{path}', which is damaged at byte {offset}: {error}. Write it "
-                "anew."
+                f"Expected a whole tar file, received '{path}', which is damaged at byte {offset}: {error}. "
+                "Recreate it."
             ) from error
         offset = tar.offset
         yield member
@@ -111,7 +109,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> bytes:
     if len(data) < member.size:
         raise DataError(
             f"Expected {member.size} bytes of '{member.name}' in shard '{path}', received {len(data)}: the shard is "
-            "cut off. Write it anew."
+            "truncated. Recreate it."
         )
     return data
 
@@ -120,17 +118,17 @@ def _stream(tar: tarfile.TarFile) -> Any:
     return tar.fileobj
 
 
-def sample_number(shard: str, key: str) -> int:
-    """A number for a sample that depends on neither the folder its shard lies in nor its place there."""
+def sample_id(shard: str, key: str) -> int:
+    """A number for a sample that depends on neither its folder nor its position."""
     digest = hashlib.blake2b(f"{os.path.basename(shard)}\n{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-# -- names of shards ---------------------------------------------------------------------------------------
+# -- finding shards ----------------------------------------------------------------------------------------
 
 
 def find_shards(urls: str | Path | Iterable[str | Path]) -> list[str]:
-    """Paths of all shards that paths, patterns and folders mean, in order.
+    """All shards of paths, patterns and folders, in order.
 
     >>> expand_braces("x-{08..10}.tar")
     ['x-08.tar', 'x-09.tar', 'x-10.tar']
@@ -151,7 +149,7 @@ def find_shards(urls: str | Path | Iterable[str | Path]) -> list[str]:
     if wrong is not None:
         raise DataError(expected(f"tar files ({', '.join(_OPENERS)})", wrong))
     if not found:
-        raise DataError(expected("tar files", str(urls), "No file fits; is the path right?"))
+        raise DataError(expected("tar files", str(urls), "No file matches; check the path."))
     return found
 
 
@@ -162,7 +160,7 @@ def _existing(name: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The names that a pattern with {000..012} or {a,b} means.
+    """Expand {000..012} and {a,b} in a pattern.
 
     >>> expand_braces("{train,val}-{0..1}.tar")
     ['train-0.tar', 'train-1.tar', 'val-0.tar', 'val-1.tar']
@@ -182,10 +180,10 @@ def expand_braces(pattern: str) -> list[str]:
     return [pattern[: match.start()] + value + end for value in values for end in rest]
 
 
-def names_shards(name: str | Path) -> bool:
-    """Whether a path or pattern means tar shards; a folder does if tar files lie in it.
+def is_shard_path(name: str | Path) -> bool:
+    """Whether a path or pattern names tar shards, or a folder that contains some.
 
-    >>> names_shards("train-{000..012}.tar"), names_shards("train.csv")
+    >>> is_shard_path("train-{000..012}.tar"), is_shard_path("train.csv")
     (True, False)
     """
     path = os.path.expanduser(name)

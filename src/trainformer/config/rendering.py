@@ -1,28 +1,151 @@
-"""A config as the Python program that builds the same objects.
+"""A config as JSON, as a tree or a graph of its objects, and as the Python program that builds them.
 
-Nothing is imported for it: where the module of a dotted path ends is told by its first capital letter. Parameters
-`x_cfg` are not filled in, for only the class knows that it has them.
+Nothing is imported for it.
 """
 
 from __future__ import annotations
 
 import builtins
 import datetime
+import json
 import keyword
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from trainformer.config.nodes import Call, Config, as_call, at, free_name, is_shared, names_of_shared
+from trainformer.config.nodes import (
+    Call,
+    Config,
+    as_call,
+    at,
+    free_name,
+    holds_calls,
+    is_shared,
+    names_of_shared,
+    parts,
+)
+from trainformer.config.yaml_format import plain_value
 from trainformer.core.errors import BadArgument
 
 _WIDTH = 100
 
 
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def to_json(config: Any) -> str:
+    """JSON for programs. A call is an object with the tag as its key; a repeated one is a reference."""
+    return json.dumps(_jsonable(config, names_of_shared(config), set()), indent=2, ensure_ascii=False)
+
+
+def _jsonable(value: Any, names: Mapping[int, str], seen: set[str]) -> Any:
+    name = names.get(id(value)) if is_shared(value) else None
+    if name in seen:
+        return {"!ref": name}
+    if name is not None:
+        seen.add(name)
+    if isinstance(value, Call):
+        named = {"name": name} if name is not None else {}
+        args = [_jsonable(item, names, seen) for item in value.args]
+        kwargs = {key: _jsonable(item, names, seen) for key, item in value.kwargs.items()}
+        return {f"!{value.kind}": value.title, **named, "args": args, "kwargs": kwargs}
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item, names, seen) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item, names, seen) for item in value]
+    plain = plain_value(value)
+    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else _scalar(plain)
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_scalar(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+# -- trees and graphs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of the tree."""
+
+    depth: int
+    step: str
+    text: str
+    number: int  # of the object
+    above: int | None
+    again: bool  # shown before
+
+
+def to_tree(config: Config) -> str:
+    """Step, kind and class of every object, indented; `-> name` where an object is used again.
+
+    >>> print(to_tree(Config({"model": {"type": "Net", "head": {"type": "torch.nn.Linear", "in_features": 8}}})))
+    model: Net
+      head: torch.nn.Linear
+    """
+    return "\n".join(f"{'  ' * row.depth}{row.step}: {row.text}" for row in _rows(config))
+
+
+def to_dot(config: Config) -> str:
+    """The graph in Graphviz's DOT language."""
+    lines = ["digraph config {", "  rankdir=LR;", "  node [shape=box];"]
+    for row in _rows(config):
+        if not row.again:
+            label = f"{row.step}\n{row.text}" if row.above is None else row.text
+            lines.append(f"  n{row.number} [label={json.dumps(label, ensure_ascii=False)}];")
+        if row.above is not None:
+            step = json.dumps(row.step, ensure_ascii=False)
+            lines.append(f"  n{row.above} -> n{row.number} [label={step}];")
+    return "\n".join([*lines, "}"])
+
+
+def _rows(config: Config) -> Iterator[_Row]:
+    names = names_of_shared(config)
+    numbers: dict[int, int] = {}
+    count = iter(range(1 << 30))
+
+    def walk(value: Any, step: str, depth: int, above: int | None) -> Iterator[_Row]:
+        if not holds_calls(value):
+            return
+        name = names.get(id(value)) if is_shared(value) else None
+        if name is not None and id(value) in numbers:
+            yield _Row(depth, step, f"-> {name}", numbers[id(value)], above, again=True)
+            return
+        number = next(count)
+        if name is not None:
+            numbers[id(value)] = number
+        own = getattr(value, "name", None) or name
+        yield _Row(depth, step, _described(value, own if own != step else None), number, above, again=False)
+        for inner, part in parts(as_call(value) or value):
+            yield from walk(part, str(inner), depth + 1, number)
+
+    for key, value in config.items():
+        yield from walk(value, str(key), 0, None)
+
+
+def _described(value: Any, name: str | None) -> str:
+    call = as_call(value)
+    if call is None:
+        text = "dict" if isinstance(value, dict) else "list"
+    else:
+        text = f"{call.kind} {call.title}" if isinstance(value, Call) else call.title
+    return f"{text} ({name})" if name else text
+
+
+# -- Python ----------------------------------------------------------------------------------------------------------
+
+
 def to_python(config: Config) -> str:
-    """A program that has a variable for every key at the top and for every object that is shared."""
+    """A program with a variable for every top-level key and every shared object.
+
+    Where the module of a dotted path ends is inferred from its first capital letter. Parameters `x_cfg` are not filled
+    in: only the class knows that it has them.
+    """
     return _Program(config).text()
 
 
@@ -51,7 +174,7 @@ class _Program:
         return "\n".join([*head, *([""] if head and self.lines else []), *self.lines, ""])
 
     def name(self, wanted: str) -> str:
-        """A name that nothing else has."""
+        """A unique variable name."""
         base = re.sub(r"\W", "_", wanted, flags=re.ASCII) or "value"
         base = f"_{base}" if base[0].isdigit() else base
         name = free_name(base, self.taken)
@@ -59,7 +182,7 @@ class _Program:
         return name
 
     def value(self, value: Any, depth: int) -> str:
-        """The expression for a value. What is shared is written before it, once."""
+        """The expression for a value; a shared value gets a variable first."""
         if not is_shared(value) or id(value) not in self.shared_names:
             return self.expression(value, depth)
         if id(value) not in self.done:
@@ -108,7 +231,7 @@ class _Program:
         return self.imported(module, name) if colon else self.imported(*_split(module))
 
     def imported(self, module: str, name: str) -> str:
-        """The expression for something of a module, which is imported at the top."""
+        """The expression for a name of a module, which is imported at the top."""
         first, *rest = name.split(".")
         if (module, first) not in self.imports:
             self.imports[module, first] = self.name(first)
@@ -135,7 +258,7 @@ class _Program:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Module and name of a dotted path: the name begins at the first capital letter, or is the last word."""
+    """Module and name of a dotted path: the name starts at the first capital letter, or is the last word."""
     words = path.split(".")
     first = next((index for index, word in enumerate(words) if index and word[0].isupper()), len(words) - 1)
     return ".".join(words[:first]), ".".join(words[first:])
