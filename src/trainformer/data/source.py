@@ -94,9 +94,9 @@ class MapStyleSource(ABC):
                 bad = []  # belongs to another rank, which counts it
             if size == 0:
                 data, draws = self._any_readable(epoch, chunk)
-            whole = None if self._fetch.skip_bad else len(chunk)
+            global_size = None if self._fetch.skip_bad else len(chunk)
             origin = Origin(self.seed, epoch, draws)
-            yield HostBatch(data, size if high > low else 0, len(bad), origin, whole, len(chunk))
+            yield HostBatch(data, size if high > low else 0, len(bad), origin, global_size, len(chunk))
 
     def _any_readable(self, epoch: int, chunk: np.ndarray) -> tuple[Any, np.ndarray]:
         """A sample for a rank that could read none of its own, so that it can take part in the step."""
