@@ -136,7 +136,7 @@ def kill_in_save(case: Case, folder: Path, save: int = 1, sync: int = 1, seconds
 
 def kill_at_operation(case: Case, folder: Path, operation: int) -> bool:
     """Run a case that dies at its n-th file operation; False if it has fewer."""
-    code = finish(launch(replace(case, die_at=operation, slow=0, pause=0), folder), folder)
+    code = finish(launch(replace(case, die_at=operation, pause=0), folder), folder)
     assert code in (0, -signal.SIGKILL), f"exit code {code}:\n{output(folder)}"
     return code != 0
 

@@ -22,7 +22,7 @@ from trainformer.report.events import collect_events
 from trainformer.report.reading import read_run
 from trainformer.report.series import downsample, group_plots, read_clock, read_series
 from trainformer.sweep import choice, grid, sweep
-from trainformer.tasks.confusion import confusion_record
+from trainformer.tasks.classification_report import confusion_record
 
 
 def content_of(path):
