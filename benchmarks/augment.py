@@ -29,7 +29,7 @@ from turns import console
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CASES = {32: 256, 224: 32}  # side of the images, and how many are in a batch
-TURN = 0.15  # seconds a turn lasts at least, for whoever is fast
+TURN = 0.15  # minimum seconds of a turn, for fast contestants
 
 View = Callable[[Tensor], Tensor]
 
@@ -40,7 +40,7 @@ View = Callable[[Tensor], Tensor]
 def ours(size: int, blur: int) -> View:
     """The library's own preset, one of its two views."""
     from trainformer.data.augment import simclr
-    from trainformer.data.augment.filters import blur_size
+    from trainformer.data.augment.ops import blur_size
 
     assert blur == blur_size(size), "all contestants blur with the same kernel"
     return simclr(size, mean=MEAN, std=STD).views[0]

@@ -76,7 +76,7 @@ class Pacer:
             try:
                 self._pipe.recv()
             except EOFError:
-                raise SystemExit(1) from None  # whoever led is gone
+                raise SystemExit(1) from None  # the parent process is gone
         elif place == LEAD:
             self._began = self._clocks()
 

@@ -141,7 +141,7 @@ def peak_memory(key: str, size: Size, device: str) -> int:
 
 
 def _peak_of_this_process(key: str, size: Size) -> int:
-    """Linux counts the most memory a process ever had, from when it is told to; what importing took is left out."""
+    """Reset the peak memory that Linux records, so that imports do not count."""
     torch.set_num_threads(1)
     inputs = inputs_of(size, "cpu")
     work(key, inputs_of(Size(16, size.width, 1000), "cpu"))  # libraries are loaded and buffers made

@@ -3,13 +3,13 @@
 Run with ``python examples/jax_digits.py`` where trainformer[jax,samples] is installed.
 """
 
-from trainformer.data.samples import sample_arrays
+from trainformer.data.builtin import builtin_arrays
 from trainformer.data.split import split_dataset
 from trainformer.jax import ImageClassificationTrainer, TrainingArguments
 
 
 def main(output_dir: str = "runs/jax_digits") -> float:
-    train, held_out = split_dataset(sample_arrays("digits"), 0.2, seed=0)
+    train, held_out = split_dataset(builtin_arrays("digits"), 0.2, seed=0)
     arguments = TrainingArguments(
         model_name="digits",
         num_train_epochs=20,

@@ -11,7 +11,7 @@ PUBLIC = {
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
     "Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
-    "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput",
+    "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
     "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss cosine_similarity_loss dino_kl dino_loss dpo_loss "
     "infonce_with_queue "
@@ -26,7 +26,7 @@ PUBLIC = {
     "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
     "trainformer.models.jax": "Decoder DecoderConfig ViT ViTConfig apply_lora constrain generate load_lora load_model "
     "merge_lora model_from_config save_lora save_model",
-    "trainformer.data.augment": "Augment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
+    "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
     "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments DDPTrainer DivergenceDetector EvalPrediction "
     "FSDPTrainer GradLogger InfoCallback IntervalStrategy JsonLogger MinimalTrainingArguments "

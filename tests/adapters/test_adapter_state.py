@@ -33,13 +33,13 @@ def stored(folder, tied):
 
 
 def resized(folder, rows=VOCAB + 2):
-    """The model with two more tokens, whose embeddings are drawn anew each time."""
+    """The model with two more tokens, whose embeddings are random each time."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(rows)
     return model.eval()
 
 
-def shaken(model):
+def perturbed(model):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -48,7 +48,7 @@ def shaken(model):
 
 
 @torch.no_grad()
-def says(model):
+def outputs_of(model):
     return output(model.eval(), BATCH)
 
 
@@ -64,24 +64,24 @@ CASES = {
 }
 
 
-# LoRA on tied embeddings is refused.
+# LoRA on tied embeddings is rejected.
 @pytest.mark.parametrize(
     ("tied", "case"),
     [(tied, case) for tied in (True, False) for case in CASES if not (tied and case == "input adapted")],
 )
 def test_tokens_that_were_added_are_not_lost(tied, case, tmp_path):
     base, adapter = stored(tmp_path / "base", tied), CASES[case]
-    assert not torch.equal(says(resized(base)), says(resized(base)))  # the new rows are random
-    model = shaken(adapter.apply(resized(base), kind="causal_lm"))
-    after = says(model)
+    assert not torch.equal(outputs_of(resized(base)), outputs_of(resized(base)))  # the new rows are random
+    model = perturbed(adapter.apply(resized(base), kind="causal_lm"))
+    after = outputs_of(model)
     adapter.save(model, tmp_path / "adapter")
-    torch.testing.assert_close(says(adapter.load(resized(base), tmp_path / "adapter")), after)
-    torch.testing.assert_close(says(adapter.load(adapter.apply(resized(base)), tmp_path / "adapter")), after)
-    torch.testing.assert_close(says(peft.PeftModel.from_pretrained(resized(base), tmp_path / "adapter")), after)
+    torch.testing.assert_close(outputs_of(adapter.load(resized(base), tmp_path / "adapter")), after)
+    torch.testing.assert_close(outputs_of(adapter.load(adapter.apply(resized(base)), tmp_path / "adapter")), after)
+    torch.testing.assert_close(outputs_of(peft.PeftModel.from_pretrained(resized(base), tmp_path / "adapter")), after)
     if case != "prefix":
         merge_and_export(model, tmp_path / "merged")
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        torch.testing.assert_close(says(merged), after, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(outputs_of(merged), after, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_embeddings_of_their_old_size_are_not_saved(tmp_path):
     assert len(forced) == len(state) + 1
 
 
-def test_added_tokens_that_nobody_trains_are_told(tmp_path, caplog):
+def test_untrained_added_tokens_are_reported(tmp_path, caplog):
     base = stored(tmp_path, True)
     LoRA(trainable_token_indices=NEW).apply(resized(base))
     assert "tokens were added" not in caplog.text
@@ -125,7 +125,7 @@ def test_an_adapter_is_a_small_part_of_its_model(tmp_path):
     assert not model.peft_config["default"].inference_mode
 
 
-def test_state_goes_out_and_in_again_and_the_run_goes_on():
+def test_a_saved_state_dict_resumes_training_bitwise():
     tiny = MODELS["llama"]
 
     def run(model, optimizer, steps):
@@ -158,7 +158,7 @@ def _file(state):
     return "optimizer.pt"
 
 
-def test_wrappers_are_looked_through():
+def test_wrappers_are_unwrapped():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     model = LoRA().apply(MODELS["llama"].make())
@@ -191,7 +191,7 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path):
         adapter_state_dict(tiny.make())
 
 
-def test_the_size_of_a_resized_vocabulary_is_told(tmp_path):
+def test_the_error_names_the_size_of_a_resized_vocabulary(tmp_path):
     base = stored(tmp_path / "base", True)
     adapter = LoRA()
     adapter.save(adapter.apply(resized(base)), tmp_path / "adapter")
@@ -199,7 +199,7 @@ def test_the_size_of_a_resized_vocabulary_is_told(tmp_path):
         adapter.load(transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
 
 
-def test_an_adapter_of_another_architecture_is_refused(tmp_path):
+def test_an_adapter_of_another_architecture_is_rejected(tmp_path):
     LoRA().save(LoRA().apply(MODELS["gpt2"].make()), tmp_path)
     with pytest.raises(BadArgument, match="the model that the adapter in"):
         LoRA().load(MODELS["bert"].make(), tmp_path)

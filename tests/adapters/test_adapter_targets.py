@@ -131,7 +131,7 @@ def test_the_heads_of_classifiers_are_trained_and_not_adapted():
                 assert not any(name.split(".")[0] in heads for name in adapted_names(model))
 
 
-def test_what_multihead_attention_holds_is_left_alone():
+def test_layers_inside_multihead_attention_are_not_adapted():
     model = nn.TransformerEncoderLayer(16, 2, 32)
     # Its output projection is a linear layer that is never called: LoRA on it would train nothing.
     assert linear_names(model) == ["linear1", "linear2"]
@@ -162,7 +162,7 @@ def test_tied_embeddings_are_not_adapted():
         LoRA(trainable_token_indices=[1]).apply(nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_what_peft_refuses_is_said_in_our_words():
+def test_errors_of_peft_are_wrapped():
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))
     with pytest.raises(BadArgument, match="received from peft"):
         LoRA(r=3, target_modules=["0"]).apply(model)

@@ -1,4 +1,4 @@
-"""Every adapter on every architecture: it trains itself alone, saves, loads and merges exactly, or is refused."""
+"""Every adapter on every architecture: it trains itself alone, saves, loads and merges exactly, or is rejected."""
 
 import subprocess
 import sys
@@ -29,8 +29,8 @@ ADAPTERS = {
     "rslora": LoRA(r=4, use_rslora=True, bias="lora_only"),
     "prefix": PrefixTuning(4),
 }
-# What cannot work, and a word of the reason that is given.
-REFUSED = {("clip", "prefix"): "keys and values from outside", ("qwen2_vl", "prefix"): "positions in one dimension"}
+# Unsupported combinations, and a part of the error message.
+REJECTED = {("clip", "prefix"): "keys and values from outside", ("qwen2_vl", "prefix"): "positions in one dimension"}
 TABLE = [(model, adapter) for model in MODELS for adapter in ADAPTERS]
 
 
@@ -49,7 +49,7 @@ def train_a_little(model, batch, steps=1):
 
 
 @torch.no_grad()
-def says(model, batch):
+def outputs_of(model, batch):
     return output(model.eval(), batch)
 
 
@@ -57,17 +57,17 @@ def says(model, batch):
 def test_every_adapter_on_every_architecture(name, choice, tmp_path):
     tiny, adapter = MODELS[name], ADAPTERS[choice]
     batch = tiny.batch()
-    if (name, choice) in REFUSED:
-        with pytest.raises(BadArgument, match=REFUSED[name, choice]):
+    if (name, choice) in REJECTED:
+        with pytest.raises(BadArgument, match=REJECTED[name, choice]):
             adapter.apply(tiny.make(), kind=tiny.kind)
         return
     model = tiny.make()
-    plain = says(model, batch)
+    plain = outputs_of(model, batch)
     before = {id(p): p.detach().clone() for p in model.parameters()}
     adapted = adapter.apply(model, kind=tiny.kind).eval()
     assert is_adapted(adapted)
     if choice != "prefix":  # LoRA's update starts at zero; DoRA's norm of a weight costs a rounding
-        torch.testing.assert_close(says(adapted, batch), plain, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(outputs_of(adapted, batch), plain)
 
     train_a_little(adapted, batch)
     biases = {id(p) for n, p in adapted.named_parameters() if n.endswith("bias") and p.requires_grad}
@@ -75,7 +75,7 @@ def test_every_adapter_on_every_architecture(name, choice, tmp_path):
         if id(parameter) in before and id(parameter) not in biases:
             assert not parameter.requires_grad
             assert torch.equal(parameter, before[id(parameter)])
-    after = says(adapted, batch)
+    after = outputs_of(adapted, batch)
     assert (after - plain).abs().max() > 1e-3
 
     # What is saved is what is trained, and nothing else.
@@ -89,7 +89,7 @@ def test_every_adapter_on_every_architecture(name, choice, tmp_path):
     onto_adapted = adapter.load(adapter.apply(tiny.make(), kind=tiny.kind), tmp_path / "adapter")
     by_peft = peft.PeftModel.from_pretrained(tiny.make(), tmp_path / "adapter")
     for loaded in (onto_plain, onto_adapted, by_peft):
-        torch.testing.assert_close(says(loaded, batch), after)
+        torch.testing.assert_close(outputs_of(loaded, batch), after)
     assert adapter.trainable(onto_plain) == trained
 
     if choice == "prefix":
@@ -99,7 +99,7 @@ def test_every_adapter_on_every_architecture(name, choice, tmp_path):
     merge_and_export(adapted, tmp_path / "merged")
     merged = getattr(transformers, tiny.auto).from_pretrained(tmp_path / "merged")
     assert type(merged) is type(tiny.make())
-    torch.testing.assert_close(says(merged, batch), after, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs_of(merged, batch), after, atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_have_the_protocol():
@@ -109,7 +109,7 @@ def test_adapters_have_the_protocol():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kind_is_found_where_it_is_not_told(name):
+def test_the_kind_is_inferred_from_the_model(name):
     model = MODELS[name].make()
     assert kind_of(model) == MODELS[name].kind
     assert type(LoRA().apply(model)) is type(LoRA().apply(MODELS[name].make(), kind=MODELS[name].kind))
@@ -141,7 +141,7 @@ def test_adapters_learn(adapter, gain):
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_lora_computes_what_the_papers_say(use_dora, use_rslora):
+def test_lora_matches_the_formulas_of_the_papers(use_dora, use_rslora):
     layer = torch.nn.Linear(6, 5)
     weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
     adapter = LoRA(r=4, alpha=3, use_dora=use_dora, use_rslora=use_rslora, target_modules=["0"], init=False)
@@ -193,7 +193,7 @@ def test_lora_runs_in_mixed_precision_with_its_own_weights_in_fp32():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
 
 
-def test_an_adapter_is_put_on_once():
+def test_a_second_adapter_is_rejected():
     model = LoRA().apply(MODELS["llama"].make())
     for adapter in (LoRA(), PrefixTuning()):
         with pytest.raises(BadArgument, match="a model without an adapter"):
@@ -231,12 +231,12 @@ def test_merged_weights_that_are_not_finite_are_an_error():
         ({"modules_to_save": "head"}, "modules_to_save to be a list of names"),
     ],
 )
-def test_settings_out_of_range_are_refused(arguments, message):
+def test_settings_out_of_range_are_rejected(arguments, message):
     with pytest.raises(BadArgument, match=message):
         LoRA(**arguments)
 
 
-def test_an_unknown_kind_is_refused():
+def test_an_unknown_kind_is_rejected():
     with pytest.raises(BadArgument, match="Did you mean 'causal_lm'"):
         LoRA().check(kind="causallm")
 
@@ -248,7 +248,7 @@ def test_generation_goes_through_the_adapter():
     tokens = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     expected = ids
     for _ in range(tokens.shape[1] - 5):
-        step = says(model, {"input_ids": expected})[:, -1].argmax(-1, keepdim=True)
+        step = outputs_of(model, {"input_ids": expected})[:, -1].argmax(-1, keepdim=True)
         expected = torch.cat([expected, step], 1)
     assert torch.equal(tokens, expected)
 

@@ -24,7 +24,7 @@ def test_a_prefix_is_a_key_value_cache(name, layers, heads, width):
     mask = torch.ones(2, length + 10, dtype=torch.long)
     with torch.no_grad():
         by_hand = tiny.make()(input_ids=batch["input_ids"], attention_mask=mask, past_key_values=cache).logits
-        torch.testing.assert_close(output(model, batch), by_hand, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(output(model, batch), by_hand)
 
 
 def test_a_prefix_of_zeros_moves_the_model_less_than_a_random_one():
@@ -77,14 +77,14 @@ def test_classifiers_and_encoders_take_a_prefix(head, kind, tmp_path):
         ({"kind": "speech"}, "kind to be a kind of model"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(arguments, message):
+def test_what_cannot_work_is_rejected_with_the_reason(arguments, message):
     with pytest.raises(BadArgument, match=message):
         PrefixTuning().check(**arguments)
     if arguments["kind"] != "speech":
         LoRA().check(**arguments)
 
 
-def is_refused(**arguments):
+def is_rejected(**arguments):
     try:
         PrefixTuning().check(**arguments)
     except BadArgument:
@@ -92,14 +92,14 @@ def is_refused(**arguments):
     return False
 
 
-def test_what_works_is_not_refused():
+def test_what_works_is_not_rejected():
     for kind in ("causal_lm", "seq2seq", "masked_lm", "sequence_classification", "embedding", None):
-        assert not is_refused(kind=kind), kind
-    assert not is_refused(kind="vlm", model="llava-hf/llava-1.5-7b-hf")
-    assert not is_refused(kind="causal_lm", model="Qwen/Qwen2.5-7B")
+        assert not is_rejected(kind=kind), kind
+    assert not is_rejected(kind="vlm", model="llava-hf/llava-1.5-7b-hf")
+    assert not is_rejected(kind="causal_lm", model="Qwen/Qwen2.5-7B")
     for name in ("llama", "t5", "bert", "llava"):
         tiny = MODELS[name]
-        assert not is_refused(kind=tiny.kind, model=tiny.make().config), name
+        assert not is_rejected(kind=tiny.kind, model=tiny.make().config), name
         # And it does work: the prefix is trained, and nothing else.
         model = PrefixTuning(3).apply(tiny.make(), kind=tiny.kind)
         output(model, tiny.batch()).square().mean().backward()

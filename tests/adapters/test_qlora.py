@@ -1,4 +1,4 @@
-"""QLoRA on the CPU: quantised on loading, trained, saved, loaded and merged in full precision, or refused."""
+"""QLoRA on the CPU: quantised on loading, trained, saved, loaded and merged in full precision, or rejected."""
 
 import peft
 import pytest
@@ -22,7 +22,7 @@ def loaded(name, folder, adapter, dtype=torch.float32):
     return auto.from_pretrained(folder, **adapter.load_options(MODELS[name].kind))
 
 
-def shaken(model):
+def perturbed(model):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -31,7 +31,7 @@ def shaken(model):
 
 
 @torch.no_grad()
-def says(model, batch):
+def outputs_of(model, batch):
     return output(model.eval(), batch)
 
 
@@ -45,44 +45,44 @@ def test_qlora_on_every_architecture(name, tmp_path):
     output(adapted.train(), batch).square().mean().backward()
     assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
     assert all(".lora_" in n for n in adapter.trainable(adapted))
-    after = says(shaken(adapted), batch)
+    after = outputs_of(perturbed(adapted), batch)
 
     adapter.save(adapted, tmp_path / "adapter")
     torch.testing.assert_close(
-        says(adapter.load(loaded(name, tmp_path / "base", adapter), tmp_path / "adapter"), batch), after
+        outputs_of(adapter.load(loaded(name, tmp_path / "base", adapter), tmp_path / "adapter"), batch), after
     )
     base = loaded(name, tmp_path / "base", adapter)
     prepare_quantised(base)
-    torch.testing.assert_close(says(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), batch), after)
+    torch.testing.assert_close(outputs_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), batch), after)
 
     merge_and_export(adapted, tmp_path / "merged")
     merged = getattr(transformers, tiny.auto).from_pretrained(tmp_path / "merged")
     assert not is_quantised(merged)
     assert {p.dtype for p in merged.parameters()} == {torch.float32}
-    torch.testing.assert_close(says(merged, batch), after, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs_of(merged, batch), after, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("arguments", [{"use_dora": True}, {"trainable_token_indices": [3, 4]}, {"quant_type": "fp4"}])
 def test_variants_merge_too(arguments, tmp_path):
     adapter, batch = QLoRA(**arguments), MODELS["llama"].batch()
     batch["input_ids"][:, 0] = 3
-    model = shaken(adapter.apply(loaded("llama", tmp_path, adapter)))
-    before = says(model, batch)
+    model = perturbed(adapter.apply(loaded("llama", tmp_path, adapter)))
+    before = outputs_of(model, batch)
     plain = adapter.merge(model)
     assert type(plain) is transformers.LlamaForCausalLM
     assert not is_adapted(plain)
-    torch.testing.assert_close(says(plain, batch), before, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs_of(plain, batch), before, atol=1e-5, rtol=1e-5)
 
 
 def test_adding_to_four_bits_would_lose_the_update(tmp_path):
     """What peft's own merge does to the same adapter: the sum is rounded to 16 values per block again."""
     adapter, batch = QLoRA(), MODELS["llama"].batch()
-    model = shaken(adapter.apply(loaded("llama", tmp_path / "base", adapter)))
+    model = perturbed(adapter.apply(loaded("llama", tmp_path / "base", adapter)))
     adapter.save(model, tmp_path / "adapter")
-    after = says(model, batch)
+    after = outputs_of(model, batch)
     rounded = model.merge_and_unload()
     again = adapter.load(loaded("llama", tmp_path / "base", adapter), tmp_path / "adapter")
-    errors = [float((says(m, batch) - after).abs().max()) for m in (rounded, adapter.merge(again))]
+    errors = [float((outputs_of(m, batch) - after).abs().max()) for m in (rounded, adapter.merge(again))]
     assert errors[0] > 100 * errors[1]
 
 
@@ -95,7 +95,7 @@ def test_an_evaluation_does_not_change_what_is_trained(tmp_path):
         torch.manual_seed(1)
         model = adapter.apply(base)
         if evaluate:
-            says(model, batch)
+            outputs_of(model, batch)
         output(model.train(), batch).square().mean().backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     torch.testing.assert_close(*gradients)
@@ -111,13 +111,13 @@ def test_the_norms_of_a_half_precision_model_compute_in_fp32(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):
         output(model.train(), batch).float().square().mean().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
-    assert says(model, batch).dtype == torch.bfloat16
+    assert outputs_of(model, batch).dtype == torch.bfloat16
     assert model.generate(input_ids=batch["input_ids"], max_new_tokens=2).shape == (2, 12)
-    before = says(shaken(model), batch)
+    before = outputs_of(perturbed(model), batch)
     plain = adapter.merge(model)
     assert {p.dtype for p in plain.parameters()} == {torch.bfloat16}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in plain.modules())
-    torch.testing.assert_close(says(plain, batch), before, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(outputs_of(plain, batch), before, atol=2e-2, rtol=2e-2)
 
 
 def test_gradient_checkpointing(tmp_path):
@@ -152,10 +152,10 @@ def test_the_head_of_a_classifier_is_neither_quantised_nor_frozen(tmp_path):
     output(adapted.train(), batch).square().mean().backward()
     heads = [name for name in adapter.trainable(adapted) if ".lora_" not in name]
     assert len(heads) == 4
-    before = says(shaken(adapted), batch)
+    before = outputs_of(perturbed(adapted), batch)
     adapter.save(adapted, tmp_path / "adapter")
-    torch.testing.assert_close(says(adapter.load(fresh(), tmp_path / "adapter"), batch), before)
-    torch.testing.assert_close(says(adapter.merge(adapted), batch), before, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs_of(adapter.load(fresh(), tmp_path / "adapter"), batch), before)
+    torch.testing.assert_close(outputs_of(adapter.merge(adapted), batch), before, atol=1e-5, rtol=1e-5)
 
 
 def test_the_checkpoint_has_no_quantised_weights(tmp_path):
@@ -165,7 +165,7 @@ def test_the_checkpoint_has_no_quantised_weights(tmp_path):
     assert {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in same.items()}
 
 
-def test_the_quantisation_is_as_asked():
+def test_the_quantisation_config_follows_the_settings():
     config = QLoRA(quant_type="fp4", double_quant=False, compute_dtype="bfloat16").load_options()["quantization_config"]
     assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (True, "fp4", False)
     assert config.bnb_4bit_compute_dtype == torch.bfloat16
@@ -175,7 +175,7 @@ def test_the_quantisation_is_as_asked():
     assert LoRA().load_options() == {}
 
 
-def test_a_model_in_full_precision_is_refused_with_advice(tmp_path):
+def test_a_model_in_full_precision_is_rejected_with_advice(tmp_path):
     for use in (lambda m: QLoRA().apply(m), lambda m: QLoRA().check(model=m), lambda m: QLoRA().load(m, tmp_path)):
         with pytest.raises(BadArgument, match=r"LlamaForCausalLM in torch\.float32.*load_options\(\)"):
             use(MODELS["llama"].make())
@@ -189,7 +189,7 @@ def test_a_model_in_full_precision_is_refused_with_advice(tmp_path):
         QLoRA(r=0)
 
 
-def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(monkeypatch):
+def test_without_bitsandbytes_it_is_rejected_before_anything_is_loaded(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

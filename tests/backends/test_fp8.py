@@ -64,7 +64,7 @@ def test_training_is_that_of_a_loop_with_torchao(recipe, tmp_path):
     assert not same(weights(in_full.task), weights(trainer.task))
 
 
-def test_layers_that_cannot_are_left_and_named():
+def test_unsupported_layers_are_left_and_named():
     model = nn.ModuleDict(
         {
             "good": nn.Linear(32, 48),
@@ -77,14 +77,14 @@ def test_layers_that_cannot_are_left_and_named():
     layers = use_fp8(model, "rowwise")
     assert layers.chosen == tuple(in_fp8(model)) == ("good",)
     assert layers.skipped == {
-        "with a size that 16 does not divide": ("narrow", "odd"),
+        "size not divisible by 16": ("narrow", "odd"),
         "frozen": ("still",),
-        "of the kind NonDynamicallyQuantizableLinear": ("attention.out_proj",),
+        "a NonDynamicallyQuantizableLinear": ("attention.out_proj",),
     }
     assert use_fp8(model, "rowwise", alignment=8).chosen == ("good", "narrow")
 
 
-def test_the_checkpoint_knows_nothing_of_it_and_resuming_is_exact(tmp_path):
+def test_the_checkpoint_is_that_of_the_plain_model_and_resuming_is_exact(tmp_path):
     options = {"fp8_recipe": "rowwise", "ema": 0.9, "save_every": 1}
     model = network(dropout=0.2)
     parameters = dict(model.named_parameters())
@@ -99,7 +99,7 @@ def test_the_checkpoint_knows_nothing_of_it_and_resuming_is_exact(tmp_path):
     plain.load_state_dict(saved)
     assert same(weights(MeanTask(plain)), weights(again.task))
     log = (tmp_path / "whole" / "log.txt").read_text()
-    assert "fp8 (rowwise) in 2 linear layers; left as they are: 2 (with a size that 16 does not divide)" in log
+    assert "fp8 (rowwise) in 2 linear layers; left unchanged: 2 (size not divisible by 16)" in log
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -123,7 +123,7 @@ def test_precision_fp8_alone_means_tensorwise(tmp_path):
     assert trainer.context.config.get("precision_used") == "fp8"
 
 
-def test_devices_without_fp8_are_turned_away_before_anything_is_changed(monkeypatch, tmp_path):
+def test_devices_without_fp8_are_refused_before_anything_is_changed(monkeypatch, tmp_path):
     monkeypatch.delenv(EMULATE)
     model = network()
     for options in ({"precision": "fp8"}, {"fp8_recipe": "rowwise"}):
@@ -146,7 +146,7 @@ def test_devices_without_fp8_are_turned_away_before_anything_is_changed(monkeypa
         ({"fp8_recipe": "rowwise", "precision": "fp16"}, "fp8 in a bf16 run, received 'fp16'"),
         ({"precision": "fp4"}, "or 'fp8', received 'fp4'"),
         ({"precision": "fp8", "fp8_dim_alignment": 0}, "fp8_dim_alignment to be a whole number of at least 1"),
-        ({"precision": "fp8", "fp8_dim_alignment": 64}, "none of whose layers can be taken"),
+        ({"precision": "fp8", "fp8_dim_alignment": 64}, "none of whose layers qualifies"),
     ],
 )
 def test_refused(options, words, tmp_path):
@@ -154,13 +154,13 @@ def test_refused(options, words, tmp_path):
         trainer_on(network(), tmp_path, **options)
 
 
-def test_what_an_adapter_owns_is_left_alone():
+def test_layers_of_an_adapter_are_left_alone():
     adapter = LoRA(r=16, target_modules=["2"], modules_to_save=["5"])
     model = adapter.apply(network())
     names = list(adapter_state_dict(model))
     layers = use_fp8(model, "rowwise")
     assert layers.chosen == ("base_model.model.5.modules_to_save.default",)
-    assert sum("lora" in name for name in layers.skipped["an adapter's"]) == 2
+    assert sum("lora" in name for name in layers.skipped["in an adapter"]) == 2
     assert list(adapter_state_dict(model)) == names
     restore_linear(model)
     x = torch.randn(3, 4)

@@ -30,7 +30,7 @@ class Holder:
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet"])
 @pytest.mark.parametrize("decay", [0.65, 0.9])
-def test_rates_decay_by_layer_as_in_timm(name, decay):
+def test_learning_rates_decay_by_layer_as_in_timm(name, decay):
     model = timm.create_model(name, num_classes=5)
     theirs = {
         id(p): group["lr_scale"]
@@ -58,8 +58,8 @@ def test_a_backbone_inside_a_model_has_its_layers_and_the_rest_is_at_the_top():
     assert scales["backbone.patch_embed.proj.weight"] < scales["backbone.blocks.1.mlp.fc1.weight"] < 1.0
 
 
-def test_layer_decay_is_refused_for_models_without_layers_to_tell():
-    with pytest.raises(BadArgument, match="a model that tells its layers"):
+def test_layer_decay_is_refused_for_models_without_a_group_matcher():
+    with pytest.raises(BadArgument, match="a model that has a group_matcher"):
         Trainer(MeanTask(), classes(), layer_decay=0.7, log="none")
     task = MeanTask()
     with pytest.raises(BadArgument, match="optimizer by name for layer_decay"):

@@ -1,4 +1,4 @@
-"""Master weights: training in fp32 with weights that are kept in fewer bits, and what they keep and give back."""
+"""Master weights: fp32 updates of 16-bit weights, and their state."""
 
 import copy
 
@@ -59,7 +59,7 @@ def by_hand(task, optimizer_of, scheduler_of, clip=1.0):
 )
 def test_master_weights_are_training_in_fp32_with_rounded_weights(name, reference, dtypes, pieces, monkeypatch):
     if pieces == "one by one":
-        monkeypatch.setattr(master_weights, "_MOST_PER_PIECE", 1)
+        monkeypatch.setattr(master_weights, "MAX_CHUNK", 1)
     hand = Upcast(net(*dtypes))
     full = by_hand(
         hand, reference, lambda o: torch.optim.lr_scheduler.OneCycleLR(
@@ -81,7 +81,7 @@ def test_master_weights_are_training_in_fp32_with_rounded_weights(name, referenc
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_without_them_small_changes_are_lost():
+def test_without_master_weights_small_updates_are_lost():
     ends = {}
     for masters in (True, False):
         model = nn.Linear(32, 3, dtype=BF16)
@@ -101,7 +101,7 @@ def test_without_them_small_changes_are_lost():
     assert not torch.equal(ends[True], torch.ones(3, 32))
 
 
-def test_only_names_get_them_and_only_where_there_is_something_to_gain():
+def test_only_named_optimizers_of_16bit_parameters_get_master_weights():
     assert type(make(Upcast(net())).active_optimizer) is torch.optim.AdamW
     assert type(make(Upcast(net(BF16, BF16)), optimizer=torch.optim.AdamW).active_optimizer) is torch.optim.AdamW
     plain = {"name": "adamw", "master_weights": False}
@@ -124,10 +124,10 @@ def step(optimizer, gradient=1.0):
 def sgd_on(*values, dtype=BF16, **options):
     parameters = [nn.Parameter(torch.full((2, 2), value, dtype=dtype)) for value in values]
     make = lambda groups: torch.optim.SGD(groups, lr=0.001, **options)  # noqa: E731
-    return parameters, MasterWeights([{"params": parameters}], make, in_pieces=True)
+    return parameters, MasterWeights([{"params": parameters}], make, elementwise=True)
 
 
-def test_copies_follow_weights_that_were_loaded_and_keep_what_is_below_the_rest():
+def test_copies_follow_loaded_weights_and_keep_the_low_bits_of_the_rest():
     (p, _), optimizer = sgd_on(1.0, 1.0)
     step(optimizer)
     assert torch.equal(p, torch.ones(2, 2))  # 0.999 rounds to 1
@@ -142,11 +142,11 @@ def test_copies_follow_weights_that_were_loaded_and_keep_what_is_below_the_rest(
 
 
 def test_a_parameter_without_gradient_stays_and_gradients_are_left_as_they_were(monkeypatch):
-    monkeypatch.setattr(master_weights, "_MOST_PER_PIECE", 1)
+    monkeypatch.setattr(master_weights, "MAX_CHUNK", 1)
     (p, q), optimizer = sgd_on(1.0, 1.0)
     r = nn.Parameter(torch.ones(2))
     make_sgd = lambda groups: torch.optim.SGD(groups, lr=0.5)  # noqa: E731
-    optimizer = MasterWeights([{"params": [p, q, r]}], make_sgd, in_pieces=True)
+    optimizer = MasterWeights([{"params": [p, q, r]}], make_sgd, elementwise=True)
     p.grad, r.grad = torch.ones_like(p), torch.ones_like(r)
     before = p.grad, r.grad
     optimizer.step()
@@ -198,7 +198,7 @@ def test_copies_that_do_not_belong_to_the_parameters_do_not_replace_them():
     assert q.unique().item() == 5.0
 
 
-def test_loading_weights_alone_begins_from_them():
+def test_loading_only_weights_starts_from_them():
     first = make(Upcast(net(BF16, BF16)), run_dir="first")
     first.fit()
     task = Upcast(net(BF16, BF16))
@@ -268,7 +268,7 @@ def test_bytes_per_parameter_are_those_of_the_documentation(dtype, options, byte
     assert bytes_each <= each < bytes_each + 0.04
 
 
-def test_the_norm_of_short_gradients_is_computed_in_fp32():
+def test_the_norm_of_16bit_gradients_is_computed_in_fp32():
     torch.manual_seed(0)
     exact = [torch.randn(300, 40) * 100, torch.randn(70) * 500]
     wanted = torch.cat([g.flatten() for g in exact]).double().norm().item()
@@ -286,7 +286,7 @@ def test_fp16_weights_do_not_go_with_a_loss_scale():
         make(Upcast(net(torch.float16, FP32)), precision="fp16")
 
 
-def test_the_announcement_names_short_weights(caplog):
+def test_the_start_message_names_16bit_weights(caplog):
     with caplog.at_level("INFO", logger="trainformer"):
         make(Upcast(net(BF16, FP32)), max_steps=1).fit()
     assert "9,219 trainable parameters (bfloat16), " in caplog.text

@@ -88,7 +88,7 @@ def test_a_window_that_ends_without_a_loss_is_not_idle():
     assert not same(before, weights(task))
 
 
-def test_every_micro_batch_but_the_last_is_computed_apart():
+def test_every_micro_batch_but_the_last_runs_under_no_sync():
     """What processes use to exchange gradients once per step."""
     inside, calls = [], []
 
@@ -114,7 +114,7 @@ def test_every_micro_batch_but_the_last_is_computed_apart():
     assert calls == [False] * 5
 
 
-def test_a_task_that_forgets_to_return_is_still_told():
+def test_a_task_that_returns_nothing_gets_an_error():
     class Forgets(TokenTask):
         def train_step(self, batch):
             super().train_step(batch)

@@ -91,7 +91,7 @@ def test_a_skipped_step_leaves_optimizer_state_alone():
     assert not torch.equal(states[3]["exp_avg"], states[4]["exp_avg"])
 
 
-def test_retry_computes_the_same_window_again_and_goes_on():
+def test_retry_repeats_the_window_and_continues():
     clean, flaky = Poisoned([]), Poisoned([3], times=2)
     make(clean).fit()
     trainer = make(flaky, nonfinite="retry")
@@ -138,7 +138,7 @@ def test_fp16_overflow_is_skipped_by_the_scale_and_a_nan_loss_is_an_error():
         make(Poisoned([2]), precision="fp16").fit()
 
 
-def test_a_run_that_failed_can_go_on():
+def test_a_failed_run_can_resume():
     task = Poisoned([2], times=6)
     trainer = make(task)
     with pytest.raises(NonFiniteError):
@@ -154,7 +154,7 @@ def test_unknown_policies_are_refused(policy):
 
 
 @pytest.mark.parametrize("policy", ["skip", "retry:1"])
-def test_running_statistics_are_those_of_the_steps_that_were_made(policy):
+def test_running_statistics_ignore_skipped_steps(policy):
     """One NaN in BatchNorm's statistics would stay for good, and spoil every evaluation after it."""
 
     def task():

@@ -1,4 +1,4 @@
-"""Optimizers by name with 8-bit, paged and factored state: what they do, keep, and give back."""
+"""Optimizers by name with 8-bit, paged and factored state: updates, memory, and state dicts."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from timm.optim import Lion
 from torch import nn
 
 from toys import MeanTask, classes, mlp, same, weights
-from trainformer.backends.torch.optimizer_names import _ALIASES, _BNB, optimizer_by_name
+from trainformer.backends.torch.optimizer_names import _ALIASES, BITSANDBYTES_OPTIMIZERS, optimizer_by_name
 from trainformer.core.errors import BadArgument, NonFiniteError
 
 # -- names -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*_BNB, *_ALIASES, "AdamW_8bit"])
+@pytest.mark.parametrize("name", [*BITSANDBYTES_OPTIMIZERS, *_ALIASES, "AdamW_8bit"])
 def test_every_name_trains_and_large_state_is_in_eight_bits(name):
     task = Upcast(net())
     probe = next(iter(batches()))
@@ -83,7 +83,7 @@ def test_what_cannot_run_is_refused_before_training(monkeypatch):
     with pytest.raises(BadArgument, match=r"fp32, bf16 or fp16 for adamw_8bit, received 'torch\.float64'"):
         make(MeanTask(mlp(32)), optimizer="adamw_8bit")
     # An optimizer of bitsandbytes that really fails on the CPU, with an error of its own.
-    monkeypatch.setitem(_BNB, "adamw_8bit", ("AdEMAMix32bit", ()))
+    monkeypatch.setitem(BITSANDBYTES_OPTIMIZERS, "adamw_8bit", ("AdEMAMix32bit", ()))
     with pytest.raises(BadArgument, match=r"a device on which bitsandbytes runs adamw_8bit, received 'cpu'.*Error"):
         make(Upcast(net()), optimizer="adamw_8bit")
 
@@ -117,8 +117,8 @@ class Crash:
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (BF16, BF16)])
-@pytest.mark.parametrize("name", [*_BNB, "adamw", "sgd", "adafactor", "nadam", "lion", "lamb"])
-def test_a_run_that_was_cut_short_goes_on_bit_for_bit(name, dtypes):
+@pytest.mark.parametrize("name", [*BITSANDBYTES_OPTIMIZERS, "adamw", "sgd", "adafactor", "nadam", "lion", "lamb"])
+def test_an_interrupted_run_resumes_bitwise(name, dtypes):
     whole, again = Upcast(net(*dtypes)), Upcast(net(*dtypes))
     first = make(whole, optimizer=name, run_dir="whole", log_every=None).fit()
     options = {"optimizer": name, "run_dir": "cut", "save_every": 5, "log_every": None}

@@ -1,4 +1,4 @@
-"""Training for quantisation: what is trained is what torchao converts to, and nothing else about a run changes."""
+"""Quantization-aware training: the trained model is the one torchao converts to, and nothing else in a run changes."""
 
 import copy
 import json
@@ -57,7 +57,7 @@ def test_the_trained_model_is_the_converted_one(name, tmp_path):
         torch.testing.assert_close(converted(x), trained)
         assert not torch.allclose(plain(x), trained, atol=1e-4)
         quantization.quantize_(plain, RECIPES[name].base(), lambda part, at: at in fake(model))
-        # Post-training quantisation of the same layers gives the same model.
+        # Post-training quantization of the same layers gives the same model.
         torch.testing.assert_close(plain(x), trained)
 
 
@@ -112,7 +112,7 @@ def test_parameters_names_and_random_numbers_stay():
     assert not any(part.training for part in model.modules())
     assert drawn == torch.rand(1, generator=torch.Generator().manual_seed(3))
     assert layers.chosen == tuple(fake(model)) == ("1", "3", "5")
-    assert layers.skipped == {"of a width that 32 does not divide": ("0",)}
+    assert layers.skipped == {"width not divisible by 32": ("0",)}
 
 
 def test_a_layer_under_two_names_is_rounded_under_both():
@@ -151,7 +151,7 @@ def test_the_classifier_of_a_timm_model_is_left_out(tmp_path):
     timm = pytest.importorskip("timm")
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2, "num_classes": 5}
     model = timm.create_model("vit_tiny_patch16_224", pretrained=False, **sizes)
-    assert layers_for(model, RECIPES[NAME]).skipped == {"the output": ("head",)}
+    assert layers_for(model, RECIPES[NAME]).skipped == {"an output layer": ("head",)}
     x, y = torch.randn(8, 3, 16, 16), torch.arange(8) % 5
     trainer = Trainer(MeanTask(model), (x, y), qat_recipe=NAME, max_steps=2, batch_size=4, log="none", run_dir=tmp_path)
     trainer.fit()
@@ -181,7 +181,7 @@ def test_a_checkpoint_opens_as_the_plain_model(tmp_path, tied):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["qat_recipe"] == {"value": NAME, "source": "user", "depends_on": []}
     assert (
-        f"trained for {NAME}: 14 linear layers; left as they are: 1 (the output)"
+        f"quantization-aware training for {NAME}: 14 linear layers; left unchanged: 1 (an output layer)"
         in (tmp_path / "run" / "log.txt").read_text()
     )
 
@@ -213,7 +213,7 @@ def test_the_run_passes_its_own_checks(tmp_path):
         ({"qat_recipe": "everything"}, "Known: int8-dynamic-act-int4-weight"),
         ({"qat_recipe": NAME, "precision": "fp8"}, "fp8 or qat_recipe, received both"),
         ({"qat_recipe": NAME, "fp8_recipe": "rowwise"}, "fp8 or qat_recipe, received both"),
-        ({"qat_recipe": "float8-dynamic-act-int4-weight", "width": 96}, "2 .of a width that 128 does not divide"),
+        ({"qat_recipe": "float8-dynamic-act-int4-weight", "width": 96}, "2 .width not divisible by 128"),
     ],
 )
 def test_refused(options, words, tmp_path):

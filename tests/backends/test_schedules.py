@@ -109,7 +109,7 @@ def test_a_scheduler_of_torch_as_factory_or_instance():
     assert rates(task=task, optimizer=o, scheduler=factory(o))[:2] == pytest.approx([0.05, 0.025])
 
 
-def test_found_rates_survive_a_restart_unless_the_user_changed_his_mind():
+def test_found_learning_rates_survive_a_restart_unless_the_settings_change():
     schedule = Schedule(optimizer(0.1), lambda step: 1.0)
     schedule.rescale(0.03)
     saved = schedule.state_dict()

@@ -38,7 +38,7 @@ def fit(task, data, monkeypatch, **options):
 @pytest.mark.parametrize(("task", "data"), [(MeanTask, classes), (TokenTask, tokens)])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("limit", [1, 3, 5])
-def test_split_steps_are_equal_to_whole_ones(task, data, accumulation, limit, monkeypatch, caplog):
+def test_split_steps_equal_unsplit_ones(task, data, accumulation, limit, monkeypatch, caplog):
     whole, tight = task(), small_memory(task, limit)()
     fit(whole, data(61), monkeypatch, accumulation_steps=accumulation)
     with caplog.at_level(logging.WARNING):
@@ -51,7 +51,7 @@ def test_split_steps_are_equal_to_whole_ones(task, data, accumulation, limit, mo
     assert trainer.state.samples == 122
 
 
-def test_what_cannot_be_equal_is_said(monkeypatch, caplog):
+def test_the_warning_names_what_splitting_changes(monkeypatch, caplog):
     norm, dropout = torch.nn.BatchNorm1d(8, dtype=torch.float64), torch.nn.Dropout(0.1)
     task = small_memory(MeanTask, 4)(torch.nn.Sequential(mlp(4, 8), norm, dropout, mlp(8, 3)))
     fit(task, classes(16), monkeypatch, epochs=1)
@@ -64,7 +64,7 @@ def test_a_single_sample_that_does_not_fit_is_an_error(monkeypatch):
         fit(small_memory(MeanTask, 0)(), classes(16), monkeypatch)
 
 
-def test_raise_leaves_it_to_the_user(monkeypatch):
+def test_raise_does_not_split(monkeypatch):
     task = small_memory(MeanTask, 4)()
     before = weights(task)
     with pytest.raises(torch.OutOfMemoryError):
@@ -80,7 +80,7 @@ def test_pieces_are_remembered_in_a_checkpoint(monkeypatch):
     assert run_of(other).backend.splitter.pieces == 2
 
 
-def test_cutting_keeps_every_sample_in_order():
+def test_splitting_keeps_every_sample_in_order():
     splitter = MemorySplitter("split")
     splitter.pieces = 4
     batch = DeviceBatch(

@@ -95,7 +95,7 @@ def test_bitwise_equal_to_a_hand_written_loop(dtype):
     assert same(ours, theirs)
 
 
-def test_loss_with_zero_weight_is_no_step_into_nan():
+def test_a_loss_with_zero_weight_gives_no_nan():
     x, y = tokens(8)
     y[:4] = -100
     got = train(TokenTask(), (x, y), batch_size=2, accumulation=2, epochs=3)
@@ -174,7 +174,7 @@ def test_parameters_of_the_loss_are_trained_and_named():
     assert "head.weight" in run_of(trainer).backend.names.values()
 
 
-def test_no_read_of_the_device_between_log_points(monkeypatch):
+def test_no_device_sync_between_log_points(monkeypatch):
     """A read is `_local_scalar_dense`; on CUDA it is a synchronisation. Here the CPU is treated as an accelerator."""
     monkeypatch.setattr("trainformer.backends.torch.nonfinite._HOST", ())
     from torch.utils._python_dispatch import TorchDispatchMode

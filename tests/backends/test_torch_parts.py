@@ -204,7 +204,7 @@ def test_compiling_keeps_keys_and_numbers():
     assert largest_difference(weights(plain), weights(compiled)) < 1e-6
 
 
-def test_process_wide_settings_are_put_back():
+def test_process_wide_settings_are_restored():
     before = torch.get_float32_matmul_precision()
     seen = []
 

@@ -28,8 +28,8 @@ from trainformer import Trainer
 from trainformer.adapters import LoRA, PrefixTuning, QLoRA
 from trainformer.backends.torch.quantize import RECIPES, recipe_named, restore_linear
 from trainformer.checkpoint import InvalidCheckpoint, finalize, list_checkpoints
-from trainformer.cli import finalize as command
 from trainformer.cli import main
+from trainformer.cli.trained import QUANTIZATION_RECIPES
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.run import run_of
 from trainformer.tasks import CausalLM, MaskedLM, Seq2Seq
@@ -84,8 +84,8 @@ def test_a_run_trained_for_quantisation_becomes_the_quantised_model(tmp_path, ti
     result = finalize(tmp_path / "run", tmp_path / "out")
     model = opened(tmp_path / "out")
     torch.testing.assert_close(logits(model), logits(trainer.task.model))  # rounded while training = rounded for good
-    assert result.trained_difference < 1e-5  # rounding of the outputs alone
-    assert (result.recipe, result.layers, result.left) == (QAT, 14, {"the output": 1})
+    assert result.trained_difference < 1e-5  # rounding of an output layers alone
+    assert (result.recipe, result.layers, result.left) == (QAT, 14, {"an output layer": 1})
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     restore_linear(trainer.task.model)
     in_full = (logits(model) - logits(trainer.task.model)).abs().max().item()
@@ -309,7 +309,7 @@ def test_errors_are_a_paragraph_and_an_exit_code(tmp_path, capsys):
 
 
 def test_the_command_knows_the_recipes():
-    assert tuple(RECIPES) == command.RECIPES
+    assert tuple(RECIPES) == QUANTIZATION_RECIPES
     assert recipe_named(QAT, "quantize").group == 32
 
 

@@ -1,4 +1,4 @@
-"""A task of a user's own, as `--task=cli_toys:Fit` finds it, and how the tests call the commands."""
+"""A user's own task, found by `--task=cli_toys:Fit`, and helpers to call the commands."""
 
 import argparse
 import time
@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trainformer.adapters import LoRA
-from trainformer.cli import train
+from trainformer.cli.app import find_command
 
 
 @dataclass(eq=False)
 class Fit:
-    """Fits a plane. The data are as many samples as their name says."""
+    """Fits a plane. The name of the data is the number of samples."""
 
     width: int = 4  # of the hidden layer
     bias: bool = True
@@ -42,7 +42,7 @@ class Fit:
 
 @dataclass(eq=False)
 class Clash(Fit):
-    """Has names that the trainer and the adapter have too."""
+    """Has field names that the trainer and the adapter have too."""
 
     lr: float = 3.0
     dropout: float = 0.5
@@ -59,7 +59,7 @@ class Idle(Fit):
 
 
 class Plain(Fit):
-    """Has an `__init__` of its own, of which not everything has a type."""
+    """Has its own `__init__` with some untyped parameters."""
 
     def __init__(self, kind, depth=2, *, rate: float, names: "list[str] | None" = None):
         super().__init__()
@@ -72,7 +72,8 @@ def last_weights(run):
 
 
 def parsed(*words):
-    """What `trainformer train` makes of its words: the call of the trainer."""
+    """The call of the trainer that `trainformer train` builds from its arguments."""
+    train = find_command("train")
     parser = argparse.ArgumentParser(prog="trainformer train")
     train.add_arguments(parser)
     return train.parse(parser, words).config["trainer"]

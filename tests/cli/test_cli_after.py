@@ -1,4 +1,4 @@
-"""What is done with a run after its training: evaluate, predict, export, resume. Against the same in Python."""
+"""Commands that use a trained run: evaluate, predict, export, resume. Compared with the same in Python."""
 
 import csv
 import json
@@ -17,7 +17,8 @@ from pyarrow import parquet
 from trainformer import Trainer
 from trainformer.backends.torch.export import _FORMATS
 from trainformer.checkpoint import compare, list_checkpoints
-from trainformer.cli import export, main, predict, row_files
+from trainformer.cli import main, predict
+from trainformer.cli.trained import EXPORT_FORMATS, format_of
 from trainformer.config import load_config
 from trainformer.run import run_of
 from trainformer.tasks import ImageClassification
@@ -84,7 +85,7 @@ class Pets:
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory):
-    """A run by `trainformer run`, and the trainer that a program would have after the same."""
+    """A run by `trainformer run`, and the trainer of the same run in Python."""
     root = tmp_path_factory.mktemp("pets")
     for number, (kind, brightness) in enumerate((("cat", 0), ("dog", 130))):
         for folder, count in (("train", 8), ("val", 4), ("test", 3)):
@@ -104,8 +105,8 @@ def answer(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-def test_evaluate_gives_what_the_trainer_of_the_run_gives(pets, capsys):
-    """The average of the weights is judged, as in the run; neither the run nor this folder changes."""
+def test_evaluate_matches_the_trainer_of_the_run(pets, capsys):
+    """It evaluates the EMA weights, as the run does; neither the run nor this folder changes."""
     before = files_of(pets.root)
     found = answer(capsys, "evaluate", pets.run)
     assert found["metrics"] == pytest.approx(pets.trainer.evaluate())
@@ -117,7 +118,7 @@ def test_evaluate_gives_what_the_trainer_of_the_run_gives(pets, capsys):
     assert list(Path().iterdir()) == []
 
 
-def test_evaluate_takes_the_best_or_one_that_is_named(pets, capsys):
+def test_evaluate_uses_the_best_or_a_named_checkpoint(pets, capsys):
     first = list_checkpoints(pets.run)[0]
     named = answer(capsys, "evaluate", str(first.path))
     assert (named["step"], named["metrics"]) == (first.step, pytest.approx(first.manifest.metrics))
@@ -177,24 +178,24 @@ def test_predictions_in_files_of_every_kind(pets, wanted, capsys):
     ("words", "said"),
     [(["--out", "a.txt"], "a.txt"), (["--format", "parquet"], "--out FILE"), (["--batch-size", "0"], "at least 1")],
 )
-def test_predict_is_asked_for_something_impossible(words, said, capsys):
+def test_predict_refuses_impossible_arguments(words, said, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["predict", "run", "data", *words])
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_parquet_waits_until_it_knows_what_is_in_a_list(monkeypatch):
-    monkeypatch.setattr(row_files, "_GROUP", 2)
+def test_parquet_infers_the_type_of_lists_that_start_empty(monkeypatch):
+    monkeypatch.setattr(predict, "_ROW_GROUP", 2)
     rows = [{"index": place, "classes": names} for place, names in enumerate([[], [], [], [], ["ä"], [], ["b", "c"]])]
-    row_files.write_file(iter(rows), Path("late.parquet"), "parquet")
+    predict.write_file(iter(rows), Path("late.parquet"), "parquet")
     assert parquet.read_table("late.parquet").to_pylist() == rows
-    row_files.write_file(iter(rows[:4]), Path("never.parquet"), "parquet")
+    predict.write_file(iter(rows[:4]), Path("never.parquet"), "parquet")
     assert parquet.read_table("never.parquet").to_pylist() == rows[:4]
 
 
 def test_rows_of_other_tasks():
-    """Text for tokens, the classes that hold, one class for each token but for padding, and values as they are."""
+    """Text for tokens, the names of true classes, one class per token without padding, and unchanged values."""
 
     class Words:
         def decode(self, ids, skip_special_tokens):
@@ -213,12 +214,12 @@ def test_rows_of_other_tasks():
     assert row(value=torch.tensor(0.5, dtype=torch.bfloat16)) == {"index": 0, "value": 0.5}
 
 
-def test_the_formats_are_those_there_are():
-    assert {name: form[1] for name, form in _FORMATS.items()} == export.FORMATS
-    assert export._BY_ENDING == {".pt": "pytorch", ".onnx": "onnx", ".pt2": "torch.export"}
+def test_the_formats_match_the_exporter():
+    assert {name: form[1] for name, form in _FORMATS.items()} == EXPORT_FORMATS
+    assert [format_of(Path(f"m{suffix}")) for suffix in (".pt", ".onnx", ".pt2")] == ["pytorch", "onnx", "torch.export"]
 
 
-def test_export_writes_what_the_trainer_would(pets, capsys):
+def test_export_writes_the_same_file_as_the_trainer(pets, capsys):
     assert main(["export", pets.run, "weights"]) == 0
     assert "was exported as pytorch to weights.pt" in capsys.readouterr().out
     own, theirs = torch.load("weights.pt"), run_of(pets.trainer).unsharded_model().state_dict()
@@ -248,7 +249,7 @@ def set_status(run, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_resume_ends_where_the_whole_run_does(pets, copy, capsys):
+def test_resume_ends_with_the_weights_of_an_uninterrupted_run(pets, copy, capsys):
     shutil.rmtree(copy / "checkpoints" / "step_00000006")
     set_status(copy, status="interrupted")
     assert main(["resume", "copy"]) == 0
@@ -265,8 +266,8 @@ class Stop:
             trainer.stop("enough")
 
 
-def test_resume_goes_on_with_a_run_that_was_stopped(pets):
-    """The same command given again would leave it as it is; whoever resumes it wants it."""
+def test_resume_continues_a_stopped_run(pets):
+    """Running the original command again leaves a stopped run alone; resume continues it."""
     by_hand(pets.root, "runs/stopped", callbacks=[Stop()]).fit()
     shutil.copy(f"{pets.run}/recipe.yaml", "runs/stopped")
     assert [each.step for each in list_checkpoints("runs/stopped")][-1] == 4
@@ -287,13 +288,13 @@ def test_resume_of_a_finished_run_says_how_to_train_longer(pets, copy, capsys):
     recorded = json.loads((copy / "config.json").read_text())
     assert {recorded[name]["source"] for name in ("max_steps", "resume", "load_components")} == {"default"}
     assert {recorded[name]["source"] for name in asked} == {"user"}
-    # The same in Python: the trainer of the run goes on for another epoch.
+    # The same in Python: continue the trainer of the run for another epoch.
     longer = by_hand(pets.root, "longer", epochs=4, log_every=1)
     longer.load(list_checkpoints(pets.run)[-1].path).fit()
     assert compare(copy, "longer", ["model"]).equal
 
 
-def test_what_was_changed_still_counts_when_it_is_cut_short_again(copy):
+def test_changes_are_kept_for_the_next_resume(copy):
     assert main(["resume", "copy", "--max-steps", "8"]) == 0
     shutil.rmtree(copy / "checkpoints" / "step_00000008")
     set_status(copy, status="interrupted")
@@ -306,7 +307,7 @@ def test_what_was_changed_still_counts_when_it_is_cut_short_again(copy):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--set", "run_dir=elsewhere", "--epochs", "4"], "The run goes on in its folder"),
+        (["--set", "run_dir=elsewhere", "--epochs", "4"], "A run is resumed in its folder"),
         (["--set", "batch_sise=3", "--epochs", "4"], "Did you mean 'batch_size'"),
         (["--set", "lr", "--epochs", "4"], "--set batch_size=64"),
     ],
@@ -318,14 +319,14 @@ def test_resume_refuses(copy, words, said, capsys):
     assert files_of(copy) == before
 
 
-def test_resume_leaves_a_running_one_alone(copy, capsys):
+def test_resume_refuses_a_running_job(copy, capsys):
     me = os.getpid()
     set_status(copy, status="running", process=me, identity=process_identity(me), time=time.time())
     assert main(["resume", "copy"]) == 1
     assert f"is running (process {me})" in " ".join(capsys.readouterr().err.split())
 
 
-def test_data_that_are_not_there(pets, copy, capsys, monkeypatch):
+def test_missing_data(pets, copy, capsys, monkeypatch):
     recipe = copy / "recipe.yaml"
     usual = recipe.read_text()
     recipe.write_text(usual.replace(f"val_data: {pets.root}/val", "val_data: null"))
@@ -341,10 +342,10 @@ def test_data_that_are_not_there(pets, copy, capsys, monkeypatch):
     assert main(["resume", "../runs/copy", "--epochs=4"]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "recipe.yaml" in said
-    assert f"the folder that it was started in; this is {Path.cwd()}." in said
+    assert f"the folder it was started in; this is {Path.cwd()}." in said
 
 
-def test_runs_and_checkpoints_that_are_not_enough(copy, capsys):
+def test_missing_or_incomplete_runs_and_checkpoints(copy, capsys):
     (copy / "recipe.yaml").unlink()
     assert main(["evaluate", "copy"]) == 1
     assert "Python program" in " ".join(capsys.readouterr().err.split())

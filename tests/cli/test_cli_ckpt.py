@@ -76,7 +76,7 @@ def test_inspect(run, trained, capsys):
 def test_verify_says_what_is_damaged(run, capsys):
     assert answer(capsys, "verify", "a", run) == {"ok": True, "problems": {"a": [], "runs/a": []}}
     assert main(["ckpt", "verify", "a"]) == 0
-    assert capsys.readouterr().out == "a: as it was written\n"
+    assert capsys.readouterr().out == "a: intact\n"
     file = run / "checkpoints" / "step_00000004" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -1,11 +1,11 @@
-"""The script for shells, asked by a real bash what it completes."""
+"""The completion script, run in a real bash."""
 
 import shutil
 import subprocess
 
 import pytest
 
-from trainformer.cli import catalogue, completion, frame
+from trainformer.cli import app, catalogue, completion
 
 ASK = r"""
 source script.sh
@@ -19,7 +19,7 @@ ask() {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What bash offers after several beginnings of a line."""
+    """The completions of bash for several incomplete lines."""
     folder = tmp_path_factory.mktemp("bash")
     (folder / "script.sh").write_text(completion.script("bash"))
     (folder / "runs" / "first").mkdir(parents=True)
@@ -33,7 +33,7 @@ def answers(tmp_path_factory):
         ["train", "--batch"],
         ["train", "--task", "Caus"],
         ["train", "--task", "SSL.d"],
-        ["train", "--task", "=", "Caus"],  # how bash cuts --task=Caus
+        ["train", "--task", "=", "Caus"],  # how bash splits --task=Caus
         ["train", "--lr=1", "--adapter", "="],
         ["runs", "--sort", "b"],
         ["evaluate", "ru"],
@@ -48,7 +48,7 @@ def answers(tmp_path_factory):
 
 def test_commands_and_actions(answers):
     assert answers["tr"] == {"train"}
-    assert answers[""] >= set(frame.COMMANDS)
+    assert answers[""] >= set(app.COMMANDS)
     assert answers["ckpt "] >= {"list", "inspect", "verify", "compare", "export", "protect", "unprotect"}
     assert answers["ckpt ver"] == {"verify"}
 
@@ -72,7 +72,7 @@ def test_files_and_folders(answers):
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_every_shell_has_a_script(shell, capsys):
-    assert frame.main(["completion", shell]) == 0
+    assert app.main(["completion", shell]) == 0
     out, err = capsys.readouterr()
     assert all(word in out for word in ("batch-size", "verify", "CausalLM"))
     assert err == ""

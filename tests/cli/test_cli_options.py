@@ -1,8 +1,9 @@
-"""Options against the objects that the same arguments make in Python, for every task, adapter and setting there is."""
+"""Options compared with the objects that the same arguments build in Python, for every task, adapter and setting."""
 
 import dataclasses
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from cli_toys import Clash, Plain, parsed
 
 from trainformer import Trainer, adapters, tasks
 from trainformer.callbacks import EMA, EarlyStopping
-from trainformer.cli import catalogue, frame
+from trainformer.cli import app, catalogue
 from trainformer.cli.components import REQUIRED, default_text, find_component, find_components
 from trainformer.cli.options import OptionTable, Word, as_flag
 from trainformer.config import materialize
+from trainformer.core import plugins
 from trainformer.core.errors import BadArgument
 from trainformer.tasks.vision.ssl.options import DEFAULTS
 
@@ -29,7 +31,7 @@ def task_of(*words):
 
 
 def settings_of(*words):
-    """What reaches the trainer beside the task."""
+    """The arguments of the trainer except for the task."""
     kwargs = dict(parsed("--task=cli_toys:Fit", *words).kwargs)
     return {name: materialize(value) for name, value in kwargs.items() if name != "task"}
 
@@ -40,7 +42,7 @@ def fields_of(thing):
 
 def refused(*words, capsys):
     with pytest.raises(SystemExit) as caught:
-        frame.main(["train", *words])
+        app.main(["train", *words])
     assert caught.value.code == 2
     text = capsys.readouterr().err
     assert "Traceback" not in text
@@ -50,7 +52,7 @@ def refused(*words, capsys):
 # -- the plan's commands -----------------------------------------------------------------------------------
 
 
-def test_the_plans_commands_make_what_the_same_python_makes():
+def test_the_plans_commands_build_the_same_objects_as_python():
     line = "--task=CausalLM --model=gpt2 --data=data/text --adapter=LoRA --r=8"
     trainer = parsed(*line.split())
     assert fields_of(materialize(trainer.kwargs["task"])) == fields_of(
@@ -97,7 +99,7 @@ def test_every_field_has_an_option_with_its_default(role, name, kind):
 
 
 @pytest.mark.parametrize(("role", "name", "kind"), components())
-def test_a_default_that_is_typed_is_the_default(role, name, kind):
+def test_a_typed_default_equals_the_default(role, name, kind):
     chosen = [find_component(role, name)] if role != "trainer" else [find_components("CausalLM", None)[-1]]
     table = OptionTable(chosen, {})
     given = {option: "d" if option.is_required else default_text(option.default) for option in table.by_key.values()}
@@ -187,12 +189,12 @@ def test_values_of_tasks_and_adapters():
     assert fields_of(task) == fields_of(tasks.CausalLM(adapter=made, packing=True, model_kwargs=options))
 
 
-def test_no_adapter_can_be_said():
+def test_no_adapter_can_be_given_explicitly():
     assert parsed("--task=CausalLM", "--data=d", "--adapter=None") == parsed("--task=CausalLM", "--data=d")
 
 
-def test_a_class_remembers_what_was_typed():
-    # Against a recipe it counts what was passed, be it the default.
+def test_a_class_knows_which_options_were_given():
+    # A recipe does not override what was passed, even if it is the default.
     task = task_of("--task=ImageClassification", "--recipe=modern", "--mixup=0.0")
     by_hand = tasks.ImageClassification(recipe="modern", mixup=0.0)
     assert task.mixup == 0.0
@@ -225,6 +227,40 @@ def test_one_callback_by_its_name():
     assert (type(stopping), stopping.patience) == (EarlyStopping, EarlyStopping().patience)
 
 
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """An installed package that registers a task and a callback."""
+    code = """
+        from cli_toys import Fit
+        class Plane(Fit): pass
+        class Beep:
+            def __init__(self, volume=1): self.volume = volume
+            def on_train_end(self, trainer): print("beep" * self.volume)
+    """
+    (tmp_path / "planes.py").write_text(textwrap.dedent(code))
+    info = tmp_path / "planes-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planes\nVersion: 1.0\n")
+    points = "[trainformer.tasks]\nPlane = planes:Plane\n[trainformer.callbacks]\nbeep = planes:Beep\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins._registered.cache_clear()
+    yield
+    plugins._registered.cache_clear()
+    sys.modules.pop("planes", None)
+
+
+def test_tasks_and_callbacks_of_plugins(plugin, capsys):
+    line = "train --task=Plane --width=3 --data=8 --max-steps=1 --name=plane --log=none --callbacks=beep(volume=2)"
+    assert app.main(line.split()) == 0
+    assert capsys.readouterr().out == "beepbeep\n"
+    assert "!factory:planes:Plane" in Path("runs/plane/recipe.yaml").read_text()
+    assert app.main(["tasks"]) == 0
+    listed = capsys.readouterr().out
+    assert "Plane " in listed
+    assert "beep " in listed
+
+
 def test_a_module_is_built_by_the_rules_of_configs():
     task = task_of("--task=MetricLearning", "--loss={type: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}")
     assert task.loss.label_smoothing == 0.1
@@ -234,10 +270,10 @@ def test_a_module_is_built_by_the_rules_of_configs():
     assert Path("here").is_dir()
 
 
-# -- whose is it -------------------------------------------------------------------------------------------
+# -- ambiguous and unknown options ------------------------------------------------------------------------------------
 
 
-def test_a_name_that_several_have_must_be_spelled_in_full(capsys):
+def test_an_ambiguous_name_must_be_spelled_in_full(capsys):
     clash = ["--task=cli_toys:Clash", "--data=8"]
     assert (
         refused(*clash, "--lr=1", capsys=capsys)
@@ -252,7 +288,7 @@ def test_a_name_that_several_have_must_be_spelled_in_full(capsys):
     assert parsed(*clash, "--dropout=0.1").kwargs["task"].kwargs == {"dropout": 0.1}  # no adapter, no question
 
 
-def test_a_class_that_is_no_dataclass(capsys):
+def test_a_class_that_is_not_a_dataclass(capsys):
     plain = ["--task=cli_toys:Plain", "--data=8"]
     text = refused(*plain, capsys=capsys)
     assert text == "Expected --kind (YAML), --rate (float) for cli_toys:Plain, received none."
@@ -302,7 +338,7 @@ def test_a_class_that_is_no_dataclass(capsys):
         ("--task=DPO --data=d --callbacks={type:", "--callbacks"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_what_would(words, says, capsys):
+def test_wrong_options_are_refused_with_a_hint(words, says, capsys):
     assert says in refused(*words.split(), capsys=capsys)
 
 
@@ -310,10 +346,10 @@ def test_what_makes_no_sense_is_refused_with_what_would(words, says, capsys):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_help_of_a_task_lists_everything_that_can_be_given(width, monkeypatch, capsys):
+def test_the_help_of_a_task_lists_all_options(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit) as caught:
-        frame.main(["train", "--task=CausalLM", "--adapter=LoRA", "--help"])
+        app.main(["train", "--task=CausalLM", "--adapter=LoRA", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width

@@ -1,4 +1,4 @@
-"""`recipe.yaml`: when it is kept, what is made from it, and what is refused."""
+"""`recipe.yaml`: when it is written, what is built from it, and what is refused."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from cli_toys import Fit, last_weights
 from toys import same
 from trainformer import Trainer
 from trainformer.callbacks import EarlyStopping
-from trainformer.cli import frame, recipes
+from trainformer.cli import app, recipes
 from trainformer.config import load_config, to_yaml
 from trainformer.core.errors import BadArgument
 
@@ -23,7 +23,7 @@ BY_HAND = {"data": "16", "val_data": "8", "max_steps": 2, "batch_size": 4, "lr":
 
 @pytest.fixture
 def run():
-    assert frame.main(LINE.split()) == 0
+    assert app.main(LINE.split()) == 0
     return Path("runs/fit")
 
 
@@ -31,7 +31,7 @@ def recipe(run):
     return (run / recipes.FILE).read_text()
 
 
-def test_the_recipe_says_what_was_typed_and_no_more(run):
+def test_the_recipe_has_exactly_the_given_options(run):
     config = load_config(run / recipes.FILE)
     assert list(config) == ["trainer"]
     trainer = config["trainer"]
@@ -42,7 +42,7 @@ def test_the_recipe_says_what_was_typed_and_no_more(run):
     assert trainer.kwargs == {**BY_HAND, "name": "fit", "callbacks": stopping}
 
 
-def test_the_config_of_the_run_is_that_of_the_same_python(run):
+def test_the_run_config_equals_that_of_the_same_python(run):
     Trainer(Fit(3, options={"type": "plain"}), name="hand", callbacks=[EarlyStopping(patience=2)], **BY_HAND).fit()
     typed, written = (
         {key: (entry["value"], entry["source"]) for key, entry in json.loads(path.read_bytes()).items()}
@@ -53,7 +53,7 @@ def test_the_config_of_the_run_is_that_of_the_same_python(run):
     assert (typed["lr"], typed["epochs"]) == ((0.0001, "user"), (100, "default"))
 
 
-def test_the_trainer_of_a_run_is_made_again(run):
+def test_the_trainer_of_a_run_is_rebuilt(run):
     trainer = recipes.trainer_of("fit", trust=("cli_toys",), changes={"max_steps": 5, "data": [("as", "it is")]})
     assert isinstance(trainer.task, Fit)
     assert (trainer.task.width, trainer.task.options) == (3, {"type": "plain"})
@@ -64,34 +64,34 @@ def test_the_trainer_of_a_run_is_made_again(run):
     assert recipes.trainer_of(str(run), trust=("cli_toys",)).load(run).state.step == 2
 
 
-def test_what_is_made_again_goes_on_in_the_same_folder(run):
+def test_a_rebuilt_trainer_resumes_in_the_same_folder(run):
     assert recipes.trainer_of("fit", trust=("cli_toys",), changes={"max_steps": 4}).fit().state.step == 4
     assert [path.name for path in Path("runs").iterdir()] == ["fit"]
 
 
 def test_a_recipe_is_a_config_that_can_be_run(run):
-    torch.manual_seed(7)  # whatever was drawn before, the same model is made
-    assert frame.main(["run", str(run / recipes.FILE), "--set", "trainer.name=again", "--trust", "cli_toys"]) == 0
+    torch.manual_seed(7)  # the model does not depend on earlier random numbers
+    assert app.main(["run", str(run / recipes.FILE), "--set", "trainer.name=again", "--trust", "cli_toys"]) == 0
     assert recipe(Path("runs/again")) == recipe(run).replace("name: fit", "name: again")
     assert same(last_weights("again"), last_weights("fit"))
 
 
-def test_it_is_there_as_soon_as_there_is_a_run():
+def test_the_recipe_is_written_when_the_run_starts():
     line = ["train", "--task=cli_toys:Fit", "--data=16", "--name=failed", "--log=none"]
-    assert frame.main([*line, "--callbacks={type: cli_toys.Missing}"]) == 1
-    assert not Path("runs").exists()  # nothing was begun
-    assert frame.main([*line, "--lr=1e30"]) == 1
+    assert app.main([*line, "--callbacks={type: cli_toys.Missing}"]) == 1
+    assert not Path("runs").exists()  # no run was started
+    assert app.main([*line, "--lr=1e30"]) == 1
     assert "lr: 1.0e+30" in recipe(Path("runs/failed"))
 
 
-def test_a_run_of_a_program_has_none():
+def test_a_run_of_a_program_has_no_recipe():
     Trainer(Fit(), "8", max_steps=1, name="program", log="none").fit()
     assert not Path("runs/program", recipes.FILE).exists()
     with pytest.raises(BadArgument, match="started by a Python program: run that again"):
         recipes.trainer_of("program")
 
 
-def test_a_recipe_from_elsewhere_runs_nothing(run):
+def test_a_recipe_from_a_stranger_runs_no_code(run):
     Path("here").mkdir()
     for text in ("trainer: {type: os.rmdir, path: here}", "trainer: !singleton:os:rmdir [here]"):
         (run / recipes.FILE).write_text(text)
@@ -102,33 +102,33 @@ def test_a_recipe_from_elsewhere_runs_nothing(run):
     with pytest.raises(BadArgument, match="to have a key trainer"):
         recipes.trainer_of("fit")
     # A class that was typed is imported because it was typed; in a file it must be trusted.
-    assert frame.main(LINE.replace("=fit", "=other").split()) == 0
+    assert app.main(LINE.replace("=fit", "=other").split()) == 0
     with pytest.raises(BadArgument, match="--trust cli_toys"):
         recipes.trainer_of("other")
 
 
-def test_run_keeps_one_under_the_key_that_is_looked_for(run):
+def test_run_writes_the_recipe_under_the_key_trainer(run):
     config = load_config(run / recipes.FILE)
     config["main"] = config.pop("trainer")
     config["main"].kwargs["name"] = "main"
     Path("main.yaml").write_text(to_yaml(config))
-    assert frame.main(["run", "main.yaml", "--trust", "cli_toys"]) == 0
+    assert app.main(["run", "main.yaml", "--trust", "cli_toys"]) == 0
     assert recipe(Path("runs/main")) == recipe(run).replace("name: fit", "name: main")
 
 
-def test_a_config_with_objects_of_python_leaves_none(caplog):
+def test_a_config_with_python_objects_has_no_recipe(caplog):
     Path("run.py").write_text(
         "from cli_toys import Fit\nfrom trainformer import Trainer\n"
         "config = {'trainer': {'type': Trainer, 'task': Fit(), 'data': '8', 'max_steps': 1, 'name': 'objects'}}\n"
     )
     with caplog.at_level("INFO", logger="trainformer"):
-        assert frame.main(["run", "run.py"]) == 0
+        assert app.main(["run", "run.py"]) == 0
     assert not Path("runs/objects", recipes.FILE).exists()
     assert "no recipe.yaml is kept" in caplog.text
 
 
-def test_braces_and_odd_words_come_back_as_they_were():
+def test_braces_and_comment_marks_survive():
     odd = "{{ 7 * 7 }} # not: a comment"
-    assert frame.main([*LINE.replace("fit", "odd").split(), f"--options.odd={odd!r}"]) == 0
+    assert app.main([*LINE.replace("fit", "odd").split(), f"--options.odd={odd!r}"]) == 0
     trainer = recipes.trainer_of("odd", trust=("cli_toys",))
     assert trainer.task.options == {"type": "plain", "odd": odd}

@@ -1,4 +1,4 @@
-"""The table of runs, on the folders of real runs and on folders in every other state."""
+"""The table of runs, for real runs and for folders in other states."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def values(path, metric):
     return [(record[metric], record["step"]) for record in records if metric in record]
 
 
-def test_what_is_told_of_a_run(runs, capsys):
+def test_the_facts_about_a_run(runs, capsys):
     a, b, c = sorted(answer(capsys), key=lambda row: row["name"])
     assert [row["task"] for row in (a, b, c)] == ["MeanTask", "Other", "MeanTask"]
     assert (a["best"], a["best_step"]) == min(values(runs / "a" / "metrics.jsonl", "val/loss"))
@@ -102,7 +102,7 @@ def test_sorting_and_filtering(runs, capsys):
 
 
 def test_folders_in_any_state(runs, capsys):
-    """Half-written, damaged or strange files are no reason to fail."""
+    """Truncated, damaged or unexpected files do not raise."""
     for name, files in {
         "torn": {"metrics.jsonl": '{"step": 1, "val/loss": 2.0}\n{"step": 2, "val/lo', "config.json": "{"},
         "odd": {"metrics.jsonl": '{"step": 3, "val/loss": "NaN"}\n[1]\n', "config.json": '{"task_type": 3}'},
@@ -119,7 +119,7 @@ def test_folders_in_any_state(runs, capsys):
     assert main(["runs"]) == 0
 
 
-def test_the_best_is_the_least_or_the_most():
+def test_the_best_is_the_minimum_or_the_maximum():
     lines = [f'{{"step": {step}, "val/x": {value}}}' for step, value in enumerate((0.5, 0.9, 0.1, 0.9, 0.1))]
     Path("metrics.jsonl").write_text("\n".join(lines))
     assert best_of(Path("metrics.jsonl"), "val/x", "min") == (2, 0.1)

@@ -1,4 +1,4 @@
-"""`trainformer tasks` against the classes and tables that it tells of, and what is imported for it."""
+"""`trainformer tasks` compared with the classes and tables that it lists, and its imports."""
 
 import inspect
 import json
@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from trainformer import adapters, callbacks, loggers, tasks
-from trainformer.backends.torch.optimizer_names import _BNB, _TORCH
+from trainformer.backends.torch.optimizer_names import BITSANDBYTES_OPTIMIZERS, TORCH_OPTIMIZERS
 from trainformer.backends.torch.schedules import SCHEDULES
-from trainformer.cli import catalogue, frame
+from trainformer.cli import app, catalogue
 
 PACKAGES = {"tasks": tasks, "adapters": adapters, "callbacks": callbacks, "loggers": loggers}
 
 
 def listed(capsys, *words):
-    assert frame.main(["tasks", *words, "--json"]) == 0
+    assert app.main(["tasks", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_list_holds_every_public_class(capsys):
+def test_the_list_has_every_public_class(capsys):
     found = listed(capsys)
     assert list(found) == list(catalogue.KINDS)
     for kind, package in PACKAGES.items():
@@ -40,12 +40,12 @@ def test_the_list_holds_every_public_class(capsys):
     assert stopping["summary"] == " ".join(first.split())
 
 
-def test_the_list_holds_every_optimizer(capsys):
+def test_the_list_has_every_optimizer(capsys):
     found = {entry["name"]: entry["summary"] for entry in listed(capsys)["optimizers"]}
-    assert list(found) == [*_TORCH, *_BNB]
-    for name, (made, _) in _TORCH.items():
+    assert list(found) == [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS]
+    for name, (made, _) in TORCH_OPTIMIZERS.items():
         assert getattr(torch.optim, found[name].removeprefix("torch.optim.")) is made
-    assert found["paged_adamw"] == f"bitsandbytes.optim.{_BNB['paged_adamw'][0]}"
+    assert found["paged_adamw"] == f"bitsandbytes.optim.{BITSANDBYTES_OPTIMIZERS['paged_adamw'][0]}"
 
 
 def test_one_of_them_with_its_fields(capsys):
@@ -61,24 +61,24 @@ def test_one_of_them_with_its_fields(capsys):
     dino = {field["name"]: field["default"] for field in listed(capsys, "SSL.dino")["fields"]}
     assert (dino["backbone"], dino["out_dim"]) == ("'vit_small_patch16_224'", "65536")
     assert "mask_ratio" not in dino
-    assert frame.main(["tasks", "CausalLM"]) == 0
+    assert app.main(["tasks", "CausalLM"]) == 0
     text = capsys.readouterr().out
     assert "packing" in text
     assert "trainformer train --task=CausalLM --help" in text
 
 
-def test_a_name_that_is_not_there(capsys):
-    assert frame.main(["tasks", "CausalLLM"]) == 1
+def test_an_unknown_name(capsys):
+    assert app.main(["tasks", "CausalLLM"]) == 1
     assert "Did you mean 'CausalLM'?" in " ".join(capsys.readouterr().err.split())
 
 
 def test_nothing_heavy_is_imported():
     program = """
 import sys
-from trainformer.cli import frame
+from trainformer.cli import app
 for words in (["tasks"], ["tasks", "SSL.dino"], ["tasks", "--json"], ["train", "--help"], ["check", "--help"]):
     try:
-        frame.main(words)
+        app.main(words)
     except SystemExit:
         pass
 sys.exit(", ".join({"torch", "transformers", "jsonargparse", "numpy"} & sys.modules.keys()) or 0)
@@ -91,7 +91,7 @@ sys.exit(", ".join({"torch", "transformers", "jsonargparse", "numpy"} & sys.modu
 def test_the_help_without_a_task_fits_the_terminal(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit) as caught:
-        frame.main(["train", "--help"])
+        app.main(["train", "--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert max(map(len, text.splitlines())) <= width

@@ -1,4 +1,4 @@
-"""`trainformer train` and `check` as they are called: the plan's commands on small models, signals, and going on."""
+"""`trainformer train` and `check` end to end: the plan's commands on small models, signals, and resuming."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from text_toys import chat_tokenizer, gpt2, sentences
 from toys import same
 from trainformer import Trainer, tasks
 from trainformer.adapters import LoRA
-from trainformer.cli import frame
+from trainformer.cli import app
 from trainformer.loggers import read_jsonl
 
 
@@ -51,14 +51,14 @@ def language():
 @pytest.mark.usefixtures("language")
 def test_a_language_model_with_an_adapter(capsys):
     line = "train --task=CausalLM --model=gpt2 --data=data/text --adapter=LoRA --r=8 --epochs=2 --max-length=16"
-    assert frame.main([*line.split(), "--name=lora"]) == 0
+    assert app.main([*line.split(), "--name=lora"]) == 0
     assert "epoch 2.00" in capsys.readouterr().out
     made = json.loads(Path("runs/lora/checkpoints/step_00000002/adapter_config.json").read_text())
     assert (made["r"], made["peft_type"]) == (8, "LORA")
 
     Path("prompts.jsonl").write_text('{"prompt": "the cat"}\n{"text": "a dog"}\n{"prompt": "where"}\n')
     options = ["--batch-size=2", "--max-new-tokens=5", "--out=written.jsonl"]
-    assert frame.main(["predict", "lora", "prompts.jsonl", *options]) == 0
+    assert app.main(["predict", "lora", "prompts.jsonl", *options]) == 0
     rows = read_jsonl(Path("written.jsonl"))
     prompts = ["the cat", "a dog", "where"]
     assert [(row["index"], row["prompt"]) for row in rows] == list(enumerate(prompts))
@@ -66,7 +66,7 @@ def test_a_language_model_with_an_adapter(capsys):
     Trainer(task, "data/text", log="none", resume=None).load("runs/lora", ["model"])
     assert [row["text"] for row in rows] == [task.generate(prompt, max_new_tokens=5)[0] for prompt in prompts]
     Path("wrong.jsonl").write_text('{"words": 1}\n')
-    assert frame.main(["predict", "lora", "wrong.jsonl"]) == 1
+    assert app.main(["predict", "lora", "wrong.jsonl"]) == 1
     assert "record 0 to have a prompt, a text or messages" in " ".join(capsys.readouterr().err.split())
 
 
@@ -75,13 +75,13 @@ def test_images_with_and_without_labels():
     pictures("data/sop")
     line = "train --task=MetricLearning --model=resnet10t --data=data/sop --loss=arcface"
     small = "--image-size=32 --batch-size=4 --max-steps=2 --log=none --num-workers=0"
-    assert frame.main(f"{line} {small} --no-pretrained --name=typed".split()) == 0
+    assert app.main(f"{line} {small} --no-pretrained --name=typed".split()) == 0
     task = tasks.MetricLearning("resnet10t", loss="arcface", pretrained=False, image_size=32)
     Trainer(task, "data/sop", batch_size=4, max_steps=2, num_workers=0, log="none", name="by hand").fit()
     assert same(last_weights("typed"), last_weights("by-hand"))
 
     line = "train --task=SSL.dino --model=vit_tiny --data=data/sop --epochs=100 --out-dim=16 --num-local=1"
-    assert frame.main(f"{line} {small} --model-kwargs.depth=1 --name=dino".split()) == 0
+    assert app.main(f"{line} {small} --model-kwargs.depth=1 --name=dino".split()) == 0
     assert read_jsonl(Path("runs/dino/metrics.jsonl"))[-1]["step"] == 2
 
 
@@ -90,10 +90,10 @@ def test_images_with_and_without_labels():
 
 def test_a_dry_run_prints_the_recipe_and_does_nothing(capsys):
     line = "train --task=cli_toys:Fit --data=16 --epochs=1 --name=real --log=none"
-    assert frame.main([*line.split(), "--dry-run"]) == 0
+    assert app.main([*line.split(), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert not Path("runs").exists()
-    assert frame.main(line.split()) == 0
+    assert app.main(line.split()) == 0
     assert Path("runs/real/recipe.yaml").read_text() == shown
 
 
@@ -102,16 +102,15 @@ def test_a_task_in_the_current_folder(monkeypatch):
     Path("lab_of_mine").mkdir()
     Path("lab_of_mine/parts.py").write_text("from cli_toys import Fit\n\nclass Mine(Fit):\n    pass\n")
     line = "train --task=lab_of_mine.parts:Mine --width=3 --data=8 --max-steps=1 --name=mine --log=none"
-    assert frame.main(line.split()) == 0
+    assert app.main(line.split()) == 0
     assert Path("runs/mine/status.json").exists()
     # It is the project's own, so that the recipe needs no trust.
-    assert frame.main(["run", "runs/mine/recipe.yaml"]) == 0
+    assert app.main(["run", "runs/mine/recipe.yaml"]) == 0
 
 
-def test_what_fails_is_told_in_one_paragraph(capsys):
+def test_a_failure_is_one_paragraph(capsys):
     assert (
-        frame.main(["train", "--task=ImageClassification", "--data=nowhere", "--model=resnet10t", "--no-pretrained"])
-        == 1
+        app.main(["train", "--task=ImageClassification", "--data=nowhere", "--model=resnet10t", "--no-pretrained"]) == 1
     )
     text = capsys.readouterr().err
     assert text.startswith("error: Expected a folder of images")  # and not where in a config, which nobody has written
@@ -122,12 +121,12 @@ def test_what_fails_is_told_in_one_paragraph(capsys):
 # -- check -------------------------------------------------------------------------------------------------
 
 
-def test_check_tells_by_its_exit_code_whether_it_will_work(capsys):
-    assert frame.main(["check", "--task=cli_toys:Fit", "--data=16"]) == 0
+def test_check_returns_1_if_the_run_will_not_work(capsys):
+    assert app.main(["check", "--task=cli_toys:Fit", "--data=16"]) == 0
     assert "gradients" in capsys.readouterr().out
-    assert frame.main(["check", "--task=cli_toys:Idle", "--data=16"]) == 1
+    assert app.main(["check", "--task=cli_toys:Idle", "--data=16"]) == 1
     assert "idle" in capsys.readouterr().out
-    assert frame.main(["check", "--task=cli_toys:Idle", "--data=16", "--json"]) == 1
+    assert app.main(["check", "--task=cli_toys:Idle", "--data=16", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False
     failed = [finding["question"] for finding in report["findings"] if finding["status"] == "failed"]
@@ -139,16 +138,16 @@ def test_check_tells_by_its_exit_code_whether_it_will_work(capsys):
 
 
 def start(words):
-    """The command in a process of its own, forked from one that has imported torch."""
-    process = SERVER.Process(target=frame.main, args=(words,))
+    """The command in its own process, forked from one that has imported torch."""
+    process = SERVER.Process(target=app.main, args=(words,))
     process.start()
     return process
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_after_sigterm_and_ends_in_the_same_weights():
+def test_the_same_command_resumes_after_sigterm_with_the_same_weights():
     line = ["train", "--task=cli_toys:Fit", "--data=64", "--batch-size=4", "--epochs=3", "--log=none", "--log-every=1"]
-    assert frame.main([*line, "--name=undisturbed"]) == 0
+    assert app.main([*line, "--name=undisturbed"]) == 0
 
     slow = [*line, "--name=disturbed", "--pause=0.02"]
     process, metrics = start(slow), Path("runs/disturbed/metrics.jsonl")
@@ -163,7 +162,7 @@ def test_the_same_command_goes_on_after_sigterm_and_ends_in_the_same_weights():
     assert json.loads(Path("runs/disturbed/status.json").read_bytes())["status"] == "interrupted"
     before = Path("runs/disturbed/recipe.yaml").read_bytes()
 
-    assert frame.main(slow) == 0
+    assert app.main(slow) == 0
     steps = [record["step"] for record in read_jsonl(metrics) if "train/loss" in record]
     assert steps == list(range(1, 49))
     assert same(last_weights("disturbed"), last_weights("undisturbed"))

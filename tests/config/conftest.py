@@ -1,4 +1,4 @@
-"""A small project in the current folder: the package `lab`, whose things remember what they were built from."""
+"""A small project in the current folder: the package `lab`, whose objects remember their arguments."""
 
 import importlib
 import sys

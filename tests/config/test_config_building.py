@@ -1,4 +1,4 @@
-"""Building: the registry, sections with `type`, tags, what is shared, and what is wrong with arguments."""
+"""Building: the registry, sections with `type`, tags, shared objects, and wrong arguments."""
 
 import functools
 import importlib
@@ -45,7 +45,7 @@ def test_names_for_classes_and_functions():
         registry.register("torch.optim.AdamW")(First)
 
 
-def test_a_name_is_given_once_but_a_module_may_be_loaded_again(lab, write):
+def test_a_name_is_unique_but_a_module_may_be_reloaded(lab, write):
     registry = Registry()
     registry.register()(lab.Net)
     registry.register()(lab.Net)
@@ -78,7 +78,7 @@ config = {
 
 
 def test_the_example_of_mini(write, registry):
-    """As it is printed, but for the device, and for the data and the model, which it leaves open."""
+    """As printed in the plan, except for the device, and with data and a model, which it leaves open."""
 
     @registry.register()
     class MyTrainer(BaseTrainer):
@@ -167,7 +167,7 @@ def test_paths(path):
     assert (type(layer), layer.weight.shape, layer.bias) == (torch.nn.Linear, (3, 2), None)
 
 
-def test_methods_of_classes_and_things_themselves(lab):
+def test_class_methods_and_objects_as_type(lab):
     assert build_from_cfg({"type": "lab.Net.wide", "depth": 5}).depth == 5
     assert build_from_cfg({"type": "lab:Net.wide"}).hidden_size == 1024
     assert build_from_cfg({"type": lab.Net, "hidden_size": 3}).hidden_size == 3
@@ -194,7 +194,7 @@ def test_sections_in_sections(lab):
     assert cfg["head"] is head
 
 
-def test_extra_arguments_are_never_config_and_go_first(lab):
+def test_extra_arguments_are_passed_unchanged_and_override(lab):
     section = {"type": "lab.Broken"}
     thing = build_from_cfg({"type": "lab.Thing", "a": section, "b": 1}, a=section, c={"d": section})
     assert thing.kwargs == {"a": section, "b": 1, "c": {"d": section}}
@@ -234,13 +234,13 @@ def test_data_that_has_a_key_type(lab, write):
         ("hidden_size: {type: 'a b.c'}", "a path such as"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(lab, write, section, match):
+def test_errors_name_the_line(lab, write, section, match):
     config = load_config(write(f"net:\n  type: lab.Net\n  {section}\n"))
     with pytest.raises(BadArgument, match=match):
         build_from_cfg(config["net"])
 
 
-def test_positions_are_checked_too(lab, write):
+def test_positional_arguments_are_checked(lab, write):
     config = load_config(
         write("a: !factory:lab:Net [1, 2, 3, 4]\nb: !factory:lab:Net\n  args: [1]\n  kwargs: {hidden_size: 2}\n")
     )
@@ -262,7 +262,7 @@ def test_a_section_that_does_not_say_what_to_build(write):
         build_from_cfg("torch.nn.ReLU")
 
 
-def test_a_missing_package_is_still_told_by_its_command(lab, write, registry):
+def test_a_missing_package_keeps_its_pip_command(lab, write, registry):
     @registry.register()
     def needs():
         raise MissingDependency("pip install x")
@@ -271,7 +271,7 @@ def test_a_missing_package_is_still_told_by_its_command(lab, write, registry):
         build_from_cfg({"type": "needs"})
 
 
-def test_a_circle_made_by_hand():
+def test_a_cycle_made_in_python():
     section = {"type": "torch.nn.Sequential"}
     section["self"] = [section]
     with pytest.raises(BadArgument, match="contains itself"):
@@ -297,7 +297,7 @@ empty: [!list , !dict , !list:@a , !dict:@b , !singleton:lab.Thing ]
 """
 
 
-def test_what_is_shared_is_built_once(lab, write):
+def test_shared_objects_are_built_once(lab, write):
     config = load_config(write(TAGS))
     built = materialize(config)
     one = built["one"]
@@ -354,7 +354,7 @@ def test_variables_may_be_objects_and_sections(lab, write):
         load_config("run.yaml", tokeniser=1)
 
 
-def test_arguments_are_known_also_where_new_takes_anything():
+def test_arguments_are_checked_behind_a_generic_new():
     with pytest.raises(BadArgument, match=r"trainformer\.Trainer takes, received 'learning_rat'"):
         build_from_cfg({"type": "trainformer.Trainer", "learning_rat": 1}, task=None, data=None)
     with pytest.raises(BadArgument, match=r"trainformer\.Trainer needs, also task, data"):

@@ -1,4 +1,4 @@
-"""The commands `run` and `config`: what they do, what they print, and what they leave alone."""
+"""The commands `run` and `config`: what they do, print and do not import."""
 
 import json
 import signal
@@ -62,7 +62,7 @@ def test_what_is_run_by_default(lab, write, capsys, text, out):
         ("a: {{ x }}", [], "(run.yaml:1): 'x' is undefined"),
     ],
 )
-def test_what_cannot_be_run_is_said_in_a_paragraph(lab, write, capsys, text, words, said):
+def test_a_config_that_cannot_be_run_is_one_paragraph(lab, write, capsys, text, words, said):
     assert main(["run", write(text), *words]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -109,7 +109,7 @@ def data(n): return toys.classes(n)
 
 
 def run_alone(*words):
-    """`trainformer run` in a process of its own, started in the project's folder, which the path does not hold yet."""
+    """`trainformer run` in its own process, started in the project's folder, which is not on the path yet."""
     folder = str(Path(toys.__file__).parent)
     code = f"import sys; sys.path.append({folder!r}); from trainformer.cli import main; sys.exit(main())"
     return subprocess.run(
@@ -125,7 +125,7 @@ def by_hand():
 
 @pytest.mark.slow
 def test_a_trainer_of_ours_is_fitted(write):
-    """It ends where the same run in Python does."""
+    """It ends with the weights of the same run in Python."""
     write(WORK, "work.py")
     done = run_alone(write(TRAINER))
     assert (done.returncode, done.stderr) == (0, "")
@@ -133,7 +133,7 @@ def test_a_trainer_of_ours_is_fitted(write):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_by_the_same_command(write):
+def test_a_killed_run_is_resumed_by_the_same_command(write):
     write(
         WORK + "import os, signal\nclass Kill:\n    def on_step_end(self, trainer, step, loss):\n"
         "        if step == 3 and not os.path.exists('again'): os.kill(os.getpid(), signal.SIGKILL)\n",
@@ -145,7 +145,7 @@ def test_a_run_that_is_killed_goes_on_by_the_same_command(write):
     Path("again").touch()
     done = run_alone("run.yaml")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "going on from by_config/checkpoints/step_00000002" in Path("by_config/log.txt").read_text()
+    assert "resuming from by_config/checkpoints/step_00000002" in Path("by_config/log.txt").read_text()
     assert compare("by_config", by_hand()).parts["model"].equal
 
 
@@ -199,7 +199,7 @@ def test_the_config_is_shown(lab, write, capsys):
     assert "model = Net(hidden_size=3)" in capsys.readouterr().out
 
 
-def test_the_text_after_templates_is_shown_also_when_it_is_no_yaml(write, capsys):
+def test_the_rendered_text_is_shown_even_if_it_is_not_yaml(write, capsys):
     write("a: [{{ 1 + 1 }}")
     assert main(["config", "show", "run.yaml"]) == 1
     assert "line 1 after preprocessing" in " ".join(capsys.readouterr().err.split())
@@ -208,7 +208,7 @@ def test_the_text_after_templates_is_shown_also_when_it_is_no_yaml(write, capsys
     assert main(["config", "show", write("{}", "c.json"), "--preprocessed"]) == 1
 
 
-def test_debug_shows_where_an_error_came_from(write):
+def test_debug_shows_the_traceback_of_a_config_error(write):
     write("a: [")
     for words in (["config", "show", "run.yaml", "--debug"], ["config", "--debug", "show", "run.yaml"]):
         with pytest.raises(ValueError, match=r"run\.yaml"):
@@ -218,14 +218,14 @@ def test_debug_shows_where_an_error_came_from(write):
 @pytest.mark.parametrize(
     "words", [["config"], ["config", "paint"], ["run"], ["config", "graph", "x", "--format", "png"]]
 )
-def test_command_lines_that_make_no_sense(words, capsys):
+def test_wrong_usage_of_config_commands(words, capsys):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
     assert "usage: trainformer" in capsys.readouterr().err
 
 
-def test_looking_imports_nothing_and_help_is_fast(write):
+def test_showing_imports_nothing_and_help_is_light(write):
     write("import os\nopen('imported', 'w').close()\nclass Thing: ...\n", "noisy.py")
     write("a: !singleton:noisy:Thing\nb: {type: torch.nn.Linear}\nc: !partial:transformers:pipeline\n")
     code = (

@@ -1,4 +1,4 @@
-"""Templates: what Jinja does to a config, what it may not do, and the configs of the callbacks page as they are."""
+"""Templates: what Jinja may and may not do in a config, and the configs of the callbacks document, unchanged."""
 
 import json
 import sys
@@ -48,13 +48,13 @@ def test_extends_blocks_includes_loops_and_variables(templates):
     assert str(place) == f"configs/run.yaml, line {place.line} after preprocessing"
 
 
-def test_text_without_marks_passes_unchanged(write):
+def test_text_without_template_syntax_is_unchanged(write):
     text = "a: '}} %} #}'  # {x}\nb:   [1,  2]  \n\n\n"
     assert load_config(write(text)).pp_config == text
     assert str(load_config("run.yaml").where("b")) == "run.yaml:2"
 
 
-def test_marks_in_raw_blocks_are_text(write):
+def test_raw_blocks_are_text(write):
     config = load_config(write("a: '{% raw %}{{ x }} {% y %}{% endraw %}'\nb: \"{{ '{{' }}\"\n"))
     assert config == {"a": "{{ x }} {% y %}", "b": "{{"}
 
@@ -62,7 +62,7 @@ def test_marks_in_raw_blocks_are_text(write):
 @pytest.mark.parametrize(
     "value", [None, True, False, 3, 1e-05, -2.5, "text", [1, "a", 2.5], {"a": [1, None], "b": True}]
 )
-def test_a_variable_arrives_as_it_is(write, value):
+def test_a_variable_is_passed_unchanged(write, value):
     config = load_config(write("a: {{ x | tojson }}\nb: !var x\n"), x=value)
     assert config == {"a": value, "b": value}
     if not isinstance(value, list | dict):
@@ -111,15 +111,15 @@ def test_a_template_cannot_touch_the_programs_objects(write):
         ("a: 1\n{% include 'bsae.yaml' %}", r"'bsae.yaml' in one of .*run.yaml:2.* Did you mean 'base.yaml'"),
         ("{% include '../secret.yaml' %}", "secret"),
         ("{% include '/etc/hostname' %}", "hostname"),
-        ("{% extends 'run.yaml' %}", "in a circle, received one: run.yaml"),
-        ("a: 1\n{% include 'run.yaml' %}", "in a circle, received one: run.yaml"),
-        ("{% extends 'base.yaml' %}", "in a circle, received one: (run.yaml and base|base.yaml and run).yaml"),
+        ("{% extends 'run.yaml' %}", "in a cycle, received one: run.yaml"),
+        ("a: 1\n{% include 'run.yaml' %}", "in a cycle, received one: run.yaml"),
+        ("{% extends 'base.yaml' %}", "in a cycle, received one: (run.yaml and base|base.yaml and run).yaml"),
         ("{% include 'bad.yaml' %}", r"bad.yaml:3"),
         ("x: 1\n{% if true %}\n{% endif %}\nx: 2\n", r"each key once \(run.yaml, line 2 after preprocessing\)"),
         ("x: 1\n{# note #}\ny: [1\nz: 2", "run.yaml, line [34] after preprocessing"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(write, text, match):
+def test_errors_name_the_line(write, text, match):
     write("{% extends 'run.yaml' %}", "base.yaml")
     write("a: 1\nb: 2\nc: {{ nothing }}", "bad.yaml")
     Path("../secret.yaml").write_text("a: 1")
@@ -224,7 +224,7 @@ class EarlyStoppingCallback(transformers.EarlyStoppingCallback):
 
 
 class Line(torch.nn.Module):
-    """A model whose layers have the names that the page tracks."""
+    """A model with the layer names that the document tracks."""
 
     def __init__(self):
         super().__init__()
@@ -236,7 +236,7 @@ class Line(torch.nn.Module):
 
 @pytest.fixture
 def page(write, tmp_path, monkeypatch):
-    """Read and build a block of the page; writers are closed at the end."""
+    """Read and build a block of the document; writers are closed at the end."""
     write(OWN_CALLBACKS, "my_module/callbacks.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     writers = []
@@ -269,7 +269,7 @@ def events(folder):
     return {*found.Tags()["scalars"], *found.Tags()["tensors"]}
 
 
-def test_the_block_of_callbacks_that_are_there_anyway(page):
+def test_the_block_of_default_callbacks(page):
     assert page(DEFAULT) == {}
     kinds = {type(callback) for callback in hf.Trainer.default_callbacks()}
     assert {hf.ProgressCallback, hf.InfoCallback} <= kinds

@@ -1,4 +1,4 @@
-"""A config as text: YAML that reads back, JSON, trees, graphs, and Python that builds the same."""
+"""A config as text: YAML that round-trips, JSON, trees, graphs, and Python that builds the same."""
 
 import datetime
 import json
@@ -110,7 +110,7 @@ def call(kind, args, kwargs):
 
 
 def picture(value, seen=None):
-    """A value as something that can be compared: things by what they were built from, and by which are the same."""
+    """A comparable form of a value: objects by their arguments and by identity."""
     seen = {} if seen is None else seen
     if isinstance(value, dict):
         return {key: picture(item, seen) for key, item in value.items()}
@@ -130,7 +130,7 @@ def picture(value, seen=None):
 
 @SETTINGS
 @given(config=configs())
-def test_what_is_shown_reads_back_as_the_same(lab, config):
+def test_yaml_round_trips(lab, config):
     Path("again.yaml").write_text(to_yaml(config), encoding="utf-8", newline="")
     again = load_config("again.yaml")
     assert again == config
@@ -168,7 +168,7 @@ plain: [1, 2]
 
 
 @pytest.mark.parametrize("named", [{"args": [1]}, {"kwargs": {"a": 1}}, {"args": [1], "kwargs": {"a": 1}}])
-def test_arguments_that_are_called_as_the_keys_are(lab, write, named):
+def test_arguments_named_args_and_kwargs(lab, write, named):
     config = Config({"x": call("factory", [], named)})
     again = load_config(write(to_yaml(config)))
     assert again == config

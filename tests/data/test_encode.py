@@ -1,4 +1,4 @@
-"""Records as tokens and labels, against `apply_chat_template`'s own masks, TRL, and what a reader would mark."""
+"""Encoding records as tokens and labels, checked against `apply_chat_template`'s masks, TRL and manual annotation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 from trainformer.core import BadArgument, DataError  # noqa: E402
-from trainformer.data.text.encode import IGNORED, Encoded, Encoder, Report  # noqa: E402
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport  # noqa: E402
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<think>", "</think>", "[INST]", "[/INST]"]
 WORDS = "the cat sat on the mat and answered every question that it was asked, one two three; print(x) == 42 \n\n"
@@ -89,13 +89,13 @@ def make_tokenizer(template: str | None = None, adds: str = "", **options: Any) 
 def encode(tokenizer: Any, record: Any, **options: Any) -> Encoded:
     (piece,) = Encoder(tokenizer, **{"max_length": None, **options}).encode(record)
     assert piece.input_ids.dtype == piece.labels.dtype == np.int32
-    kept = piece.labels != IGNORED
+    kept = piece.labels != IGNORE_INDEX
     assert (piece.labels[kept] == piece.input_ids[kept]).all()
     return piece
 
 
 def trained(tokenizer: Any, piece: Encoded) -> str:
-    return tokenizer.decode(piece.labels[piece.labels != IGNORED])
+    return tokenizer.decode(piece.labels[piece.labels != IGNORE_INDEX])
 
 
 def whole(tokenizer: Any, piece: Encoded) -> str:
@@ -118,7 +118,7 @@ quick = settings(max_examples=40, deadline=None)
 # -- conversations -----------------------------------------------------------------------------------------
 
 
-def test_chatml_as_a_reader_would_mark_it() -> None:
+def test_chatml_mask_matches_a_manual_annotation() -> None:
     tokenizer = make_tokenizer(unmarked(CHATML))
     turns = [
         (
@@ -131,7 +131,7 @@ def test_chatml_as_a_reader_would_mark_it() -> None:
         ("\n", False),
     ]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in turns]
-    labels = [part if wanted else [IGNORED] * len(part) for part, (_, wanted) in zip(ids, turns, strict=True)]
+    labels = [part if wanted else [IGNORE_INDEX] * len(part) for part, (_, wanted) in zip(ids, turns, strict=True)]
     piece = encode(tokenizer, chat("who sat?", "the cat", "where?", "on the mat, on the mat", system="be brief"))
     assert piece.input_ids.tolist() == [*chain(*ids)]
     assert piece.labels.tolist() == [*chain(*labels)]
@@ -139,7 +139,7 @@ def test_chatml_as_a_reader_would_mark_it() -> None:
 
 @quick
 @given(conversations)
-def test_the_answers_and_their_ends_are_trained_and_nothing_else(conversation: dict[str, Any]) -> None:
+def test_only_answers_and_end_of_turn_tokens_are_trained(conversation: dict[str, Any]) -> None:
     tokenizer = TOKENIZERS["chatml"]
     piece = encode(tokenizer, conversation)
     replies = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
@@ -147,7 +147,7 @@ def test_the_answers_and_their_ends_are_trained_and_nothing_else(conversation: d
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "llama2"])
-def test_borders_are_where_the_markers_of_the_same_template_are(name: str) -> None:
+def test_boundaries_match_the_generation_markers(name: str) -> None:
     """The mask of `apply_chat_template` over the marked template is the oracle for the one without markers."""
     plain, marked = TOKENIZERS[name], TOKENIZERS[f"{name} marked"]
 
@@ -160,7 +160,7 @@ def test_borders_are_where_the_markers_of_the_same_template_are(name: str) -> No
         for tokenizer in (plain, marked):
             piece = encode(tokenizer, conversation)
             assert piece.input_ids.tolist() == oracle["input_ids"]
-            assert (piece.labels != IGNORED).astype(int).tolist() == oracle["assistant_masks"]
+            assert (piece.labels != IGNORE_INDEX).astype(int).tolist() == oracle["assistant_masks"]
 
     check()
 
@@ -172,7 +172,7 @@ def test_a_conversation_has_the_bos_of_its_template_and_no_other(adds: str) -> N
     assert piece.input_ids[0] == 0
 
 
-def test_dropped_thoughts_do_not_confuse_the_search() -> None:
+def test_templates_that_drop_reasoning_are_supported() -> None:
     tokenizer = make_tokenizer(THINKING)
     first, last = "<think>cats sit</think>\n\nthe cat", "<think>mats lie</think>\n\non the mat"
     piece = encode(tokenizer, chat("who sat?", first, "where?", last))
@@ -183,7 +183,7 @@ def test_dropped_thoughts_do_not_confuse_the_search() -> None:
     assert trained(tokenizer, piece) == "<think></think>\n\nthe cat<|im_end|>"
 
 
-def test_a_system_message_that_moves_does_not_confuse_the_search() -> None:
+def test_templates_that_move_the_system_message_are_supported() -> None:
     tokenizer = make_tokenizer(SYSTEM_LAST)
     piece = encode(tokenizer, chat("who sat?", "the cat", "where?", "on the mat", system="be brief"))
     assert whole(tokenizer, piece).index("be brief") > whole(tokenizer, piece).index("who sat?")
@@ -205,7 +205,7 @@ def test_templates_without_an_end_of_turn() -> None:
     assert text == "<think></think>the cat<think></think>yes</s>"
 
 
-def test_a_turn_that_cannot_be_found_is_refused() -> None:
+def test_a_turn_that_cannot_be_found_is_an_error() -> None:
     scrambled = (
         "{% for m in messages %}{{ m['role'] }} {% if loop.last %}{{ m['content'] | upper }}"
         "{% else %}{{ m['content'] | length }}{% endif %}<|im_end|>{% endfor %}"
@@ -215,7 +215,7 @@ def test_a_turn_that_cannot_be_found_is_refused() -> None:
     assert len(encode(make_tokenizer(scrambled), chat("who?", "the cat"), train_on="all").labels)
 
 
-def test_an_eos_outside_of_the_markers_is_trained_all_the_same() -> None:
+def test_an_eos_after_the_markers_is_trained() -> None:
     template = CHATML.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}</s>")
     tokenizer = make_tokenizer(template)
     assert trained(tokenizer, encode(tokenizer, chat("who?", "the cat", "sure?", "yes"))) == "the cat</s>yes</s>"
@@ -265,7 +265,7 @@ def test_conversations_that_cannot_be_rendered() -> None:
         encode(make_tokenizer(CHATML), {"messages": ["who?"]})
 
 
-def test_a_tokenizer_without_offsets_finds_the_same_borders() -> None:
+def test_a_tokenizer_without_offsets_finds_the_same_boundaries() -> None:
     tokenizer = transformers.ByT5Tokenizer()
     assert not tokenizer.is_fast
     tokenizer.chat_template = unmarked(CHATML).replace("<|im_end|>", "</s>").replace("<|im_start|>", "# ")
@@ -285,15 +285,15 @@ def test_the_completion_and_the_eos_are_trained(prompt: str, completion: str) ->
     piece = encode(tokenizer, {"prompt": prompt, "completion": completion})
     assert piece.input_ids.tolist() == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
     assert piece.input_ids[0] == tokenizer.bos_token_id
-    assert piece.labels[0] == IGNORED
+    assert piece.labels[0] == IGNORE_INDEX
     # A token over the border brings the end of the prompt along: an independent count of the characters that remain.
-    labels = piece.labels[piece.labels != IGNORED]
+    labels = piece.labels[piece.labels != IGNORE_INDEX]
     untrained = tokenizer.decode(piece.input_ids[1 : len(piece.labels) - len(labels)])
     assert tokenizer.decode(labels).endswith(completion + "</s>") or "�" in tokenizer.decode(labels)
     assert prompt.startswith(untrained) or "�" in untrained
 
 
-def test_a_token_over_the_border_belongs_to_the_completion() -> None:
+def test_a_token_across_the_boundary_belongs_to_the_completion() -> None:
     tokenizer = make_tokenizer()
     assert (
         trained(tokenizer, encode(tokenizer, {"prompt": "who sat", "completion": " on the mat"})) == " on the mat</s>"
@@ -304,7 +304,7 @@ def test_a_token_over_the_border_belongs_to_the_completion() -> None:
 
 @pytest.mark.parametrize("adds", ["", "<s> $A", "$A </s>", "<s> $A </s>"])
 @pytest.mark.parametrize("completion", [" the cat", ""])
-def test_the_eos_comes_once_and_is_trained_whoever_adds_it(adds: str, completion: str) -> None:
+def test_the_eos_occurs_once_and_is_trained(adds: str, completion: str) -> None:
     tokenizer = make_tokenizer(adds=adds)
     piece = encode(tokenizer, {"prompt": "who sat?", "completion": completion})
     assert trained(tokenizer, piece) == completion + "</s>"
@@ -349,7 +349,7 @@ def test_a_text_has_one_bos_and_one_eos() -> None:
 @quick
 @given(st.lists(contents, min_size=1, max_size=5), st.integers(3, 12))
 def test_splitting_loses_no_token(texts: list[str], limit: int) -> None:
-    tokenizer, report = TOKENIZERS["bos"], Report()
+    tokenizer, report = TOKENIZERS["bos"], EncodingReport()
     encoder = Encoder(tokenizer, max_length=limit)
     pieces = encoder.encode_all([{"text": text} for text in texts], report)
     for text, of_text in zip(texts, pieces, strict=True):
@@ -365,7 +365,7 @@ def test_splitting_loses_no_token(texts: list[str], limit: int) -> None:
     assert report.split == sum(len(of_text) > 1 for of_text in pieces)
 
 
-def test_what_is_too_long_is_dropped_truncated_or_split_and_reported() -> None:
+def test_long_records_are_dropped_truncated_or_split_and_counted() -> None:
     tokenizer = make_tokenizer(unmarked(CHATML))
     long, short = chat("who?", "the cat sat on the mat " * 20), chat("who?", "the cat")
     size = len(encode(tokenizer, short).input_ids)
@@ -375,7 +375,7 @@ def test_what_is_too_long_is_dropped_truncated_or_split_and_reported() -> None:
         ("truncate", 2, {"truncated": 1, "dropped": 1}),
         ("drop", 1, {"dropped": 2}),
     ]:
-        report = Report()
+        report = EncodingReport()
         encoder = Encoder(tokenizer, max_length=size, truncation=policy)
         encoded = encoder.encode_all([long, short, unreachable], report)
         flat = [piece for of_record in encoded for piece in of_record]
@@ -384,17 +384,17 @@ def test_what_is_too_long_is_dropped_truncated_or_split_and_reported() -> None:
         assert all(len(piece.input_ids) == size for piece in flat)
         assert all(piece.supervised for piece in flat)
     assert report.reasons == {f"longer than {size} tokens": 2}
-    report = Report()
+    report = EncodingReport()
     parts = Encoder(tokenizer, max_length=size, truncation="split").encode(long, report)
     assert sum(piece.supervised for piece in parts) > 80
     assert str(report).endswith(f"1 split (longer than {size} tokens: 1)")
-    report = Report()
+    report = EncodingReport()
     assert Encoder(tokenizer, max_length=size).encode(unreachable, report) == []
     assert report.reasons == {f"nothing to train on in the first {size} tokens": 1}
 
 
 def test_records_without_anything_to_train_on_are_counted_with_the_reason() -> None:
-    report = Report()
+    report = EncodingReport()
     encoder = Encoder(make_tokenizer(CHATML), max_length=100, add_eos=False)
     unlabelled = {"input_ids": [1, 2], "labels": [-100, -100]}
     records = [chat("who?"), unlabelled, {"text": ""}, {"prompt": "who?", "completion": ""}]
@@ -402,7 +402,7 @@ def test_records_without_anything_to_train_on_are_counted_with_the_reason() -> N
     assert (report.records, report.dropped, report.pieces) == (4, 4, 0)
     assert sum(report.reasons.values()) == 4
     assert any("no such turn" in reason for reason in report.reasons)
-    other = Report(records=1, tokens=5, reasons={"all labels are -100": 2})
+    other = EncodingReport(records=1, tokens=5, reasons={"all labels are -100": 2})
     report.add(other)
     assert (report.records, report.tokens, report.reasons["all labels are -100"]) == (5, 5, 3)
 
@@ -414,8 +414,8 @@ def test_tokens_stay_what_they_are() -> None:
     assert encode_raw({"input_ids": [5, 6, 7], "text": "ignored"}).labels.tolist() == [5, 6, 7]
     for record, message in [
         ({"input_ids": [5, -1]}, "input_ids from 0 on, received -1"),
-        ({"input_ids": [[5]]}, r"list of whole numbers, received 'int64 of shape \(1, 1\)'"),
-        ({"input_ids": [5.5]}, "list of whole numbers"),
+        ({"input_ids": [[5]]}, r"list of integers, received 'int64 of shape \(1, 1\)'"),
+        ({"input_ids": [5.5]}, "list of integers"),
         ({"input_ids": [5, 6], "labels": [5]}, r"as many labels as input_ids \(2\), received 1"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -423,7 +423,7 @@ def test_tokens_stay_what_they_are() -> None:
     tokenizer = make_tokenizer()
     with pytest.raises(DataError, match=f"below {len(tokenizer)}, the size of the vocabulary"):
         encode(tokenizer, {"input_ids": [5, len(tokenizer)]})
-    with pytest.raises(BadArgument, match="a tokenizer for data that is not tokenised yet"):
+    with pytest.raises(BadArgument, match="a tokenizer for data that is not tokenised"):
         encode_raw({"prompt": "who?", "completion": "it"})
 
 
@@ -456,7 +456,7 @@ def test_an_encoder_can_be_sent_to_another_process() -> None:
 def test_bad_records() -> None:
     tokenizer = make_tokenizer()
     for record, message in [
-        ({"prompt": "who?"}, r"a known form .* received \['prompt'\]"),
+        ({"prompt": "who?"}, r"a known schema .* received \['prompt'\]"),
         (17, "received 'int'"),
         ({"text": 17}, "'text' to be a string, received 'int'"),
         ({"prompt": ["who?"], "completion": "it"}, "two texts or two lists of messages"),
@@ -474,11 +474,11 @@ def test_bad_records() -> None:
     with pytest.raises(DataError, match="line 24: "):
         encoder.encode_all(["fine", {}], first=11, where=lambda number: f"line {2 * number}")
     for record in ("half \ud83d", {"prompt": "half \ud83d", "completion": "it"}):
-        with pytest.raises(DataError, match=r"Record 1: Expected a text of whole Unicode characters.*errors='ignore'"):
+        with pytest.raises(DataError, match=r"Record 1: Expected valid Unicode text.*errors='ignore'"):
             encoder.encode_all(["fine", record])
 
 
-def test_an_error_of_a_tokenizer_keeps_its_type_and_gets_the_place() -> None:
+def test_tokenizer_errors_keep_their_type_and_get_a_location() -> None:
     tokenizer = make_tokenizer()
     encoder = Encoder(tokenizer, max_length=8)
     tokenizer._tokenizer = None
@@ -487,7 +487,7 @@ def test_an_error_of_a_tokenizer_keeps_its_type_and_gets_the_place() -> None:
     assert caught.value.__notes__ == ["(while tokenising Record 0)"]
 
 
-def test_the_fingerprint_follows_everything_that_matters_and_nothing_else() -> None:
+def test_the_fingerprint_depends_on_exactly_what_matters() -> None:
     def fingerprint(template: str = CHATML, adds: str = "", eos: str = "</s>", **options: Any) -> str:
         tokenizer = make_tokenizer(template, adds, eos_token=eos)
         return Encoder(tokenizer, **{"max_length": 8, **options}).fingerprint()
@@ -550,7 +550,7 @@ TOKENIZERS = {
 }
 
 
-def test_marks_that_end_in_a_space_do_not_reach_over_what_follows():
+def test_marked_spans_that_end_in_a_space_do_not_extend():
     words = {"[UNK]": 0, "you": 1, "said": 2, "me": 3}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

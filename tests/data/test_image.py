@@ -1,4 +1,4 @@
-"""Image data sets: every kind of image in, uint8 tensors out, and an error of ours for everything else."""
+"""Image datasets: every kind of image becomes a uint8 tensor; anything else is a clear error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data import ImageDataset, extract_info, find_corrupt_images, load_images
-from trainformer.data.image import ImageFiles, ImageFolder, ImageTensors, hf_images, images_in_memory
-from trainformer.data.pixels import image_tensor, tensor_channels, with_channels
-from trainformer.data.samples import load_sample, read_idx, sample_names
+from trainformer.data.builtin import builtin_names, load_builtin, read_idx
+from trainformer.data.folder import ImageFiles, ImageFolder
+from trainformer.data.image import hf_images, images_in_memory
+from trainformer.data.pixels import ImageTensors, image_tensor, tensor_channels, with_channels
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -111,12 +112,12 @@ def test_orders_of_dimensions_and_dtypes() -> None:
         (Image.fromarray(np.zeros((2, 2), dtype=np.float32)), "32-bit floats"),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, message: str) -> None:
+def test_values_that_are_not_images_raise(image: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         image_tensor(image)
 
 
-def test_channels_that_cannot_be_made_are_refused() -> None:
+def test_impossible_channel_conversions_raise() -> None:
     with pytest.raises(DataError, match=r"images with 3 channels.*in_chans=5"):
         tensor_channels(torch.zeros(5, 2, 2), 3)
     with pytest.raises(DataError, match="1, 3 or 4 for images from files, received 7"):
@@ -138,7 +139,7 @@ def test_folder_agrees_with_torchvision(folder: Path) -> None:
         assert np.array_equal(np.asarray(image), np.asarray(want))
 
 
-def test_folder_tells_its_classes_without_decoding(folder: Path) -> None:
+def test_folder_knows_its_classes_without_decoding(folder: Path) -> None:
     for path in folder.rglob("*.png"):
         if path.name != "1.png":  # the first, which is read for its shape
             path.write_bytes(b"not an image")
@@ -173,7 +174,7 @@ def test_labels_can_be_left_out_on_purpose(folder: Path) -> None:
     assert [label for _, label in data] == [None] * 5
 
 
-def test_hidden_files_and_folders_are_no_data(folder: Path) -> None:
+def test_hidden_files_and_folders_are_ignored(folder: Path) -> None:
     save(folder / ".ipynb_checkpoints" / "x.png", pixels(2, 2))
     save(folder / "cat" / ".hidden" / "x.png", pixels(2, 2))
     (folder / "cat" / "._1.png").write_bytes(b"macOS")
@@ -188,7 +189,7 @@ def test_link_to_a_folder_above_is_not_followed(folder: Path) -> None:
     assert data.targets == [0, 0, 0, 1, 1, 2, 2]
 
 
-def test_photos_are_turned_as_a_viewer_shows_them(tmp_path: Path) -> None:
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     image = Image.fromarray(pixels(4, 6, 3))
     exif = image.getexif()
     exif[0x0112] = 6  # rotated by a quarter
@@ -197,14 +198,14 @@ def test_photos_are_turned_as_a_viewer_shows_them(tmp_path: Path) -> None:
     assert ImageFolder(tmp_path)[0][0].size == (4, 6)
 
 
-def test_loose_images_beside_class_folders_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_outside_class_folders_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(folder / "preview.png", pixels(2, 2))
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         assert len(ImageFolder(folder)) == 5
-    assert "1 images lie directly" in caplog.text
+    assert "ignoring 1 images directly in" in caplog.text
 
 
-def test_missing_folder_says_what_is_there(folder: Path) -> None:
+def test_a_missing_folder_error_lists_alternatives(folder: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist. Did you mean 'cat'.*has the folders: cat, dog"):
         load_images(folder / "cta" / "deeper")
     with pytest.raises(DataError, match="has no folders"):
@@ -266,7 +267,7 @@ def test_corrupt_images_are_named_when_read_and_listed_up_front(folder: Path) ->
 
 @pytest.mark.parametrize("make", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"img": x, "labels": y}])
 @pytest.mark.parametrize("kind", [lambda a: a, torch.from_numpy, Image.fromarray])
-def test_samples_of_every_form(make: Any, kind: Any) -> None:
+def test_samples_of_every_structure(make: Any, kind: Any) -> None:
     array = pixels(6, 7, 3)
     image, label = ImageDataset([make(kind(array), 4)])[0]
     assert label == 4
@@ -297,7 +298,7 @@ def test_transform_sees_pil_or_uint8_and_its_result_becomes_a_tensor() -> None:
     assert seen == ["Image", "Tensor"]
 
 
-def test_sample_without_an_image_is_refused() -> None:
+def test_a_sample_without_an_image_raises() -> None:
     with pytest.raises(DataError, match=r"one of the keys image, img.*received \['text', 'label'\]"):
         ImageDataset([{"text": "x", "label": 1}])[0]
     with pytest.raises(DataError, match=r"received \(\)"):
@@ -411,8 +412,8 @@ def test_folders_saved_by_hf_datasets(tmp_path: Path) -> None:
     assert_is_hf_data(load_images(tmp_path / "two" / "train"))
 
 
-def test_hf_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of Parquet files is a data set to HF: the same function loads it as would load one of the hub."""
+def test_hf_datasets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of Parquet files is a dataset to HF: the same function loads it and datasets of the hub."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     hf_data().to_parquet(tmp_path / "set" / "train.parquet")
@@ -425,7 +426,9 @@ def test_hf_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_hub_that_cannot_be_reached() -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(DataError, match=r"'nobody/nothing' of the Hugging Face hub, received .*can the hub be reached"):
+    with pytest.raises(
+        DataError, match=r"'nobody/nothing' of the Hugging Face hub, received .*Check the name and the connection"
+    ):
         load_images("hf:nobody/nothing")
 
 
@@ -446,7 +449,7 @@ def write_mnist(folder: Path, part: str, size: int, ending: str = "") -> tuple[n
     return images, labels
 
 
-def test_torchvision_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_datasets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train, _ = write_mnist(tmp_path / "data" / "FashionMNIST" / "raw", "train", 20)
     write_mnist(tmp_path / "data" / "FashionMNIST" / "raw", "t10k", 10)
@@ -473,7 +476,7 @@ def test_torchvision_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             r"files of torchvision's CIFAR10 below 'data', received: .*CIFAR10\('data', .*download=True",
         ),
         ("torchvision:Food101", "files of torchvision's Food101 below 'data'"),
-        ("torchvision:CIFAR", "data set of torchvision, received 'CIFAR'. Did you mean 'CIFAR10"),
+        ("torchvision:CIFAR", "torchvision dataset, received 'CIFAR'. Did you mean 'CIFAR10"),
         ("torchvision:CIFAR10:valid", "the split 'train' or 'test' of torchvision's CIFAR10, received 'valid'"),
         ("torchvision:SVHN:valid", "a split of torchvision's SVHN, received 'valid'"),
         ("torchvision:Caltech101:test", "no split, since torchvision's Caltech101 has none"),
@@ -481,7 +484,7 @@ def test_torchvision_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("torchvison:CIFAR10", "Did you mean 'torchvision:CIFAR10'"),
     ],
 )
-def test_torchvision_sets_that_cannot_be_had(name: str, message: str) -> None:
+def test_torchvision_datasets_that_cannot_be_loaded(name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_images(name)
 
@@ -497,7 +500,7 @@ def test_images_in_memory_are_found_through_subsets() -> None:
     assert torch.equal(got.images, images[[5, 1]].unsqueeze(1).repeat(1, 3, 1, 1))
 
 
-def test_arrays_with_channels_last_are_turned() -> None:
+def test_channels_last_arrays_are_permuted() -> None:
     images = torch.from_numpy(pixels(4, 8, 9, 3))
     got = images_in_memory(TensorDataset(images))
     assert got is not None
@@ -508,12 +511,12 @@ def test_arrays_with_channels_last_are_turned() -> None:
 @pytest.mark.parametrize(
     "data", [TensorDataset(torch.zeros(2, 3, 4, 4)), [(torch.zeros(1, 2, 2, dtype=torch.uint8), 0)]]
 )
-def test_other_data_are_not_taken_for_pixels_in_memory(data: Any) -> None:
+def test_other_data_are_not_images_in_memory(data: Any) -> None:
     assert images_in_memory(data) is None
 
 
-def test_in_memory_says_whether_workers_would_pay(folder: Path) -> None:
-    assert ImageDataset(load_sample("digits")).in_memory
+def test_in_memory_datasets_are_recognised(folder: Path) -> None:
+    assert ImageDataset(load_builtin("digits")).in_memory
     assert not ImageDataset(load_images(folder)).in_memory
 
 
@@ -557,25 +560,25 @@ def test_fashion_mnist_is_that_of_torchvision(tmp_path: Path, monkeypatch: pytes
         assert info.class_counts == [len(theirs) // 10] * 10
 
 
-def test_fashion_mnist_is_found_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fashion_mnist_is_found_in_a_custom_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = write_mnist(tmp_path / "mine" / "fashion-mnist", "train", 12, ".gz")
     monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path / "mine"))
-    data = load_sample("fashion-mnist")
+    data = load_builtin("fashion-mnist")
     assert np.array_equal(data.images[:, 0].numpy(), images)
     assert data.targets.tolist() == labels.tolist()
     monkeypatch.delenv("TRAINFORMER_DATA")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".cache").mkdir()
     (tmp_path / "mine").rename(tmp_path / ".cache" / "trainformer")
-    assert len(load_sample("fashion-mnist")) == 12
+    assert len(load_builtin("fashion-mnist")) == 12
 
 
-def test_missing_fashion_mnist_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_fashion_mnist_error_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     monkeypatch.setenv("TRAINFORMER_DATA", str(tmp_path))
     with pytest.raises(DataError, match=r"t10k-images.*dataset-fashion-mnist.*zalandoresearch"):
-        load_sample("fashion-mnist:test")
-    assert sample_names() == ["digits", "fashion-mnist", "fashion-mnist:test"]
+        load_builtin("fashion-mnist:test")
+    assert builtin_names() == ["digits", "fashion-mnist", "fashion-mnist:test"]
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (3, 4, 5), (0, 28, 28)])
@@ -591,30 +594,30 @@ def test_idx_files(tmp_path: Path, shape: tuple[int, ...], name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x", b"", "begin like an IDX file"),
-        ("x", b"\0\0\x0d\1\0\0\0\1\0", "begin like an IDX file"),  # floats
-        ("x", b"\0\0\x08\2\0\0\0\1", "begin like an IDX file"),  # one of two sizes
+        ("x", b"", "start like an IDX file"),
+        ("x", b"\0\0\x0d\1\0\0\0\1\0", "start like an IDX file"),  # floats
+        ("x", b"\0\0\x08\2\0\0\0\1", "start like an IDX file"),  # one of two sizes
         ("x", b"\0\0\x08\1\0\0\0\3\1\2", r"3 values of shape \(3,\).*received 2"),
         ("x.gz", b"not compressed", "cannot be read"),
         ("x.gz", gzip.compress(bytes(1000), mtime=0)[:-9], "cannot be read"),
     ],
 )
-def test_files_that_are_no_idx(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_invalid_idx_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_idx(tmp_path / name)
 
 
-def test_unknown_sample_names() -> None:
-    with pytest.raises(BadArgument, match=r"received 'digit'. Did you mean 'digits'[?] Built-in samples: 'digits'"):
-        load_sample("digit")
+def test_unknown_builtin_names() -> None:
+    with pytest.raises(BadArgument, match=r"received 'digit'. Did you mean 'digits'[?] Built-in datasets: 'digits'"):
+        load_builtin("digit")
     with pytest.raises(DataError, match="Did you mean 'digits'"):
         load_images("digts")
     with pytest.raises(DataError, match="Did you mean 'fashion-mnist:test'"):
         load_images("fashion-mnist:tets")
 
 
-def test_a_folder_may_have_the_name_of_a_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_may_have_the_name_of_a_builtin_dataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "cat").rename(folder / "digits")
     monkeypatch.chdir(folder)
     assert isinstance(load_images("digits"), ImageTensors)

@@ -1,4 +1,4 @@
-"""Images with text: every kind of file gives the items that were written, lazily, and errors say where."""
+"""Images with text: every file format gives the same items, lazily, and errors name the line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tasks import shapes
 from trainformer.core import BadArgument, DataError
 from trainformer.data.fetcher import Fetcher
 from trainformer.data.loader import stream_source
-from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, holds_captions
+from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, has_captions
 
 SCENES = shapes.scenes(("red", "blue"), ("circle", "ring"))[:12]
 CAPTIONS = [scene.caption for scene in SCENES]
@@ -121,13 +121,13 @@ def test_datasets_that_hf_saved_and_parquet(folder: Path) -> None:
     assert contents(ImageTextDataset(folder / "rows.parquet")) == wanted()
 
 
-def test_what_a_path_means_by_its_name(folder: Path) -> None:
-    assert not holds_captions(folder)
-    assert not holds_captions(folder / "nowhere")
+def test_paths_with_captions_are_recognised(folder: Path) -> None:
+    assert not has_captions(folder)
+    assert not has_captions(folder / "nowhere")
     written(folder / "captions.json", [])
-    assert holds_captions(folder)
-    assert holds_captions("a-{0..3}.tar")
-    assert holds_captions("a.jsonl.gz")
+    assert has_captions(folder)
+    assert has_captions("a-{0..3}.tar")
+    assert has_captions("a.jsonl.gz")
 
 
 def test_exif_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_folder_with_lists_of_captions(folder: Path) -> None:
 # -- conversations and questions ---------------------------------------------------------------------------
 
 
-def test_records_for_models_that_talk(folder: Path) -> None:
+def test_chat_records(folder: Path) -> None:
     records = [
         {"image": names()[0], "conversations": LLAVA, "text": "left aside"},
         {"image": names()[1], "question": "Colour?", "answer": "red"},
@@ -238,7 +238,7 @@ def test_records_for_models_that_talk(folder: Path) -> None:
     assert data[4]["messages"][1]["content"] == "Hello"
 
 
-def test_images_that_messages_name(folder: Path) -> None:
+def test_images_named_in_messages(folder: Path) -> None:
     parts = [{"type": "image", "image": names()[5]}, {"type": "text", "text": "Colour?"}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]
     item = ImageTextDataset([{"messages": turns}], image_dir=folder)[0]
@@ -246,7 +246,7 @@ def test_images_that_messages_name(folder: Path) -> None:
     assert item["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "Colour?"}]
 
 
-def test_a_key_that_was_chosen_decides(folder: Path) -> None:
+def test_an_explicit_key_wins(folder: Path) -> None:
     records = [{"image": names()[0], "question": "Colour?", "answer": "red", "title": "a thing"}]
     assert ImageTextDataset(records, text_key="title", image_dir=folder)[0]["text"] == "a thing"
 
@@ -268,7 +268,10 @@ GOOD = {"image": "00000.png", "text": "a"}
         ('{"image": "http://x/1.png", "text": "a"}', "line 4: Expected the path of a local file"),
         ('{"image": "none.png", "text": "a"}', "line 4: Expected an image file, received '.*none.png'"),
         ('{"image": "00000.png", "messages": [{"role": "king", "content": "a"}]}', "line 4: message 0.*known role"),
-        ('{"image": "00000.png", "prompt": "<image><image>", "completion": "a"}', "line 4: .*as many images as marks"),
+        (
+            '{"image": "00000.png", "prompt": "<image><image>", "completion": "a"}',
+            "line 4: .*Expected 2 images, one for each <image>",
+        ),
     ],
 )
 def test_errors_name_the_line(folder: Path, bad: str, message: str) -> None:
@@ -289,7 +292,7 @@ def test_a_corrupt_image_is_named(folder: Path) -> None:
         data[3]
 
 
-def test_folders_and_files_that_are_none_are_refused(folder: Path) -> None:
+def test_missing_folders_and_files_raise(folder: Path) -> None:
     with pytest.raises(DataError, match=r"Expected a folder with one of captions.json, .*00000.png"):
         ImageTextDataset(folder)
     with pytest.raises(DataError, match="does not exist"):
@@ -334,7 +337,7 @@ def test_shards_are_a_stream_of_the_same_items(tmp_path: Path) -> None:
         ImageTextDataset(urls, image_dir=tmp_path)
 
 
-def test_a_stream_that_is_resumed_goes_on_with_the_same_captions(tmp_path: Path) -> None:
+def test_a_resumed_stream_draws_the_same_captions(tmp_path: Path) -> None:
     urls = write_shards(tmp_path, several=True)
 
     def texts(stream: Any, epoch: int = 0) -> list[str]:
@@ -358,7 +361,7 @@ def test_a_stream_that_is_resumed_goes_on_with_the_same_captions(tmp_path: Path)
 SCENES_OF = {text: number for number, scene in enumerate(SCENES) for text in scene.captions}
 
 
-def test_a_bad_sample_of_a_shard_is_named_or_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_sample_of_a_shard_is_an_error_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     urls = write_shards(tmp_path, bad=4)
     with pytest.raises(DataError, match=r"sample '00004' of shard '.*s-1.tar': Expected UTF-8 text or JSON"):
         list(ImageTextDataset(urls))

@@ -1,4 +1,4 @@
-"""What is learnt from a data set, checked against really reading all of its samples."""
+"""Metadata of datasets, checked against reading all samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from trainformer.core.errors import DataError
-from trainformer.data.metadata import DatasetInfo, extract_info, labels_of
+from trainformer.data.labels import labels_of
+from trainformer.data.metadata import DatasetInfo, extract_info
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 datasets = pytest.importorskip("datasets")
@@ -75,7 +76,7 @@ def assert_counts(info: DatasetInfo, counts: Counter[int]) -> None:
     ],
     ids=lambda values: type(values).__name__,
 )
-def test_labels_beside_the_samples(attribute: str, values: Any) -> None:
+def test_labels_in_attributes(attribute: str, values: Any) -> None:
     labels = labels_of(Unreadable(**{attribute: values}))
 
     assert labels is not None
@@ -102,11 +103,11 @@ def test_labels_beside_the_samples(attribute: str, values: Any) -> None:
     ],
     ids=lambda values: type(values).__name__,
 )
-def test_what_is_no_class_label(values: Any) -> None:
+def test_values_that_are_not_class_labels(values: Any) -> None:
     assert labels_of(Unreadable(targets=values)) is None
 
 
-def test_the_first_attribute_that_holds_labels_counts() -> None:
+def test_the_first_attribute_with_labels_wins() -> None:
     dataset = Unreadable(targets=["a", "b", "c", "d"], labels=[0, 1, 0, 1])
 
     assert labels_of(dataset).tolist() == [0, 1, 0, 1]
@@ -129,7 +130,7 @@ def test_image_folder(folder: Path) -> None:
     assert labels_of(dataset).tolist() == [label for _, label in dataset]
 
 
-def test_a_target_transform_is_seen(folder: Path) -> None:
+def test_target_transforms_are_applied(folder: Path) -> None:
     """Labels are those that samples show, and names that no longer fit are dropped."""
     merged = torchvision.datasets.ImageFolder(folder, target_transform=lambda label: int(label == 2))
     info = extract_info(merged)
@@ -154,7 +155,7 @@ def test_fake_data_declares_its_number_of_classes() -> None:
     assert info.input_shape == (1, 4, 7)
 
 
-def test_tensor_data_set() -> None:
+def test_tensor_dataset() -> None:
     labels = torch.tensor([3, 0, 3, 1])
     dataset = TensorDataset(torch.zeros(4, 3, 2, 2), labels)
     info = extract_info(dataset)
@@ -166,7 +167,7 @@ def test_tensor_data_set() -> None:
     assert info.num_targets is None
 
 
-def test_a_lone_tensor_is_an_input_and_no_label() -> None:
+def test_a_single_tensor_is_an_input() -> None:
     info = extract_info(TensorDataset(torch.arange(4)))
 
     assert (info.num_classes, info.num_targets) == (None, None)
@@ -225,7 +226,7 @@ def test_hf_columns_of_other_names_need_class_names() -> None:
     assert labels_of(hf("intent", names=["x", "y"])).tolist() == [1, 0, 1, 1]
 
 
-def test_hf_columns_that_are_no_classes() -> None:
+def test_hf_columns_without_classes() -> None:
     assert labels_of(datasets.Dataset.from_dict({"label": ["a", "b"]})) is None
     assert labels_of(datasets.Dataset.from_dict({"label": [0.5, 1.5]})) is None
     assert labels_of(datasets.Dataset.from_dict({"label": [[1, 0], [0, 1]]})) is None
@@ -278,7 +279,7 @@ def test_hf_lengths_are_the_longest_and_not_the_first() -> None:
     assert extract_info(ConcatDataset([Subset(dataset, [2]), Subset(dataset, [0])])).max_length == 2
 
 
-def test_hf_streams_tell_their_class_names() -> None:
+def test_hf_streams_know_their_class_names() -> None:
     stream = hf(names=["no", "yes"]).to_iterable_dataset()
     info = extract_info(stream)
 
@@ -301,7 +302,7 @@ def test_nested_subsets_keep_all_classes(folder: Path) -> None:
     assert len(info.class_counts) == 3
 
 
-def test_a_subset_without_the_last_class_knows_that_it_exists() -> None:
+def test_a_subset_keeps_classes_without_samples() -> None:
     whole = TensorDataset(torch.zeros(3, 1), torch.tensor([0, 1, 2]))
 
     assert extract_info(Subset(whole, [0, 1])).class_counts == [1, 1, 0]
@@ -322,7 +323,7 @@ def test_concatenation(folder: Path) -> None:
     assert info.class_names == ["ant", "bee", "cat"]
 
 
-def test_concatenation_of_unlike_sets() -> None:
+def test_concatenation_of_different_datasets() -> None:
     labelled = TensorDataset(torch.zeros(2, 1), torch.tensor([0, 1]))
     more = TensorDataset(torch.zeros(2, 1), torch.tensor([4, 1]))
     floats = TensorDataset(torch.zeros(2, 1), torch.zeros(2))
@@ -335,7 +336,7 @@ def test_concatenation_of_unlike_sets() -> None:
 def test_labels_beyond_the_named_classes_are_an_error() -> None:
     dataset = Unreadable(targets=[1, 2, 3, 1], classes=["a", "b", "c"])
 
-    with pytest.raises(DataError, match=r"from 0 to 2 .* received 3.*count from 0"):
+    with pytest.raises(DataError, match=r"from 0 to 2 .* received 3.*Number labels from 0"):
         extract_info(dataset)
 
 
@@ -435,7 +436,7 @@ class Noise(Dataset):
         return torch.rand(3, 4, 4) + value, 0
 
 
-def test_reading_a_sample_leaves_the_generators_alone() -> None:
+def test_reading_a_sample_preserves_the_generators() -> None:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     info = extract_info(Noise())
 
@@ -477,13 +478,13 @@ class CountedStream(LongStream):
     input_shape = (3, 4, 4)
 
 
-def test_streams_may_say_what_they_have_counted() -> None:
+def test_streams_may_declare_their_metadata() -> None:
     info = extract_info(CountedStream())
     assert (info.num_samples, info.class_counts, info.input_shape) == (12, [5, 7], (3, 4, 4))
     assert info.class_weights is not None
 
 
-def test_loaders_and_generators_tell_nothing() -> None:
+def test_loaders_and_generators_have_no_metadata() -> None:
     numbers = iter(range(3))
 
     assert extract_info(numbers) == DatasetInfo()
@@ -491,7 +492,7 @@ def test_loaders_and_generators_tell_nothing() -> None:
     assert extract_info(torch.utils.data.DataLoader([1, 2, 3], batch_size=2)) == DatasetInfo()
 
 
-def test_empty_data_sets() -> None:
+def test_empty_datasets() -> None:
     assert extract_info([]) == DatasetInfo()
     info = extract_info(Subset(Unreadable(targets=[0, 1, 2, 1], classes=["a", "b", "c"]), []))
     assert (info.num_samples, info.num_classes, info.class_counts) == (0, 3, [0, 0, 0])

@@ -1,4 +1,4 @@
-"""Lists of images: every kind of file gives the same images and labels, and what is wrong with one is said."""
+"""Image lists: every file format gives the same images and labels, and clear errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data import extract_info, labels_of, load_images
-from trainformer.data.align import align_classes
+from trainformer.data.labels import align_classes
 from trainformer.data.lists import ImageList
 
 NAMES = ["dog", "cat", "dog", "ant", "cat", "dog"]
@@ -76,7 +76,7 @@ def test_every_kind_of_list_gives_the_images_and_labels(tmp_path: Path, images: 
 
 
 @every_kind
-def test_whole_numbers_are_labels_as_they_are(tmp_path: Path, images: list[str], suffix: str) -> None:
+def test_integer_labels_are_used_unchanged(tmp_path: Path, images: list[str], suffix: str) -> None:
     data = ImageList(write(tmp_path / f"l.{suffix}", {"path": images, "target": [3, 0, 0, 1, 3, 10]}))
     assert data.targets == [3, 0, 0, 1, 3, 10]
     assert not hasattr(data, "classes")
@@ -90,11 +90,11 @@ def test_a_list_without_labels(tmp_path: Path, images: list[str], suffix: str) -
     assert [label for _, label in data] == [None] * 6
     assert not hasattr(data, "targets")
     assert labels_of(data) is None
-    with pytest.raises(DataError, match=r"column of labels .*received none with a usual name"):
+    with pytest.raises(DataError, match=r"column of labels .*received none with a common name"):
         load_images(path, labels=True)
 
 
-def test_labels_can_be_left_aside(tmp_path: Path, images: list[str]) -> None:
+def test_labels_can_be_ignored(tmp_path: Path, images: list[str]) -> None:
     path = write(tmp_path / "l.csv", {"image": images, "label": ["", *NAMES[1:]]})
     assert [label for _, label in load_images(path, labels=False)] == [None] * 6
     with pytest.raises(DataError, match=r"received none in row 0 \(1 such rows\)"):
@@ -110,7 +110,7 @@ def test_labels_can_be_left_aside(tmp_path: Path, images: list[str]) -> None:
         (["category_id", "filepath", "name"], "filepath", "category_id"),
     ],
 )
-def test_columns_are_found_by_usual_names(
+def test_columns_are_found_by_common_names(
     tmp_path: Path, images: list[str], columns: list[str], image: str, label: str
 ) -> None:
     data = ImageList(write(tmp_path / "l.csv", {name: images if name == image else [1] * 6 for name in columns}))
@@ -128,7 +128,7 @@ def test_columns_can_be_named_and_the_root_be_elsewhere(tmp_path: Path, images: 
     assert len(ImageList(absolute)) == 6
 
 
-def test_other_separators_signatures_and_digits_among_names(tmp_path: Path, images: list[str]) -> None:
+def test_other_delimiters_byte_order_marks_and_digits_as_names(tmp_path: Path, images: list[str]) -> None:
     lines = ["image; label", *(f"{path}; {name}" for path, name in zip(images, "ab12b1", strict=True)), ""]
     (tmp_path / "l.csv").write_text("\n".join(lines), encoding="utf-8-sig")
     data = ImageList(tmp_path / "l.csv")
@@ -143,13 +143,13 @@ def test_json_of_columns_and_json_lines_by_another_name(tmp_path: Path, images: 
     assert ImageList(tmp_path / "columns.json").targets == ImageList(tmp_path / "lines.json").targets
 
 
-def test_validation_lists_are_renumbered(tmp_path: Path, images: list[str]) -> None:
+def test_validation_lists_are_remapped(tmp_path: Path, images: list[str]) -> None:
     data = ImageList(write(tmp_path / "val.csv", {"image": images[:3], "label": ["dog", "cat", "dog"]}))
     assert data.targets == [1, 0, 1]
     aligned = align_classes(data, ["ant", "cat", "dog"])
     assert [label for _, label in aligned] == aligned.targets == [2, 1, 2]
     assert data.targets == [1, 0, 1]
-    with pytest.raises(DataError, match="do not have: dog"):
+    with pytest.raises(DataError, match="received others: dog"):
         align_classes(data, ["ant", "cat"])
 
 
@@ -214,8 +214,8 @@ def test_missing_files_are_counted_and_named_up_front(tmp_path: Path, images: li
         ImageList(write(tmp_path / "l.csv", {"image": paths}))
 
 
-def test_only_so_many_files_are_looked_for(tmp_path: Path, images: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainformer.data.lists._MOST_CHECKED", 6)
+def test_only_the_first_files_are_checked(tmp_path: Path, images: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainformer.data.lists._MAX_CHECKED", 6)
     data = ImageList(write(tmp_path / "l.csv", {"image": [*images, "gone.png"]}))
     with pytest.raises(DataError, match=r"gone\.png"):
         data[6]
@@ -226,12 +226,12 @@ def test_only_so_many_files_are_looked_for(tmp_path: Path, images: list[str], mo
     [
         (["cat", 1, 2], "labels of one kind .*'cat' and 1"),
         ([0, 1, None], "received none in row 2"),
-        ([0, 1, -1], "whole numbers from 0, or names, as labels in 'label' of .*received -1"),
+        ([0, 1, -1], "integers from 0, or names, as labels in 'label' of .*received -1"),
         ([0.5, 1, 2], "received 0.5"),
         ([[1], [2], [3]], r"received \[1\]"),
     ],
 )
-def test_labels_that_are_none(tmp_path: Path, images: list[str], labels: list[Any], message: str) -> None:
+def test_invalid_labels(tmp_path: Path, images: list[str], labels: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         ImageList(write(tmp_path / "l.jsonl", {"image": images[:3], "label": labels}))
 
@@ -241,7 +241,7 @@ def test_labels_that_are_none(tmp_path: Path, images: list[str], labels: list[An
     [
         ("l.csv", "", "received an empty list"),
         ("l.csv", "image,label\n", "received an empty list"),
-        ("l.csv", "image,label\na.png\n", r"2 values in every row .*received 1 in row 0: \['a.png'\]"),
+        ("l.csv", "image,label\na.png\n", r"l.csv, line 2: Expected 2 values \(image, label\), received 1"),
         ("l.csv", "image,label\n,cat\n", "path of an image in every row .* received '' in row 0"),
         ("l.csv", "image\nhttp://x/y.png\n", "local files .*Download"),
         ("l.json", "[]", "received an empty list"),
@@ -249,16 +249,16 @@ def test_labels_that_are_none(tmp_path: Path, images: list[str], labels: list[An
         ("l.jsonl", "[1]\n", "one record per image"),
         ("l.jsonl", "{no\n", "can be read as .jsonl"),
         ("l.parquet", "text", "Expected a Parquet file"),
-        ("l.csv", b"image\n\xff\xfe\n", "can be read as .csv"),
+        ("l.csv", b"image\n\xff\xfe\n", "line 2: Expected UTF-8 text"),
     ],
 )
-def test_files_that_are_no_list(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_invalid_lists(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         ImageList(tmp_path / name)
 
 
-def test_lists_that_are_not_there(tmp_path: Path, images: list[str]) -> None:
+def test_missing_lists(tmp_path: Path, images: list[str]) -> None:
     write(tmp_path / "train.csv", {"image": images})
     with pytest.raises(DataError, match=r"does not exist. Did you mean 'train.csv'\? '.*' has the lists: train.csv"):
         load_images(tmp_path / "trian.csv")

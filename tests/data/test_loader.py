@@ -1,4 +1,4 @@
-"""Loading: every sample once, in an order that depends on (seed, epoch) alone, from any position."""
+"""Loading: every sample once, in an order that depends only on (seed, epoch), from any position."""
 
 import os
 import random
@@ -18,9 +18,9 @@ from trainformer.data.loader import (
     DatasetSource,
     LoaderSource,
     batch_length,
+    default_num_workers,
     loader_source,
     stream_source,
-    suitable_workers,
 )
 
 
@@ -62,7 +62,7 @@ def seen(source, epoch=0, **where):
     n=st.integers(1, 50), batch=st.integers(1, 12), position=st.integers(0, 50), seed=st.integers(0, 2**32 - 1),
     epoch=st.integers(0, 5), other=st.integers(1, 12),
 )  # fmt: skip
-def test_an_epoch_visits_every_sample_once_and_can_be_taken_up_anywhere(n, batch, position, seed, epoch, other):
+def test_an_epoch_visits_every_sample_once_and_resumes_anywhere(n, batch, position, seed, epoch, other):
     data = TensorDataset(torch.arange(n))
     whole = seen(DatasetSource(data, batch, shuffle=True, seed=seed), epoch)
     assert sorted(whole) == list(range(n))
@@ -97,7 +97,7 @@ def test_every_sample_has_its_own_random_numbers():
     assert (noises.std(0) > 0.1).all()
 
 
-def test_loading_leaves_the_generators_alone():
+def test_loading_preserves_the_generators():
     before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     table(DatasetSource(Noisy(), 4, shuffle=True, num_workers=0))
     list(LoaderSource(DataLoader(TensorDataset(torch.arange(9)), 2, shuffle=True)).batches(0))
@@ -126,10 +126,10 @@ def test_huggingface_datasets_are_read_in_one_call_unless_transformed():
 
 
 def test_in_memory_data_need_no_workers():
-    assert suitable_workers(TensorDataset(torch.arange(3))) == 0
-    assert suitable_workers(Subset(TensorDataset(torch.arange(3)), [0])) == 0
-    assert suitable_workers([(1, 2)]) == 0
-    assert suitable_workers(Noisy()) >= 1
+    assert default_num_workers(TensorDataset(torch.arange(3))) == 0
+    assert default_num_workers(Subset(TensorDataset(torch.arange(3)), [0])) == 0
+    assert default_num_workers([(1, 2)]) == 0
+    assert default_num_workers(Noisy()) >= 1
 
 
 def test_a_custom_collation_is_used():
@@ -151,12 +151,12 @@ def test_an_unreadable_sample_is_named():
         list(DatasetSource(Broken(), 4, num_workers=1).batches(0))
 
 
-def test_an_empty_data_set_is_refused():
+def test_an_empty_dataset_raises():
     with pytest.raises(DataError, match="at least one sample"):
         DatasetSource(TensorDataset(torch.empty(0)), 4)
 
 
-def test_a_users_loader_is_used_as_it_is():
+def test_a_users_loader_is_used_unchanged():
     weights = torch.zeros(10)
     weights[3] = 1.0
     sampler = torch.utils.data.WeightedRandomSampler(weights, 12)
@@ -166,7 +166,7 @@ def test_a_users_loader_is_used_as_it_is():
     assert source.batches_per_epoch == 3
 
 
-def test_a_users_shuffled_loader_has_one_order_per_epoch_and_can_be_taken_up():
+def test_a_users_shuffled_loader_has_one_order_per_epoch_and_resumes():
     def source():
         return LoaderSource(DataLoader(TensorDataset(torch.arange(30)), batch_size=4, shuffle=True), seed=5)
 
@@ -232,19 +232,19 @@ class Rotten(Noisy):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_samples_are_left_out_counted_and_named(workers, caplog):
+def test_bad_samples_are_skipped_counted_and_logged(workers, caplog):
     source = DatasetSource(Rotten(), 4, shuffle=True, seed=1, num_workers=workers, skip_bad=True)
     batches = list(source.batches(0))
     seen_ids = sorted(int(i) for b in batches for i in b.data["i"])
     assert seen_ids == [i for i in range(20) if i not in (3, 7)]
     assert sum(b.bad for b in batches) == 2
     assert sum(b.size + b.bad for b in batches) == 20
-    assert "sample 3 cannot be read and is left out: OSError: cannot decode picture 3" in caplog.text
+    assert "sample 3 cannot be read and is skipped: OSError: cannot decode picture 3" in caplog.text
     list(source.batches(1))
     assert caplog.text.count("sample 3 cannot be read") == 1
 
 
-def test_leaving_out_a_sample_changes_nothing_for_the_others():
+def test_skipping_a_sample_does_not_change_the_others():
     whole = table(DatasetSource(Noisy(), 4, shuffle=True, seed=1, num_workers=0))
     holed = table(DatasetSource(Rotten(), 4, shuffle=True, seed=1, num_workers=0, skip_bad=True))
     assert all(torch.equal(whole[i], noise) for i, noise in holed.items())
@@ -272,20 +272,29 @@ class Mortal(Noisy):
         return super().__getitem__(i)
 
 
-def test_workers_that_die_are_replaced_and_no_sample_is_lost(tmp_path, caplog):
+@pytest.fixture
+def impatient(monkeypatch):
+    """Let torch look for dead workers every 0.2 seconds instead of every 5."""
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(iterator._try_get_data, "__defaults__", (0.2,))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_dead_workers_are_restarted_and_no_sample_is_lost(tmp_path, caplog):
     reference = table(DatasetSource(Noisy(24), 4, shuffle=True, seed=2, num_workers=0))
     source = DatasetSource(Mortal(tmp_path, 2), 4, shuffle=True, seed=2, num_workers=2)
     assert equal(reference, table(source))
-    assert caplog.text.count("a data-loading worker died") == 2
+    assert caplog.text.count("DataLoader worker died (") == 2
 
 
+@pytest.mark.usefixtures("impatient")
 def test_workers_that_keep_dying_are_an_error(tmp_path):
     source = DatasetSource(Mortal(tmp_path, 9), 4, num_workers=1)
     with pytest.raises(DataError, match=r"died 4 times.*num_workers"):
         list(source.batches(0))
 
 
-def test_a_worker_may_die_while_it_is_looked_for(monkeypatch):
+def test_a_worker_may_die_during_the_check(monkeypatch):
     """Torch's handler of dead children, which any other loader sets, raises wherever the program is at that moment."""
 
     class Worker:
@@ -299,7 +308,7 @@ def test_a_worker_may_die_while_it_is_looked_for(monkeypatch):
     assert loader_module._has_dead_worker(SimpleNamespace(_workers=[Worker()]))
 
 
-def test_a_loader_that_knows_its_place_is_not_read_again():
+def test_a_stateful_loader_is_not_read_again():
     class Stateful:
         def __init__(self):
             self.at, self.reads = 0, 0

@@ -1,4 +1,4 @@
-"""Packing against a plain best-fit loop and TRL; batches against lists; a packed model against an unpacked one."""
+"""Packing against a plain best-fit loop and TRL; a packed model against an unpacked one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.data.loader import DatasetSource
-from trainformer.data.text.batches import LengthGroupedSampler, collate_packed, pad
+from trainformer.data.text.collate import LengthGroupedSampler, collate_packed, pad
 from trainformer.data.text.packing import PackedDataset, pack
 from trainformer.data.text.store import TokenStore, lengths_of, tokenize
 
@@ -86,10 +86,10 @@ def test_as_full_as_trl_packs() -> None:
         ([3, 0], 8, "at least one token, received 'an empty one, number 1'"),
         ([], 8, "at least one document"),
         ([3], 0, "capacity to be at least 1"),
-        ([0.5], 8, "whole numbers"),
+        ([0.5], 8, "integers"),
     ],
 )
-def test_what_cannot_be_packed(lengths: list[Any], capacity: int, message: str) -> None:
+def test_packing_errors(lengths: list[Any], capacity: int, message: str) -> None:
     with pytest.raises((BadArgument, DataError), match=message):
         pack(lengths, capacity)
 
@@ -137,7 +137,7 @@ def test_a_packed_store_pickles_small_and_takes_part_of_one(tmp_path: Any) -> No
 
 @quick
 @given(some_lengths, st.sampled_from([1, 8, 16]), st.sampled_from(["left", "right"]))
-def test_padding_is_told_by_length(lengths: list[int], multiple_of: int, side: str) -> None:
+def test_padding_is_determined_by_length(lengths: list[int], multiple_of: int, side: str) -> None:
     data = documents(*lengths)
     pad_id = int(data[0]["input_ids"][-1])  # as where the padding token is EOS
     batch = pad(data, pad_id, multiple_of=multiple_of, side=side)
@@ -154,7 +154,7 @@ def test_padding_is_told_by_length(lengths: list[int], multiple_of: int, side: s
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
-def test_padding_stops_where_the_model_has_no_positions_left() -> None:
+def test_padding_stops_at_max_length() -> None:
     assert pad(documents(13, 2), 0, max_length=14)["input_ids"].shape == (2, 14)
     assert pad(documents(13, 2), 0, max_length=64)["input_ids"].shape == (2, 16)
     with pytest.raises(DataError, match="at most 12 tokens, received 13"):
@@ -237,7 +237,7 @@ def test_an_epoch_holds_every_sequence_once_and_the_longest_first(
     assert len(sampler) == len(lengths)
 
 
-def test_batches_are_of_like_lengths_and_differ_between_epochs() -> None:
+def test_batches_have_similar_lengths_and_differ_between_epochs() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 4_000)
     sampler = LengthGroupedSampler(lengths, 8)
 
@@ -274,9 +274,9 @@ def test_ranks_get_whole_batches_and_the_loader_resumes() -> None:
     assert sum(len(batch["input_ids"]) for batch in loader) == 64
 
 
-def test_lengths_that_are_none() -> None:
+def test_invalid_lengths() -> None:
     for lengths in ([], np.zeros((2, 2), dtype=int), [0.5]):
-        with pytest.raises(DataError, match="whole numbers"):
+        with pytest.raises(DataError, match="integers"):
             LengthGroupedSampler(lengths, 2)
     with pytest.raises(BadArgument, match="batch_size to be a positive integer, received 0"):
         LengthGroupedSampler([1, 2], 0)

@@ -1,4 +1,4 @@
-"""Sources with a sampler, with repetitions, and the keys by which a sample's random numbers are found."""
+"""Sources with a sampler and repeated samples, and the keys of a sample's random numbers."""
 
 import functools
 import operator
@@ -161,7 +161,7 @@ def test_a_trainer_takes_samplers_by_name():
     assert all(sorted(np.bincount(batch).tolist()) == [4, 4, 4] for batch in task.batches)
 
 
-def test_a_sampler_is_refused_where_it_could_not_be_used():
+def test_a_sampler_that_cannot_be_used_raises():
     loader = torch.utils.data.DataLoader(TensorDataset(*imbalanced()), batch_size=4)
     with pytest.raises(BadArgument, match="a loader has a sampler and batches of its own"):
         Trainer(Counting(), loader, sampler="balanced", log="none")

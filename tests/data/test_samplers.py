@@ -1,4 +1,4 @@
-"""Samplers: what an epoch holds is counted, and every order is compared with itself made in another way."""
+"""Samplers: the content of an epoch is counted, and every order is compared with an independent implementation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainformer.core import BadArgument, DataError
-from trainformer.data.image import ImageFolder
-from trainformer.data.sampler_names import make_sampler
+from trainformer.data.folder import ImageFolder
 from trainformer.data.samplers import (
     ClassBalancedSampler,
     EpochSampler,
     ListedSampler,
     PKSampler,
     RepeatedAugmentSampler,
+    make_sampler,
 )
 
 
@@ -133,7 +133,7 @@ def test_iteration_resumes_in_the_middle(make: Any, after: int) -> None:
 
 
 @every_kind
-def test_samplers_work_in_a_loader_of_the_users(make: Any) -> None:
+def test_samplers_work_in_a_users_loader(make: Any) -> None:
     labels = torch.arange(60) % 5
     sampler = make(TensorDataset(torch.arange(60), labels))
     loader = DataLoader(TensorDataset(torch.arange(60), labels), batch_size=6, sampler=sampler)
@@ -142,7 +142,7 @@ def test_samplers_work_in_a_loader_of_the_users(make: Any) -> None:
 
 
 @every_kind
-def test_ranks_that_do_not_exist(make: Any) -> None:
+def test_invalid_ranks(make: Any) -> None:
     with pytest.raises(BadArgument, match="rank to be from 0 to 1, received 2"):
         make(digits_like(), num_replicas=2, rank=2)
 
@@ -248,9 +248,9 @@ def test_every_sample_of_a_large_class_has_the_same_chance() -> None:
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, True])
 def test_bad_numbers(number: Any) -> None:
-    with pytest.raises(BadArgument, match="num_samples to be a whole number from 1"):
+    with pytest.raises(BadArgument, match="num_samples to be a positive integer"):
         ClassBalancedSampler(digits_like(), number)
-    with pytest.raises(BadArgument, match="k to be a whole number from 1"):
+    with pytest.raises(BadArgument, match="k to be a positive integer"):
         PKSampler(digits_like(), 2, number)
 
 
@@ -325,7 +325,7 @@ def test_one_repetition_is_shuffling() -> None:
 # -- by name -----------------------------------------------------------------------------------------------
 
 
-def test_words() -> None:
+def test_sampler_names() -> None:
     data = digits_like(100, 10)
     assert make_sampler(None, data, batch_size=8, seed=0) is None
     balanced = make_sampler("balanced", data, batch_size=8, seed=3)
@@ -351,7 +351,7 @@ def test_pk_alone_chooses_numbers_that_fit(batch_size: int, classes: int, p: int
     [
         ("balancd", "received 'balancd'. Did you mean 'balanced'"),
         ("balanced:3", "Known: 'balanced'"),
-        ("pk:x", "whole number from 1 in 'pk:N', received 'pk:x'"),
+        ("pk:x", "positive integer in 'pk:N', received 'pk:x'"),
         ("repeated:0", "received 'repeated:0'"),
         ("pk:3", r"batch_size to be a multiple of 3.*received 32. Pass batch_size=30"),
         ("pk:2", r"at least 16 classes.*received 5. Pass sampler='pk:8', or batch_size=10"),
@@ -360,7 +360,7 @@ def test_pk_alone_chooses_numbers_that_fit(batch_size: int, classes: int, p: int
         (iter([1]), "a sampler with a length"),
     ],
 )
-def test_what_is_no_sampler(spec: Any, message: str) -> None:
+def test_invalid_samplers(spec: Any, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make_sampler(spec, digits_like(), batch_size=32, seed=0)
 
@@ -428,7 +428,7 @@ def test_the_sampler_of_pytorch_metric_learning_can_be_used() -> None:
         assert sorted(Counter(data.targets[order[start : start + 8]].tolist()).values()) == [4, 4]
 
 
-def test_a_generator_of_the_users_is_left_where_it_was() -> None:
+def test_a_users_generator_is_preserved() -> None:
     generator = torch.Generator().manual_seed(5)
     state = generator.get_state()
     ListedSampler(RandomSampler(range(9), generator=generator), 9).order(0)
@@ -443,7 +443,7 @@ def test_a_function_of_the_data_gets_the_data() -> None:
     assert listed.order(5).tolist() == list(range(60))
 
 
-def test_orders_of_ones_own_are_taken_as_they_are() -> None:
+def test_custom_orders_are_used_unchanged() -> None:
     class Mine:
         def order(self, epoch: int, seed: int) -> np.ndarray:
             return np.array([epoch])
@@ -469,7 +469,7 @@ class InPlace:
         return iter(self.indices)
 
 
-def test_a_sampler_that_changes_itself_is_listed_as_it_was() -> None:
+def test_a_sampler_that_mutates_itself_is_copied() -> None:
     theirs = InPlace()
     sampler = ListedSampler(theirs, 9)
     first = sampler.order(1).tolist()
@@ -505,7 +505,7 @@ def test_streams_cannot_be_sampled() -> None:
         make_sampler("repeated", Stream(), batch_size=2, seed=0)
 
 
-def test_a_sampler_of_ones_own_needs_a_length_and_an_order() -> None:
+def test_a_custom_sampler_needs_a_length_and_an_order() -> None:
     class Reversed(EpochSampler):
         @property
         def num_samples(self) -> int:

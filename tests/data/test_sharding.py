@@ -1,4 +1,4 @@
-"""Parts of batches: together they are the batch, in order, whatever the number of ranks."""
+"""Sharded batches: together they are the batch, in order, for any world size."""
 
 from collections import namedtuple
 
@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import HostBatch, Origin
-from trainformer.data.dispatch import DispatchedSource
 from trainformer.data.loader import DatasetSource, LoaderSource
-from trainformer.data.sharding import Shard, check_divisible, is_divided, undivided
+from trainformer.data.sharding import Shard, check_sliceable, is_sharded, unsharded
+from trainformer.data.source import DispatchedSource
 
 Pair = namedtuple("Pair", "image name")
 
@@ -27,14 +27,14 @@ def test_parts_follow_each_other_and_differ_by_one_at_most(size, count):
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("size", [1, 4, 7])
-def test_a_batch_that_is_cut_is_counted_once(size, count):
+def test_a_sliced_batch_is_counted_once(size, count):
     data = {
         "x": torch.arange(size * 2).view(size, 2),
         "words": [f"w{i}" for i in range(size)],
         "pair": Pair(torch.arange(size), 3),
     }
     batch = HostBatch(data, size, bad=2, origin=Origin(0, 1, np.arange(size) + 10))
-    parts = [Shard(index, count).cut(batch) for index in range(count)]
+    parts = [Shard(index, count).slice(batch) for index in range(count)]
     real = [part for part in parts if part.size]
     assert torch.equal(torch.cat([part.data["x"] for part in real]), data["x"])
     assert [word for part in real for word in part.data["words"]] == data["words"]
@@ -42,7 +42,7 @@ def test_a_batch_that_is_cut_is_counted_once(size, count):
     assert np.concatenate([part.origin.samples for part in real]).tolist() == (np.arange(size) + 10).tolist()
     assert sum(part.size for part in parts) == size
     assert sum(part.bad for part in parts) == 2
-    assert {(part.whole, part.consumed) for part in parts} == {(size, size + 2)}
+    assert {(part.global_size, part.consumed) for part in parts} == {(size, size + 2)}
     assert all(len(part.data["x"]) == max(part.size, 1) for part in parts)  # who has none is lent one
 
 
@@ -80,7 +80,7 @@ class Shuffling(IterableDataset):
             yield torch.tensor(left.pop(int(torch.randint(min(4, len(left)), ()))))
 
 
-def test_a_stream_that_draws_as_it_goes_is_read_alike_on_every_rank():
+def test_a_stream_that_draws_random_numbers_is_the_same_on_every_rank():
     def read(index, batch=0):
         torch.manual_seed(index)  # ranks have random numbers of their own
         source = LoaderSource(DataLoader(Shuffling(), 4), seed=1, shard=Shard(index, 2))
@@ -95,12 +95,12 @@ def test_a_stream_that_draws_as_it_goes_is_read_alike_on_every_rank():
     assert read(1, batch=3) == second[3:]  # and again from the middle
 
 
-def test_who_divides_the_data_is_recognised():
+def test_sharded_loaders_are_recognised():
     data = list(range(8))
-    assert not is_divided(DataLoader(data))
-    assert is_divided(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
+    assert not is_sharded(DataLoader(data))
+    assert is_sharded(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
     batches = torch.utils.data.BatchSampler(DistributedSampler(data, 2, 0), 2, drop_last=False)
-    assert is_divided(DataLoader(data, batch_sampler=batches))
+    assert is_sharded(DataLoader(data, batch_sampler=batches))
 
     class Split(IterableDataset):
         num_replicas, rank = 2, 1
@@ -108,17 +108,17 @@ def test_who_divides_the_data_is_recognised():
         def __iter__(self):
             return iter(range(self.rank, 8, self.num_replicas))
 
-    assert is_divided(DataLoader(Split()))
-    assert list(undivided(Split())) == data
+    assert is_sharded(DataLoader(Split()))
+    assert list(unsharded(Split())) == data
     plain = Shuffling()
-    assert undivided(plain) is plain
+    assert unsharded(plain) is plain
 
 
-def test_a_batch_that_cannot_be_divided_is_refused():
+def test_a_batch_that_cannot_be_sliced_raises():
     with pytest.raises(BadArgument, match="DistributedSampler"):
-        check_divisible(HostBatch(object(), 3))
-    check_divisible(HostBatch(torch.zeros(3, 2), 3))
-    assert check_divisible(HostBatch(object(), 1)) is None  # of one sample there are no parts
+        check_sliceable(HostBatch(object(), 3))
+    check_sliceable(HostBatch(torch.zeros(3, 2), 3))
+    assert check_sliceable(HostBatch(object(), 1)) is None  # of one sample there are no parts
 
 
 class Hands:
@@ -134,7 +134,7 @@ class Hands:
         return parts[0]
 
 
-def test_rank_0_hands_out_parts_and_the_end_and_errors():
+def test_rank_0_scatters_batches_the_end_and_errors():
     hands = Hands()
     source = DispatchedSource(DatasetSource(torch.arange(7), 4, num_workers=0), hands)
     assert source.batches_per_epoch == 2

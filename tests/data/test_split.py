@@ -1,4 +1,4 @@
-"""Splits: disjoint, exhaustive, exact in size, in proportion, and the same for the same seed."""
+"""Splits: disjoint, complete, exact in size, stratified, and reproducible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sklearn.model_selection import train_test_split
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.metadata import extract_info, labels_of
+from trainformer.data.labels import labels_of
+from trainformer.data.metadata import extract_info
 from trainformer.data.split import split_dataset
 
 
@@ -98,7 +99,7 @@ def test_without_labels_the_split_is_plain_and_sizes_match_scikit_learn() -> Non
     assert sorted(float(x) for part in (train, val) for (x,) in part) == list(range(40))
 
 
-def test_ties_are_decided_by_lot() -> None:
+def test_ties_are_broken_at_random() -> None:
     """Of a hundred classes of four, a tenth cannot cover all: it must not always be the same ones."""
     labels = [label for label in range(100) for _ in range(4)]
     validated: set[int] = set()
@@ -124,14 +125,14 @@ def test_classes_of_one_sample_stay_in_training() -> None:
     assert [label for _, label in val] == [0, 0, 0]
 
 
-def test_when_classes_are_too_rare_they_are_ignored_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_rare_classes_disable_stratification_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     train, val = split_dataset(labelled(list(range(10))), 0.3, seed=0)
 
     assert (len(train), len(val)) == (7, 3)
-    assert "ignores the classes" in caplog.text
+    assert "the split is not stratified" in caplog.text
 
 
-def test_the_global_generators_are_left_alone() -> None:
+def test_the_global_generators_are_preserved() -> None:
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     _, val = split_dataset(labelled([0, 1] * 10), 0.2, seed=0)
 

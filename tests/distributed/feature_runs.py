@@ -147,7 +147,7 @@ class StopsLate:
 
 
 class Adds:
-    """Adds a callback on one rank, while the run goes on."""
+    """Adds a callback on one rank during the run."""
 
     sets_control = False
 

@@ -395,7 +395,7 @@ def with_fewer_bits():
 
 
 def other_optimizers():
-    """Each with its state given back in between."""
+    """Each with its state saved and loaded in between."""
     found = {}
     for name in ("sgd", "adagrad", "nadam"):
         backend = backend_of(fresh("teaching"), optimizer=name)

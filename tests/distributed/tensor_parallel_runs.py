@@ -215,7 +215,7 @@ def asked_by_one(backend):
     backend.has_request = lambda: backend.process_group.rank == backend.process_group.world_size - 1
     train(backend, 0, 1)
     rows = distributed.gather_rows(torch.tensor([backend.process_group.rank]))
-    return {"heard": torch.tensor([quiet, backend.any_rank_has_request()]), "rows": rows}
+    return {"requests": torch.tensor([quiet, backend.any_rank_has_request()]), "rows": rows}
 
 
 def refuses_a_wrong_plan():

@@ -41,8 +41,8 @@ def difference(results, others):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_it_trains_as_without_it_and_as_one_process(tmp_path, monkeypatch):
+@pytest.mark.timeout(1500)
+def test_it_matches_ddp_and_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone = found(run_mlp("single", accumulation_steps=2).fit())
     for rank in on_ranks(accelerated, 2, tmp_path):
@@ -76,7 +76,7 @@ def test_one_process_needs_no_wrapper(tmp_path, monkeypatch):
         ({"mixed_precision": "fp16"}, {"precision": "fp16"}, "does the loss scaling"),
     ],
 )
-def test_what_an_accelerator_may_not_say_is_refused(arguments, settings, said, tmp_path, monkeypatch):
+def test_unsupported_accelerator_settings_are_refused(arguments, settings, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadArgument, match=said):
         run_mlp({"name": "accelerate", **arguments}, **settings)
@@ -85,7 +85,7 @@ def test_what_an_accelerator_may_not_say_is_refused(arguments, settings, said, t
             run_mlp(Accelerator(cpu=True, **arguments), **settings)
 
 
-def test_options_and_devices_are_looked_at():
+def test_options_and_devices_are_checked():
     with pytest.raises(BadArgument, match="Did you mean 'kwargs_handlers'"):
         make_strategy({"name": "accelerate", "kwarg_handlers": []})
     with pytest.raises(BadArgument, match="no options"):
@@ -95,7 +95,7 @@ def test_options_and_devices_are_looked_at():
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("FSDP", "strategy='fsdp'"), ("MEGATRON_LM", "strategy='tp'")])
-def test_who_takes_the_parameters_out_of_our_hands_is_refused(kind, instead):
+def test_backends_that_own_the_parameters_are_refused(kind, instead):
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = type(accelerator.distributed_type)[kind]
     with pytest.raises(BadArgument, match=instead):
@@ -117,18 +117,18 @@ torch.save({**found(trainer), "kind": torch.tensor(kind)}, os.environ["RANK"] + 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("words", "kind"),
     [(["--multi_gpu"], 0), (["--use_fsdp", "--fsdp_version", "2", "--fsdp_offload_params", "true"], 1)],
 )
-def test_accelerate_launch_starts_the_strategy_that_it_was_told_to(words, kind, tmp_path, monkeypatch):
+def test_accelerate_launch_selects_the_strategy(words, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "accelerate.commands.launch", *words, "--num_processes", "2"]
     command += ["--main_process_port", "0", "program.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     alone = found(run_tokens("single", "alone").fit())
     for rank in (0, 1):
@@ -164,7 +164,7 @@ def test_accelerate_launch_starts_the_strategy_that_it_was_told_to(words, kind, 
         ({"ACCELERATE_USE_FSDP": "1", "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing=True"),
     ],
 )
-def test_what_the_launcher_was_told_is_done_or_refused(environment, asked, monkeypatch):
+def test_launcher_settings_are_used_or_refused(environment, asked, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if isinstance(asked, str):
@@ -182,8 +182,8 @@ def test_what_the_launcher_was_told_is_done_or_refused(environment, asked, monke
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_deepspeed_trains_as_ddp_does_and_shares_its_checkpoints(tmp_path, monkeypatch):
+@pytest.mark.timeout(1500)
+def test_deepspeed_matches_ddp_and_shares_its_checkpoints(tmp_path, monkeypatch):
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(tmp_path)
@@ -216,7 +216,7 @@ def test_deepspeed_trains_as_ddp_does_and_shares_its_checkpoints(tmp_path, monke
         ({"gradient_clipping": 0.5}, "pass gradient_clip=0.5"),
     ],
 )
-def test_what_deepspeed_may_not_be_told_is_refused(config, said):
+def test_deepspeed_settings_of_the_run_are_refused(config, said):
     with pytest.raises(BadArgument, match=said):
         check_config({"zero_optimization": {"stage": 2}, **config})
     harmless = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "fp16": {"enabled": False}}

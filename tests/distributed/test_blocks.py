@@ -14,13 +14,13 @@ def kinds(model, wanted=None):
     return [type(block).__name__ for block in find_blocks(model, wanted)]
 
 
-def test_models_of_transformers_name_their_blocks():
+def test_hugging_face_models_name_their_blocks():
     assert kinds(LlamaForCausalLM(llama())) == ["LlamaDecoderLayer"] * 2
     assert kinds(GPT2LMHeadModel(gpt2())) == ["GPT2Block"] * 2
     assert set(kinds(T5ForConditionalGeneration(t5()))) == {"T5Block"}
 
 
-def test_other_models_are_made_of_what_they_repeat():
+def test_repeated_modules_of_other_models_are_blocks():
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32)
     assert kinds(vit) == ["Block"] * 12
     resnet = timm.create_model("resnet18", num_classes=3)
@@ -48,7 +48,7 @@ def test_a_block_that_shares_a_weight_with_the_outside_is_left_out():
     assert find_blocks(model) == [body[2], body[0]]
 
 
-def test_blocks_are_chosen_by_name_class_and_function_inner_ones_first():
+def test_blocks_can_be_selected_by_name_class_and_function():
     model = LlamaForCausalLM(llama())
     by_name = find_blocks(model, ["LlamaMLP", "LlamaDecoderLayer"])
     assert [type(b).__name__ for b in by_name] == ["LlamaMLP", "LlamaDecoderLayer"] * 2
@@ -57,7 +57,7 @@ def test_blocks_are_chosen_by_name_class_and_function_inner_ones_first():
     assert find_blocks(model, ()) == []
 
 
-def test_a_wrong_choice_is_named():
+def test_a_wrong_selection_is_refused():
     model = LlamaForCausalLM(llama())
     with pytest.raises(BadArgument, match="'LlamaDecoderLayr'\\. Did you mean 'LlamaDecoderLayer'"):
         find_blocks(model, "LlamaDecoderLayr")

@@ -22,7 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     return on_ranks(collective_ranks.results, 4, tmp_path_factory.mktemp("ranks"))
 
 
-def test_rows_of_unequal_shares_lie_in_the_order_of_the_ranks(found: list[dict[str, Tensor]]) -> None:
+def test_unequal_numbers_of_rows_are_gathered_in_rank_order(found: list[dict[str, Tensor]]) -> None:
     for kind in KINDS:
         want = torch.cat([rows_of(index, count, kind) for index, count in enumerate(COUNTS)])
         for result in found:
@@ -30,7 +30,7 @@ def test_rows_of_unequal_shares_lie_in_the_order_of_the_ranks(found: list[dict[s
     assert [result["place"].tolist() for result in found] == [[0, 6], [3, 6], [3, 6], [5, 6]]
 
 
-def test_the_gradient_of_a_row_is_the_sum_of_what_all_losses_say(found: list[dict[str, Tensor]]) -> None:
+def test_the_gradient_of_a_row_is_the_sum_over_all_losses(found: list[dict[str, Tensor]]) -> None:
     """Against one process that has all rows and adds up the losses of all ranks."""
     every = torch.cat([rows_of(index, count) for index, count in enumerate(COUNTS)]).requires_grad_()
     losses = [(every.square().sum((1, 2)) * collective_ranks.loss_weights(index)).sum() for index in range(4)]
@@ -40,13 +40,13 @@ def test_the_gradient_of_a_row_is_the_sum_of_what_all_losses_say(found: list[dic
         torch.testing.assert_close(result["gradient"], want, rtol=1e-14, atol=0)
 
 
-def test_padding_is_refused_by_all_ranks_which_stay_in_step(found: list[dict[str, Tensor]]) -> None:
+def test_padding_is_refused_on_all_ranks_which_stay_in_sync(found: list[dict[str, Tensor]]) -> None:
     """That all of them raised is asserted where they did."""
     for result in found:
         assert result["after"].tolist() == [0, 1, 2, 3]
 
 
-def test_padding_that_takes_part_is_seen_by_nobody_else(found: list[dict[str, Tensor]]) -> None:
+def test_participating_padding_is_invisible_to_other_ranks(found: list[dict[str, Tensor]]) -> None:
     real = torch.cat([rows_of(0, 2), rows_of(1, 2)])
     for index, result in enumerate(found):
         apart = index >= 2
@@ -57,7 +57,7 @@ def test_padding_that_takes_part_is_seen_by_nobody_else(found: list[dict[str, Te
         assert result["seen_gradient"].unique().tolist() == [1.0 if apart else 4.0]
 
 
-def test_a_group_of_ranks_keeps_to_itself(found: list[dict[str, Tensor]]) -> None:
+def test_collectives_stay_within_the_data_parallel_group(found: list[dict[str, Tensor]]) -> None:
     for index, result in enumerate(found):
         partners = [index % 2, index % 2 + 2]
         assert result["group"].tolist() == [2, index // 2]
@@ -68,7 +68,7 @@ def test_a_group_of_ranks_keeps_to_itself(found: list[dict[str, Tensor]]) -> Non
         assert result["group_gradient"].unique().tolist() == [2.0]
 
 
-def test_a_compiled_loss_exchanges_the_same(found: list[dict[str, Tensor]]) -> None:
+def test_a_compiled_loss_communicates_the_same(found: list[dict[str, Tensor]]) -> None:
     for result in found:
         assert torch.equal(result["compiled"], result["eager"])
         assert result["eager"].abs().max() > 1e-3
@@ -80,6 +80,6 @@ def broken(index: int, world: int) -> dict[str, Tensor]:
     return {}
 
 
-def test_what_a_rank_raises_reaches_whoever_started_it(tmp_path: Path) -> None:
+def test_an_exception_on_a_rank_reaches_the_parent(tmp_path: Path) -> None:
     with pytest.raises(ProcessRaisedException, match="rank one cannot go on"):
         on_ranks(broken, 2, tmp_path)

@@ -20,7 +20,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.distributed.failure_detection import HUNG_EXIT_CODE, RankLost, RankMonitor, is_collective_error
 from trainformer.distributed.heartbeats import Failure, LocalProcess, ProcessInfo
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 COLLECTIVE_FAILED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3")
 
@@ -78,7 +78,7 @@ def test_the_error_of_a_failing_rank_is_quoted_by_the_others(tmp_path, failing):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_after_patience_and_the_hanging_ones_end(tmp_path):
-    with Fleet(Case(patience=6, grace=2), tmp_path) as fleet:
+    with Fleet(Case(patience=12, grace=2), tmp_path) as fleet:
         name = fleet.hit(2, signal.SIGSTOP)
         codes = fleet.end(0, 1)
         assert HUNG_EXIT_CODE in codes  # the end of the first gives the other one an error, perhaps
@@ -93,7 +93,7 @@ def test_a_stopped_rank_is_named_after_patience_and_the_hanging_ones_end(tmp_pat
 
 @pytest.mark.slow
 def test_a_stopped_host_of_the_store_is_named_too(tmp_path):
-    with Fleet(Case(patience=6, grace=2), tmp_path) as fleet:
+    with Fleet(Case(patience=12, grace=2), tmp_path) as fleet:
         name = fleet.hit(0, signal.SIGSTOP)
         codes = fleet.end(1, 2)
         assert HUNG_EXIT_CODE in codes
@@ -125,7 +125,7 @@ def test_a_rank_that_finished_too_early_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_succeeds_blames_nobody(tmp_path):
     # Twice, and with a rank that is late: nobody may be blamed for what happens before or after.
-    with Fleet(Case(late=1, runs=2, patience=5, grace=0.5), tmp_path) as fleet:
+    with Fleet(Case(late=1, runs=2, patience=60, grace=0.5), tmp_path) as fleet:
         fleet.wait_until_busy()
         (tmp_path / "enough").touch()
         assert fleet.end(0, 1, 2) == [0, 0, 0]
@@ -136,11 +136,11 @@ def test_a_run_that_succeeds_blames_nobody(tmp_path):
 def test_ranks_that_are_all_paused_do_not_blame_each_other(tmp_path):
     # The last to stop is the first to continue: rank 0 misses heartbeats of rank 2, and rank 1 the store, for a moment
     # before and after. The pause itself does not count.
-    with Fleet(Case(patience=5, grace=0.5), tmp_path) as fleet:
+    with Fleet(Case(patience=10, grace=0.5), tmp_path) as fleet:
         for rank in (2, 0, 1):
             fleet.hit(rank, signal.SIGSTOP)
             time.sleep(0.6)
-        time.sleep(6)
+        time.sleep(12)
         for rank in (1, 0, 2):
             fleet.hit(rank, signal.SIGCONT)
             time.sleep(0.6)

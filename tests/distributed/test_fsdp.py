@@ -73,7 +73,7 @@ def two(folder, four, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_four_ranks_are_one_process(name, alone, four):
+def test_four_ranks_match_one_process(name, alone, four):
     for found in four:
         own = named(found, f"{name}/")
         assert own.keys() == alone.after(name).keys()
@@ -82,14 +82,14 @@ def test_four_ranks_are_one_process(name, alone, four):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_what_four_ranks_saved_goes_on_on_two(name, alone, two):
+def test_two_ranks_resume_from_four(name, alone, two):
     for found in two:
         assert largest_difference(named(found, f"{name}-resumed/"), alone.after(name, HALF)) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_what_four_ranks_saved_goes_on_in_one_process(name, alone, four, folder):
+def test_one_process_resumes_from_four_ranks(name, alone, four, folder):
     task = TASKS[name](seed=5)
     optimizer = optimizer_by_hand(task)
     saved = folder / f"{name}-four"
@@ -101,13 +101,13 @@ def test_what_four_ranks_saved_goes_on_in_one_process(name, alone, four, folder)
 
 
 @pytest.mark.slow
-def test_what_one_process_saved_goes_on_on_two(alone, two):
+def test_two_ranks_resume_from_one_process(alone, two):
     for found in two:
         assert largest_difference(named(found, "from-one/"), alone.after("teaching", HALF)) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_the_whole_model_is_that_of_the_files_and_has_its_tied_weights(alone, two, folder):
+def test_the_full_model_matches_the_files_and_keeps_tied_weights(alone, two, folder):
     whole = [torch.load(folder / f"whole-{rank}.pt", weights_only=True) for rank in range(2)]
     saved = opened(folder / "telling-two", "model").unsharded()
     for found in whole:
@@ -121,7 +121,7 @@ def test_the_whole_model_is_that_of_the_files_and_has_its_tied_weights(alone, tw
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_evaluation_sees_the_trained_model_or_its_average_and_leaves_both_divided(name, two):
+def test_evaluation_uses_the_model_or_its_average_and_leaves_both_sharded(name, two):
     task = TASKS[name]()
     average = copy.deepcopy(task.model)
     by_hand(task, optimizer_by_hand(task), 0, 2)
@@ -140,12 +140,12 @@ def test_evaluation_sees_the_trained_model_or_its_average_and_leaves_both_divide
 
 
 @pytest.mark.slow
-def test_the_overflow_of_one_rank_is_that_of_all(two):
+def test_an_overflow_on_one_rank_counts_on_all(two):
     assert [found["flag"].item() for found in two] == [1, 1]
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_goes_on_in_one_process_and_ends_as_if_there_had_been_one(two, folder, tmp_path):
+def test_one_process_resumes_a_run_of_two_ranks_with_the_same_result(two, folder, tmp_path):
     assert (folder / "run/checkpoints/step_00000005/model.tree.pt").exists()
     resumed = trainer_of(folder, "single", steps=9).fit()
     alone = trainer_of(tmp_path, "single", steps=9).fit()
@@ -162,14 +162,14 @@ def test_a_run_of_two_ranks_goes_on_in_one_process_and_ends_as_if_there_had_been
         ("nadam", torch.optim.NAdam),
     ],
 )
-def test_other_optimizers_are_those_of_one_process(name, make, two):
+def test_other_optimizers_match_one_process(name, make, two):
     task = TASKS["teaching"]()
     losses = by_hand(task, optimizer_by_hand(task, make))
     assert all((found[f"{name}/losses"] - losses).abs().max() < TOLERANCE for found in two)
 
 
 @pytest.mark.slow
-def test_fewer_bits_train_alike_and_an_overflow_makes_no_step(two):
+def test_mixed_precision_is_close_and_an_overflow_skips_the_step(two):
     for found in two:
         whole, short, half = (found[f"{precision}/losses"] for precision in ("no", "bf16", "fp16"))
         assert (whole - short).abs().max() < 0.02 * whole.max()
@@ -181,14 +181,14 @@ def test_fewer_bits_train_alike_and_an_overflow_makes_no_step(two):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_divided_is_refused_in_words(two):
+def test_what_cannot_be_sharded_is_refused(two):
     assert all(found["refused"] == 7 for found in two)
 
 
 # -- one process -------------------------------------------------------------------------------------------
 
 
-def test_alone_it_is_the_strategy_of_a_single_process():
+def test_one_process_behaves_like_the_single_strategy():
     task, strategy = MeanTask(), FSDP(cpu_offload=True)
     strategy.setup_environment("cpu", 1.0)
     before = task.model

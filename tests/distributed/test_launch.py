@@ -41,7 +41,7 @@ def launch(folder, *words, **options):
 
 
 def ended(process):
-    _, said = process.communicate(timeout=200)
+    _, said = process.communicate(timeout=600)
     return process.returncode, said
 
 
@@ -56,28 +56,28 @@ def seen(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_script_runs_in_several_processes_with_its_own_arguments(program):
     assert ended(launch(program, "--nproc", "2", "program.py", "--nproc", "9", "--n", "-m", "x"))[0] == 0
     assert seen(program) == {f"seen-{rank}-of-2": "--nproc 9 --n -m x|1" for rank in (0, 1)}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_exit_code_is_that_of_the_process_that_failed(program):
     code, said = ended(launch(program, "--nproc", "2", "-m", "program", "fail"))
     assert code == 7
     assert "error: Rank 1 of 2" in said
-    assert "exit code 7" in said
+    assert "exited with code 7" in said
     assert "Traceback" not in said
     assert ended(launch(program, "--nproc", "2", "--max-restarts", "1", "program.py", "fail"))[0] == 0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_signal_reaches_the_processes_and_is_the_exit_code(program):
     process = launch(program, "--nproc", "2", "program.py", "wait")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(seen(program)) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
@@ -85,7 +85,7 @@ def test_a_signal_reaches_the_processes_and_is_the_exit_code(program):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_our_own_commands_can_be_launched(tmp_path):
     (tmp_path / "training.py").write_text(TRAINING)
     (tmp_path / "config.yaml").write_text("main: !partial:training:train {}\n")
@@ -107,7 +107,7 @@ def test_our_own_commands_can_be_launched(tmp_path):
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "host", "x.py"], "below --nnodes"),
     ],
 )
-def test_what_cannot_be_launched_is_said_in_a_paragraph(words, said, capsys):
+def test_launch_errors_are_one_paragraph(words, said, capsys):
     assert main(["launch", *words]) == 1
     shown = " ".join(capsys.readouterr().err.split())
     assert shown.startswith("error: ")

@@ -52,7 +52,7 @@ def labels_of(found, kind):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "llama", "gpt2"])
-def test_every_schedule_trains_as_one_process_does(ranks, alone, kind):
+def test_every_schedule_matches_one_process(ranks, alone, kind):
     labels = labels_of(ranks[0], kind)
     assert len(labels) == {"mlp": 3, "llama": 3 if len(ranks) == 2 else 1, "gpt2": 1}[kind]
     for label in labels:
@@ -78,7 +78,7 @@ def test_metrics_of_micro_batches_are_those_of_the_batch(two):
     assert (two[0]["size"] - torch.stack(size)).abs().max() < EXACT
 
 
-def test_evaluation_gives_the_same_on_every_rank(ranks, alone):
+def test_evaluation_is_the_same_on_every_rank(ranks, alone):
     task = Classify(tower())
     task.model.load_state_dict({name: alone["mlp"][name] for name in task.model.state_dict()})
     wanted = task.eval_step(windows_of_samples()[0][0])
@@ -88,14 +88,14 @@ def test_evaluation_gives_the_same_on_every_rank(ranks, alone):
         assert torch.equal(found["eval rows"], wanted["prediction"])
 
 
-def test_each_rank_holds_its_own_layers_alone(ranks):
+def test_each_rank_holds_only_its_own_layers(ranks):
     sizes = [found["own parameters"].item() for found in ranks]
     assert sum(sizes) == sum(p.numel() for p in tower().parameters())
     assert max(sizes) < 2 * sum(sizes) / len(sizes)
 
 
 @pytest.mark.parametrize("source", ["same", "one", "two"])
-def test_state_is_that_of_one_process_and_goes_on_anywhere(ranks, alone, source):
+def test_state_is_that_of_one_process_and_resumes_anywhere(ranks, alone, source):
     found = named(ranks[0], f"from {source}: ")
     if source == "two" and len(ranks) == 2:
         assert not found  # that is "same"
@@ -106,7 +106,7 @@ def test_state_is_that_of_one_process_and_goes_on_anywhere(ranks, alone, source)
     assert largest_difference(found, wanted) < EXACT
 
 
-def test_one_process_goes_on_from_a_pipeline(two, folder, alone):
+def test_one_process_resumes_from_a_pipeline(two, folder, alone):
     state = torch.load(folder / "2.state", weights_only=True)
     task = Classify(tower())
     task.model.load_state_dict(state["weights"])
@@ -117,7 +117,7 @@ def test_one_process_goes_on_from_a_pipeline(two, folder, alone):
     assert largest_difference({name: went_on[name] for name in task.model.state_dict()}, alone["mlp"]) < EXACT
 
 
-def test_the_whole_model_is_put_together_for_export(ranks, alone):
+def test_the_full_model_is_gathered_for_export(ranks, alone):
     model = tied_gpt2()
     model.load_state_dict({name: alone["gpt2"][name] for name in model.state_dict()})
     wanted = NextToken(model).train_step(runs.windows_of_tokens()[0][0]).sum
@@ -125,7 +125,7 @@ def test_the_whole_model_is_put_together_for_export(ranks, alone):
     assert ranks[0]["gpt2 tied"]
 
 
-def test_looking_at_shapes_leaves_no_trace(ranks):
+def test_probing_shapes_has_no_side_effects(ranks):
     micro_batches = 2 * len(ranks)  # of the two batches of a step
     for rank, found in enumerate(ranks):
         torch.manual_seed(9)
@@ -147,7 +147,7 @@ def test_what_a_pipeline_cannot_do_is_refused_on_every_rank(ranks):
     assert [found["refused"].item() for found in ranks] == [2] * len(ranks)
 
 
-def test_a_weight_of_two_stages_counts_once_and_what_is_drawn_and_gathered_is_a_ranks_own(ranks):
+def test_a_tied_weight_counts_once_and_random_numbers_and_rows_stay_per_rank(ranks):
     every = sum(p.numel() for p in tied_gpt2().parameters())
     assert [found["counted"].item() for found in ranks] == [every] * len(ranks)
     assert [found["stream"].item() for found in ranks] == list(range(len(ranks)))

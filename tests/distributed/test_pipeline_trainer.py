@@ -40,23 +40,23 @@ def records(folder):
 
 
 @pytest.mark.parametrize("label", ["straight", "from one"])
-def test_weights_are_those_of_one_process(one, two, label):
+def test_weights_match_one_process(one, two, label):
     assert largest_difference(named(two[0], f"{label}: "), one) < 1e-10
 
 
-def test_what_is_logged_is_that_of_one_process(folder, two):
+def test_logs_match_one_process(folder, two):
     pairs = list(zip(records(folder / "straight"), records(folder / "one"), strict=True))
     assert len(pairs) > 2
     for here, there in pairs:
         assert here == pytest.approx(there, rel=1e-10)
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_a_pipeline(folder, one, two):
+def test_one_process_resumes_from_a_pipeline_checkpoint(folder, one, two):
     assert largest_difference(runs.samples(folder / "back", "single", folder / "straight"), one) < 1e-10
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_language_task_needs_nothing_of_its_own(folder, two, packing):
+def test_a_language_task_needs_no_changes(folder, two, packing):
     wanted = runs.texts(folder / f"alone{packing}", "single", packing)
     found = named(two[0], f"packing {packing}: ")
     assert largest_difference(found, wanted) < 1e-5

@@ -9,7 +9,7 @@ from ranks import on_ranks
 from trainformer.core.errors import BadArgument
 from trainformer.distributed import Launch, make_strategy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 #: What is computed in fp32 or less, where sums are rounded in another order: one place of what was rounded then, one
 #: of 30 samples.
@@ -30,7 +30,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_two_ranks_do_what_one_process_does(results, case):
+def test_two_ranks_match_one_process(results, case):
     alone = {key: value for key, value in results[1][0].items() if key.startswith(f"{case}: ")}
     assert alone
     for rank in results[2]:
@@ -45,7 +45,7 @@ def test_two_ranks_do_what_one_process_does(results, case):
                 assert there[key] == value, key
 
 
-def test_these_are_the_runs_that_were_meant(results):
+def test_every_case_ran_as_intended(results):
     alone = results[1][0]
     assert alone["asks, last: kept"] == [3, 4, 9]  # asked for, the best evaluation, the end
     assert alone["asks, last: history of val/loss"][:, 0].tolist() == [4]
@@ -75,7 +75,7 @@ def test_these_are_the_runs_that_were_meant(results):
         ("unreadable", ("sample 9 is broken",)),
     ],
 )
-def test_what_goes_wrong_is_said_on_every_rank(results, case, words):
+def test_errors_are_raised_on_every_rank(results, case, words):
     assert case in FAILING
     for rank in results[2]:
         for word in words:
@@ -91,7 +91,7 @@ def test_what_goes_wrong_is_said_on_every_rank(results, case, words):
         ({"SLURM_STEP_NUM_TASKS": "2(x3)", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS"),
     ],
 )
-def test_a_launcher_that_says_nonsense_is_told_so(environment, said):
+def test_inconsistent_launcher_variables_are_refused(environment, said):
     with pytest.raises(BadArgument, match=said):
         Launch.find(environment)
 
@@ -102,7 +102,7 @@ def test_slurm_counts_the_processes_of_the_step():
     assert Launch.find({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Launch(0, 1, 0)  # sbatch without srun
 
 
-def test_options_of_ddp_that_do_not_exist_are_refused_with_one_process_already():
+def test_unknown_ddp_options_are_refused_even_with_one_process():
     with pytest.raises(BadArgument, match="Did you mean 'bucket_cap_mb'"):
         make_strategy({"name": "ddp", "bucket_cap": 5})
     with pytest.raises(BadArgument, match="device_ids"):  # ours to choose
@@ -110,7 +110,7 @@ def test_options_of_ddp_that_do_not_exist_are_refused_with_one_process_already()
     assert make_strategy({"name": "ddp", "bucket_cap_mb": 5}).options == {"bucket_cap_mb": 5}
 
 
-def test_several_processes_cannot_each_train_alone(monkeypatch, tmp_path):
+def test_single_is_refused_with_several_processes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     run = trainer("alone", 1, strategy="single")
     monkeypatch.setenv("RANK", "0")

@@ -8,7 +8,7 @@ from trainformer.checkpointing import CheckpointStore
 
 
 @pytest.mark.slow
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
+def test_a_failure_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
     found = on_ranks(writing, 3, tmp_path)
     for rank in found:
         assert rank["ended"].tolist() == [0, 1, 1, 0]

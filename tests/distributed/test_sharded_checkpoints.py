@@ -1,4 +1,4 @@
-"""A checkpoint of a model that was divided over ranks: every tool reads it, and one process goes on from it."""
+"""A checkpoint of a sharded model: every tool reads it, and one process resumes from it."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from trainformer.adapters import LoRA
 from trainformer.checkpointing import CheckpointStore
 from trainformer.run import run_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_it_lies_in_parts_and_tools_read_it_as_a_whole(run, tmp_path):
+def test_tools_read_shards_as_one_state(run, tmp_path):
     folder, found = run
     newest = CheckpointStore(folder / "divided" / "checkpoints").newest()
     names = [record.name for record in newest.manifest.components["model"]]
@@ -44,7 +44,7 @@ def test_it_lies_in_parts_and_tools_read_it_as_a_whole(run, tmp_path):
     assert not equal(average, model)
 
 
-def test_a_single_file_and_an_export_hold_all_of_it(run):
+def test_a_snapshot_and_an_export_hold_the_full_model(run):
     folder, found = run
     assert equal(torch.load(folder / "all.pt", weights_only=True)["components"]["model"], named(found, "weight "))
     exported = torch.load(folder / "average.pt", weights_only=True)
@@ -52,7 +52,7 @@ def test_a_single_file_and_an_export_hold_all_of_it(run):
         torch.testing.assert_close(exported[name], value.float())
 
 
-def test_it_becomes_a_folder_for_from_pretrained(run, tmp_path):
+def test_finalize_makes_a_folder_for_from_pretrained(run, tmp_path):
     folder, found = run
     checkpoint.finalize(folder / "divided", tmp_path / "deployed", ema=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "deployed")
@@ -60,7 +60,7 @@ def test_it_becomes_a_folder_for_from_pretrained(run, tmp_path):
     assert equal({name: value.float() for name, value in model.state_dict().items()}, wanted)
 
 
-def test_an_adapter_on_a_divided_model_is_the_file_that_peft_reads(run, tmp_path):
+def test_the_adapter_of_a_sharded_model_loads_with_peft(run, tmp_path):
     folder, found = run
     newest = CheckpointStore(folder / "adapted" / "checkpoints").newest()
     model = PeftModel.from_pretrained(wide_llama(), newest.path)
@@ -75,7 +75,7 @@ def test_an_adapter_on_a_divided_model_is_the_file_that_peft_reads(run, tmp_path
 
 
 @pytest.mark.parametrize("source", ["divided", "all.pt"])
-def test_one_process_goes_on_from_it(run, tmp_path, source):
+def test_one_process_resumes_from_it(run, tmp_path, source):
     folder, found = run
     trainer = run_llama("single", ema=0.9, run_dir=tmp_path / "alone", epochs=2).load(folder / source)
     assert equal(trainer.task.model.state_dict(), named(found, "weight "))

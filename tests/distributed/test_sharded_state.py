@@ -30,7 +30,7 @@ def opened(folder):
 
 
 @pytest.mark.slow
-def test_every_number_of_ranks_reads_what_every_other_wrote(written):
+def test_any_world_size_reads_what_any_other_wrote(written):
     _, found = written
     assert [result["wrong"].item() for result in found] == [0, 0, 0, 0]
     # The first rank writes the tree as well. No rank writes for another.
@@ -39,7 +39,7 @@ def test_every_number_of_ranks_reads_what_every_other_wrote(written):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", COUNTS)
-def test_one_process_without_a_group_reads_all_of_it(written, world):
+def test_one_process_without_a_process_group_reads_the_full_state(written, world):
     state = opened(written[0] / str(world)).unsharded()
     values = truth()
     assert all(torch.equal(state["tensors"][name], value) for name, value in values.items())
@@ -57,7 +57,7 @@ def test_each_value_is_in_one_file_only(written):
 
 
 @pytest.mark.slow
-def test_shards_that_are_missing_or_of_another_checkpoint_are_named(written, tmp_path):
+def test_missing_or_foreign_shards_are_named(written, tmp_path):
     folder = tmp_path / "four"
     shutil.copytree(written[0] / "4", folder)
     shard = folder / "model.shard-00002-of-00004.safetensors"
@@ -137,7 +137,7 @@ def test_nothing_in_a_file_is_executed(tmp_path):
         {"format": 1, "world": 1, "aliases": {"weight": "nothing"}, "tree": a_state()},
     ],
 )
-def test_a_tree_that_is_none_is_refused(tmp_path, content):
+def test_an_invalid_tree_is_refused(tmp_path, content):
     saved(tmp_path)
     torch.save(content, tmp_path / "model.tree.pt")
     with pytest.raises(DataError, match=r"model\.tree\.pt does not describe"):
@@ -163,7 +163,7 @@ def test_pieces_that_do_not_fit_are_refused(tmp_path, offsets):
         opened(tmp_path)
 
 
-def test_values_that_no_shard_holds_are_missed(tmp_path):
+def test_missing_values_are_detected(tmp_path):
     saved(tmp_path)
     shard = tmp_path / "model.shard-00000-of-00001.safetensors"
     pieces = load_file(shard)
@@ -182,7 +182,7 @@ def test_any_key_keeps_its_tensor(tmp_path):
         write_sharded(tmp_path, "model", {"a": {"3": torch.zeros(1), 3: torch.zeros(1)}}, TorchProcessGroup())
 
 
-def test_views_of_one_memory_are_written_as_they_look(tmp_path):
+def test_views_of_shared_memory_are_written_correctly(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     state = {"base": base, "rows": base[1:], "turned": base.t(), "same": base}
     found = opened(saved(tmp_path, state)).unsharded()
@@ -190,7 +190,7 @@ def test_views_of_one_memory_are_written_as_they_look(tmp_path):
     assert found["same"] is found["base"]
 
 
-def test_a_state_is_written_in_a_thread_while_the_run_goes_on(tmp_path):
+def test_a_state_is_written_in_a_thread_while_training_continues(tmp_path):
     state = a_state()
     snapshot = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
     thread = threading.Thread(target=write_sharded, args=(tmp_path, "model", snapshot, TorchProcessGroup()))

@@ -74,7 +74,7 @@ def test_stages_of_a_decoder_compute_what_the_model_does(family):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_what_other_ranks_hold_has_no_memory_here_and_every_name_stays():
+def test_layers_of_other_ranks_are_on_meta_and_names_stay():
     model, whole = decoder("Llama"), decoder("Llama")
     staged = StagedModel(model)
     staged.split(2, [1, 3])
@@ -150,7 +150,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Branching, lambda: nn.Linear(2, 2), "bert", "t5", "router"])
-def test_what_cannot_be_cut_is_refused_with_what_can(make):
+def test_models_that_cannot_be_split_are_refused(make):
     models = {
         "bert": lambda: AutoModelForCausalLM.from_config(bert(is_decoder=True)),
         "t5": lambda: AutoModelForSeq2SeqLM.from_config(t5()),
@@ -166,7 +166,7 @@ def decoder_with_router():
     return AutoModelForCausalLM.from_config(transformers.MixtralConfig(**options))
 
 
-def test_a_model_around_one_sequential_is_cut_there():
+def test_a_model_around_one_sequential_is_split_there():
     model = Wrapped()
     staged = StagedModel(model)
     staged.split(2, None)
@@ -233,7 +233,7 @@ def test_a_compiled_model_is_refused():
         Pipeline().prepare(compiled, torch.device("cpu"))
 
 
-def test_one_process_alone_is_an_ordinary_run():
+def test_one_process_is_an_ordinary_run():
     strategy, task = Pipeline(), Classify(tower())
     strategy.setup_environment("cpu", 60)
     strategy.prepare(task, torch.device("cpu"))
@@ -245,7 +245,7 @@ def test_one_process_alone_is_an_ordinary_run():
     assert largest_difference(copied.state_dict(), task.model.state_dict()) == 0
 
 
-def test_batches_are_cut_into_micro_batches_of_nearly_one_size():
+def test_batches_are_split_into_micro_batches_of_nearly_equal_size():
     batch = {"x": torch.arange(10), "names": list("abcdefghij")}
     pieces = split_batch(batch, 4)
     assert [piece.rows for piece in pieces] == [2, 3, 2, 3]

@@ -44,7 +44,7 @@ def assert_same(found: Tensor, want: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(
+def test_outputs_gradients_and_statistics_match_the_global_batch(
     together: list[dict[str, Tensor]], alone: dict[str, Tensor], layer: str
 ) -> None:
     by_rows = [name for name in alone if name.startswith(f"rows.{layer}.")]
@@ -60,7 +60,7 @@ def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("case", ["ddp", "padded", "single"])
-def test_networks_train_as_in_one_process(
+def test_networks_train_like_one_process(
     together: list[dict[str, Tensor]], alone: dict[str, Tensor], case: str
 ) -> None:
     """In torch's DDP with accumulation, with padding on the last rank, and with one sample on all ranks together."""
@@ -87,7 +87,7 @@ def test_a_sample_on_each_rank_makes_a_batch(together: list[dict[str, Tensor]]) 
 # -- the change of a layer ---------------------------------------------------------------------------------
 
 
-def test_a_layer_keeps_all_it_has() -> None:
+def test_a_converted_layer_keeps_its_attributes() -> None:
     layer = nn.BatchNorm2d(4, eps=0.01, momentum=None, dtype=torch.float64)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), layer, nn.Sequential(BNNeck(4)).eval())
     seen: list[int] = []
@@ -108,7 +108,7 @@ def test_a_layer_keeps_all_it_has() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), AveragedModel])
-def test_copies_are_alike(copied: object) -> None:
+def test_converted_layers_can_be_copied_and_pickled(copied: object) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), BNNeck(3))
     convert_sync_batchnorm(model)
     model(images(4, 3).float())
@@ -120,7 +120,7 @@ def test_copies_are_alike(copied: object) -> None:
         assert inner.state_dict()[key].data_ptr() != value.data_ptr()
 
 
-def test_one_process_computes_what_the_layer_did() -> None:
+def test_one_process_computes_the_same_as_before() -> None:
     for made in (lambda: nn.BatchNorm2d(4), lambda: BatchNormAct2d(4)):
         plain, shared = made(), made()
         convert_sync_batchnorm(shared)
@@ -144,7 +144,7 @@ class Own(nn.BatchNorm1d):
         return input * self.weight
 
 
-def test_layers_of_users(caplog: pytest.LogCaptureFixture) -> None:
+def test_user_defined_layers(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(Louder(3), Own(3))
     rows = images(4, 3).float()
     want = model(rows)

@@ -55,13 +55,13 @@ def difference(ranks, run, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["untied/2", "qwen2/None", "qwen3/None", "by-hand/1"])
-def test_two_ranks_are_one_process(run, alone, two):
+def test_two_ranks_match_one_process(run, alone, two):
     assert difference(two, run, alone[run.partition("/")[0]]) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["tied/2", "by-hand/2", "by-hand/4"])
-def test_four_ranks_are_one_process(run, alone, four):
+def test_four_ranks_match_one_process(run, alone, four):
     assert difference(four, run, alone[run.partition("/")[0]]) < TOLERANCE
 
 
@@ -75,13 +75,13 @@ def test_steps_can_be_undone_with_a_copy_of_the_state(alone, two):
 
 
 @pytest.mark.slow
-def test_what_two_ranks_saved_goes_on_on_four(alone, four):
+def test_four_ranks_resume_from_two(alone, four):
     assert difference(four, "untied-resumed/4", second_half(alone["untied"])) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["untied-two", "tied-four"])
-def test_what_ranks_saved_goes_on_in_one_process(run, alone, four, folder):
+def test_one_process_resumes_from_several_ranks(run, alone, four, folder):
     name = run.partition("-")[0]
     task = fresh(name, seed=5)
     optimizer = optimizer_by_hand(task)
@@ -92,7 +92,7 @@ def test_what_ranks_saved_goes_on_in_one_process(run, alone, four, folder):
 
 
 @pytest.mark.slow
-def test_the_whole_model_is_that_of_one_process(alone, two, folder):
+def test_the_full_model_matches_one_process(alone, two, folder):
     for rank in range(2):
         state = torch.load(folder / f"whole-{rank}.pt", weights_only=True)
         expected = {k.removeprefix("model."): v for k, v in alone["untied"].items() if k != "losses"}
@@ -100,7 +100,7 @@ def test_the_whole_model_is_that_of_one_process(alone, two, folder):
 
 
 @pytest.mark.slow
-def test_a_copy_is_a_model_of_its_own_and_ranks_hold_parts(two, four):
+def test_a_copy_is_independent_and_sharded(two, four):
     assert all(torch.equal(rank["copy"], rank["copied"]) for rank in (*two, *four))
     assert [rank["tied"].tolist() for rank in (two[0], four[0])] == [[False, False], [True, True]]
     norms = sum(p.numel() for name, p in fresh("untied").model.named_parameters() if "norm" in name)
@@ -111,18 +111,18 @@ def test_a_copy_is_a_model_of_its_own_and_ranks_hold_parts(two, four):
 
 
 @pytest.mark.slow
-def test_all_ranks_hear_what_one_asks_and_share_rows_between_models_only(four):
-    assert [rank["heard"].tolist() for rank in four] == [[False, True]] * 4
+def test_requests_reach_all_ranks_and_rows_are_gathered_between_models_only(four):
+    assert [rank["requests"].tolist() for rank in four] == [[False, True]] * 4
     assert [rank["rows"].tolist() for rank in four] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 @pytest.mark.slow
-def test_a_whole_layer_among_divided_ones_is_refused_where_the_plan_forgot_it(two):
+def test_a_replicated_layer_with_sharded_inputs_is_refused_if_missing_in_the_plan(two):
     assert all(rank["refused"] for rank in two)
 
 
 @pytest.mark.slow
-def test_the_trainer_finds_the_same_on_any_number_of_ranks(two, four, tmp_path):
+def test_the_trainer_gives_the_same_for_any_world_size(two, four, tmp_path):
     trainer = run_llama("single", run_dir=tmp_path, ema=0.9).fit()
     expected = {**found(trainer), **average_of(trainer)}
     for ranks in (two, four):
@@ -132,7 +132,7 @@ def test_the_trainer_finds_the_same_on_any_number_of_ranks(two, four, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_trainer_goes_on_alone_with_what_ranks_saved(four, folder, tmp_path, world):
+def test_the_trainer_resumes_in_one_process(four, folder, tmp_path, world):
     uninterrupted = run_llama("single", run_dir=tmp_path / "all", ema=0.9).fit()
     saved = folder / f"runs-{world}" / "checkpoints" / "step_00000004"
     resumed = run_llama("single", run_dir=tmp_path / "rest", resume=saved, ema=0.9).fit()
@@ -145,7 +145,7 @@ def test_the_trainer_goes_on_alone_with_what_ranks_saved(four, folder, tmp_path,
 # -- plans; one process ------------------------------------------------------------------------------------
 
 
-def test_alone_it_is_the_strategy_of_a_single_process():
+def test_one_process_behaves_like_the_single_strategy():
     task, strategy = MeanTask(), TensorParallel()
     strategy.setup_environment("cpu", 1.0)
     strategy.prepare(task, torch.device("cpu"))
@@ -154,14 +154,14 @@ def test_alone_it_is_the_strategy_of_a_single_process():
     assert not strategy.shards_state
     assert strategy.train_step() is None
     with pytest.raises(BadArgument, match="size to divide the number of processes"):
-        TensorParallel(size=2).join("cpu", 1.0)
+        TensorParallel(size=2).setup_environment("cpu", 1.0)
 
 
 def names_of(model, plan, size=2):
     return {layer.name for layer in plan_layers(model, plan, size)}
 
 
-def test_a_models_own_plan_is_found_and_a_layer_that_shares_a_weight_follows():
+def test_built_in_plans_are_found_and_tied_layers_follow():
     model = tied_llama().model
     divided = names_of(model, "auto")
     assert divided == {name for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Embedding))}
@@ -187,14 +187,14 @@ def test_a_models_own_plan_is_found_and_a_layer_that_shares_a_weight_follows():
         ({"up.1": "colwise", "again": SequenceParallel()}, 2, "up.1 and again, which share a weight"),
     ],
 )
-def test_plans_that_cannot_be_are_refused_before_anything_is_divided(plan, size, words):
+def test_invalid_plans_are_refused_before_anything_is_sharded(plan, size, words):
     model = Divisible()
     with pytest.raises(BadArgument, match=words):
         plan_layers(model, plan, size)
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
 
 
-def test_models_of_transformers_that_cannot_be_divided_so_are_refused():
+def test_hugging_face_models_that_cannot_be_sharded_are_refused():
     with pytest.raises(
         BadArgument, match=r"k_proj to have a number of heads that 4 divides, received '2 heads'\. 2 ranks"
     ):

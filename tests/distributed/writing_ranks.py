@@ -14,7 +14,7 @@ def writing(rank, world):
     """How each save ended here: 0 for well, 1 if the reason was told, 2 for anything else."""
     ranks = TorchProcessGroup(rank, world, rank)
     store = CheckpointStore(Path("checkpoints").absolute())
-    shared = MultiRankWriter(store, ranks, timeout=30)
+    shared = MultiRankWriter(store, ranks, timeout=600)
     ended = []
     for step, who in enumerate((None, 1, 0, None), start=1):
 

@@ -41,7 +41,7 @@ def test_calibration_error_matches_torchmetrics(seed: int, bins: int) -> None:
     assert want > 0.05
 
 
-def test_reliability_is_the_bins_by_hand() -> None:
+def test_reliability_matches_bins_by_hand() -> None:
     logits, labels = case(n=200)
     probabilities = logits.softmax(1)
     got = reliability(probabilities, labels, bins=8)
@@ -82,7 +82,7 @@ def test_a_probability_of_zero_is_finite() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.5, 1.0, 3.0, 40.0])
-def test_temperature_is_the_minimum_scipy_finds(scale: float) -> None:
+def test_temperature_matches_the_minimum_of_scipy(scale: float) -> None:
     logits, labels = case(scale=scale)
 
     def loss(inverse: float) -> float:
@@ -96,7 +96,7 @@ def test_temperature_is_the_minimum_scipy_finds(scale: float) -> None:
     assert loss(1 / got) <= loss(want) + 1e-12
 
 
-def test_temperature_mends_calibration_and_changes_no_prediction() -> None:
+def test_temperature_improves_calibration_and_keeps_predictions() -> None:
     logits, labels = case(n=2000, scale=4.0)
     fitted, fresh = slice(0, 1000), slice(1000, None)
     temperature = fit_temperature(logits[fitted], labels[fitted])
@@ -107,7 +107,7 @@ def test_temperature_mends_calibration_and_changes_no_prediction() -> None:
     assert torch.equal(before.argmax(1), after.argmax(1))
 
 
-def test_without_a_best_temperature_it_is_the_end_of_the_range(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_optimal_temperature_it_is_a_bound(caplog: pytest.LogCaptureFixture) -> None:
     labels = torch.arange(4)
     with caplog.at_level(logging.WARNING):
         assert fit_temperature(torch.eye(4), labels) == 0.01
@@ -123,7 +123,7 @@ def test_half_precision_probabilities_are_probabilities() -> None:
     assert expected_calibration_error(half, labels) == pytest.approx(full, abs=0.01)
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_rejected() -> None:
     logits, labels = case(n=10)
     probabilities = logits.softmax(1)
     for function in (expected_calibration_error, brier_score, negative_log_likelihood, reliability):

@@ -46,7 +46,7 @@ def test_topk_matches_sklearn(k: int) -> None:
     assert topk_accuracy(scores, labels, k).item() == pytest.approx(want)
 
 
-def test_k_larger_than_the_number_of_classes_is_always_right() -> None:
+def test_k_larger_than_the_number_of_classes_gives_accuracy_1() -> None:
     scores, _, labels = random_case(0)
     assert topk_accuracy(scores, labels, k=50).item() == 1.0
 
@@ -74,7 +74,7 @@ def test_narrow_integers_do_not_overflow(dtype: torch.dtype) -> None:
     assert torch.equal(got, torch.eye(200, dtype=torch.int64))
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_rejected() -> None:
     labels = torch.tensor([0, 1])
     with pytest.raises(BadArgument, match="0 to 1, received 2"):
         confusion_matrix(torch.tensor([0, 2]), labels, 2)

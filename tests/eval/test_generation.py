@@ -86,7 +86,7 @@ def test_no_tokens(metric: Callable[..., float]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"lowercase": True}, {"tokenize": "char"}, {"smooth_method": "floor"}])
-def test_bleu_is_that_of_sacrebleu(options: dict[str, Any]) -> None:
+def test_bleu_matches_sacrebleu(options: dict[str, Any]) -> None:
     metrics = pytest.importorskip("sacrebleu.metrics")
     assert bleu(TEXTS, ONE, **options) == metrics.BLEU(**options).corpus_score(TEXTS, [ONE]).score
     assert bleu(ONE, ONE, **options) == pytest.approx(100)
@@ -103,13 +103,13 @@ def test_bleu_with_unequally_many_references() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"word_order": 2}])
-def test_chrf_is_that_of_sacrebleu(options: dict[str, Any]) -> None:
+def test_chrf_matches_sacrebleu(options: dict[str, Any]) -> None:
     metrics = pytest.importorskip("sacrebleu.metrics")
     assert chrf(TEXTS, ONE, **options) == metrics.CHRF(**options).corpus_score(TEXTS, [ONE]).score
 
 
 @pytest.mark.parametrize("stem", [False, True])
-def test_rouge_is_that_of_rouge_score(stem: bool) -> None:
+def test_rouge_matches_rouge_score(stem: bool) -> None:
     scorer_module = pytest.importorskip("rouge_score.rouge_scorer")
     kinds = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
     scorer = scorer_module.RougeScorer(kinds, use_stemmer=stem)
@@ -167,7 +167,7 @@ def test_distinct_and_repetition_by_hand() -> None:
     assert repetition(["a b a b", "a b a b"], n=2) == pytest.approx(1 / 3), "texts do not repeat one another"
 
 
-def test_a_loop_is_noticed() -> None:
+def test_repetition_detects_a_loop() -> None:
     loop = "and then he said " * 50
     assert repetition([loop]) > 0.9 > 0.1 > repetition([" ".join(str(i) for i in range(200))])
     assert distinct_n([loop]) < 0.05

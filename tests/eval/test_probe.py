@@ -27,7 +27,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("standardize", [True, False])
 @pytest.mark.parametrize("l2", [0.5, 20.0])
-def test_the_optimum_is_that_of_sklearn(l2: float, standardize: bool) -> None:
+def test_the_optimum_matches_sklearn(l2: float, standardize: bool) -> None:
     train, labels, test, wanted = digits()
     got = linear_probe(train, labels, test, wanted, l2=l2, standardize=standardize, max_iter=1000)
     scaler = StandardScaler(with_mean=standardize, with_std=standardize).fit(train.double())
@@ -86,7 +86,7 @@ def test_labels_need_not_begin_at_zero_and_unknown_ones_are_wrong() -> None:
     assert fewer.accuracy <= (wanted < 9).float().mean().item()
 
 
-def test_stopping_early_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fit_that_does_not_converge_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     train, labels, test, wanted = digits()
     with caplog.at_level(logging.WARNING):
         got = linear_probe(train, labels, test, wanted, max_iter=3)
@@ -105,7 +105,7 @@ def test_the_subset_is_balanced_seeded_and_nested() -> None:
     assert torch.isin(few, more).all()
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_rejected() -> None:
     train, labels, test, wanted = digits()
     with pytest.raises(DataError, match="at least 2 classes"):
         linear_probe(train, labels * 0, test, wanted)

@@ -63,7 +63,7 @@ def by_hand(queries: Tensor, gallery: Tensor, k: int, exclude_self: bool) -> lis
 @pytest.mark.parametrize("index", EXACT)
 @pytest.mark.parametrize("exclude_self", [False, True])
 @pytest.mark.parametrize("k", [1, 5, 99])
-def test_nearest_is_the_sorted_list(index: str, exclude_self: bool, k: int) -> None:
+def test_nearest_matches_a_full_sort(index: str, exclude_self: bool, k: int) -> None:
     rows, _ = clustered(100, 5)
     found = nearest(rows, rows, k, exclude_self=exclude_self, index=index)  # type: ignore[arg-type]
     assert found.indices.tolist() == by_hand(rows, rows, k, exclude_self)
@@ -74,7 +74,7 @@ def test_nearest_is_the_sorted_list(index: str, exclude_self: bool, k: int) -> N
 @pytest.mark.parametrize("index", EXACT)
 @pytest.mark.parametrize("exclude_self", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 20, 63])
-def test_equal_similarities_come_in_the_order_of_their_indices(index: str, exclude_self: bool, k: int) -> None:
+def test_ties_are_ordered_by_index(index: str, exclude_self: bool, k: int) -> None:
     """Rows of 0 and 1 in 4 dimensions: most are duplicates, also across the end of the list, and some are zero."""
     rows = torch.randint(0, 2, (64, 4), generator=torch.Generator().manual_seed(1)).float()
     found = nearest(rows, rows, k, exclude_self=exclude_self, index=index)  # type: ignore[arg-type]
@@ -103,14 +103,14 @@ def test_blocks_do_not_change_the_result(index: str, k: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("columns", [16 * 40, 16 * 40 + 5, 4096])
 @pytest.mark.parametrize("k", [1, 2, 9])
-def test_the_search_by_groups_is_topk(columns: int, k: int) -> None:
+def test_grouped_topk_matches_topk(columns: int, k: int) -> None:
     values = torch.randn(20, columns)
     got, place = neighbours._largest(values, k)
     assert torch.equal(got, values.topk(k, dim=1).values)
     assert torch.equal(values.gather(1, place), got)
 
 
-def test_no_matrix_of_all_pairs_exists() -> None:
+def test_the_full_similarity_matrix_never_exists() -> None:
     """200,000 rows would need 160 GB. Counted are the sizes of what torch makes on the way."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,7 +145,7 @@ def test_ivf_finds_98_percent_on_clustered_data() -> None:
     assert not index.is_exact
 
 
-def test_ivf_searches_exactly_where_there_are_no_clusters() -> None:
+def test_ivf_searches_exactly_without_clusters() -> None:
     rows = torch.randn(3000, 64)
     index = NeighbourIndex(rows, "ivf")
     got = index.search(rows[:100], 10)
@@ -255,14 +255,14 @@ def test_recall_counts_queries_with_a_hit() -> None:
     assert got["recall@1"] < 0.9
 
 
-def test_small_parts_do_not_change_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_do_not_change_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, labels = clustered(400, 9, noise=1.5)
     want = retrieval_metrics(rows, labels)
     monkeypatch.setattr(retrieval, "_CELLS", 300)
     assert retrieval_metrics(rows, labels) == pytest.approx(want, abs=1e-12)
 
 
-def test_every_query_is_in_one_part_with_a_list_long_enough() -> None:
+def test_every_query_is_in_one_chunk_with_enough_neighbours() -> None:
     relevant = torch.tensor([1, 1, 2, 3, 9, 50, 51, 4000, 900_000])
     rows = torch.arange(len(relevant)) + 5
     parts = list(retrieval._query_chunks(rows, relevant, least=3))
@@ -340,7 +340,7 @@ def test_mutual_information_matches_sklearn(seed: int) -> None:
     assert normalized_mutual_info(torch.from_numpy(a), torch.from_numpy(b) + 10**6) == pytest.approx(want, abs=1e-12)
 
 
-def test_mutual_information_at_its_ends() -> None:
+def test_mutual_information_of_equal_and_independent_labels() -> None:
     ones = torch.ones(5, dtype=torch.long)
     assert normalized_mutual_info(ones, ones) == sklearn.metrics.normalized_mutual_info_score(ones, ones) == 1.0
     assert normalized_mutual_info(ones, torch.arange(5)) == 0.0
@@ -377,7 +377,7 @@ def test_nmi_is_1_for_clear_classes_and_small_for_noise() -> None:
     assert nmi(rows, labels, seed=3) == nmi(rows, labels, seed=3)
 
 
-def test_feature_std_matches_lightly_and_knows_collapse() -> None:
+def test_feature_std_matches_lightly_and_detects_collapse() -> None:
     rows = torch.randn(4000, 64)
     got = feature_statistics(rows)
     assert got["feature_std"] == pytest.approx(std_of_l2_normalized(rows).item() * 8, rel=1e-5)
@@ -395,12 +395,12 @@ def test_effective_rank_is_that_of_the_singular_values(shape: tuple[int, int]) -
     assert feature_statistics(rows)["effective_rank"] == pytest.approx(want, rel=1e-6)
 
 
-def test_low_rank_is_seen() -> None:
+def test_low_rank_is_detected() -> None:
     rows = torch.randn(500, 3) @ torch.linalg.qr(torch.randn(64, 3)).Q.T
     assert feature_statistics(rows)["effective_rank"] == pytest.approx(3.0, abs=0.05)
 
 
-def test_bad_embeddings_and_labels_are_refused() -> None:
+def test_bad_embeddings_and_labels_are_rejected() -> None:
     rows, labels = torch.randn(10, 4), torch.arange(10) % 2
     broken = rows.clone()
     broken[2:5, 1] = math.nan
@@ -409,7 +409,7 @@ def test_bad_embeddings_and_labels_are_refused() -> None:
             function(broken, labels)
         with pytest.raises(DataError, match=r"one per row of the embeddings \(10\), received 9"):
             function(rows, labels[:9])
-        with pytest.raises(BadArgument, match="whole numbers of shape"):
+        with pytest.raises(BadArgument, match="integers of shape"):
             function(rows, labels.float())
         with pytest.raises(BadArgument, match=r"floats of shape \(N, D\)"):
             function(rows.long(), labels)
@@ -421,7 +421,7 @@ def test_bad_embeddings_and_labels_are_refused() -> None:
         feature_statistics(rows[:1])
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_bad_arguments_are_rejected() -> None:
     rows, labels = torch.randn(10, 4), torch.arange(10) % 2
     with pytest.raises(BadArgument, match="Did you mean 'exact'"):
         nearest(rows, rows, 1, index="exat")  # type: ignore[arg-type]
@@ -460,7 +460,7 @@ def test_queries_that_cannot_be_answered_are_an_error_not_nan() -> None:
 
 
 @pytest.mark.gpu
-def test_the_device_changes_nothing() -> None:
+def test_results_do_not_depend_on_the_device() -> None:
     rows, labels = clustered(500, 9, noise=1.5)
     there, names = rows.cuda(), labels.cuda()
     assert retrieval_metrics(there, names) == pytest.approx(retrieval_metrics(rows, labels), abs=1e-3)

@@ -11,7 +11,7 @@ pytest.importorskip("bitsandbytes")
 from toys import MeanTask, classes, same, weights
 from trainformer import Trainer
 from trainformer.backends.torch import master_weights
-from trainformer.backends.torch.optimizer_names import _BNB
+from trainformer.backends.torch.optimizer_names import BITSANDBYTES_OPTIMIZERS
 from trainformer.core.errors import NonFiniteError
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ class Bad(MeanTask):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*_BNB, "adamw", "adafactor", "lion"])
+@pytest.mark.parametrize("name", [*BITSANDBYTES_OPTIMIZERS, "adamw", "adafactor", "lion"])
 def test_every_name_trains_and_resumes_bit_for_bit(name, dtype, tmp_path):
     whole, again = MeanTask(net(dtype)), MeanTask(net(dtype))
     trainer = make(whole, optimizer=name, run_dir="whole")
@@ -64,7 +64,7 @@ def test_every_name_trains_and_resumes_bit_for_bit(name, dtype, tmp_path):
     assert same(weights(whole), weights(again))
 
 
-@pytest.mark.parametrize("name", [name for name in _BNB if name.startswith("paged")])
+@pytest.mark.parametrize("name", [name for name in BITSANDBYTES_OPTIMIZERS if name.startswith("paged")])
 def test_paged_state_is_paged_also_after_loading_and_pages_are_used_again(name, tmp_path):
     from bitsandbytes.functional import GlobalPageManager
 
@@ -133,7 +133,7 @@ def peak_of_a_step(dtype, **options):
 
 
 def test_memory_of_a_step(monkeypatch):
-    monkeypatch.setattr(master_weights, "_MOST_PER_PIECE", 2 * 2048 * 2048)
+    monkeypatch.setattr(master_weights, "MAX_CHUNK", 2 * 2048 * 2048)
     full = peak_of_a_step(torch.float32, name="adamw")
     masters = peak_of_a_step(torch.bfloat16, name="adamw")
     short = peak_of_a_step(torch.bfloat16, name="adamw", master_weights=False)

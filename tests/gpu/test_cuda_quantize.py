@@ -1,4 +1,4 @@
-"""fp8 and training for quantisation on a GPU: real kernels, no waiting for the device, and the numbers of emulation."""
+"""fp8 and quantization-aware training on a GPU: real kernels, no device syncs, and the same numbers as emulation."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_fp8_is_what_it_is_emulated_to_be(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_training_for_quantisation_never_waits_and_repeats_exactly(name, tmp_path):
+def test_qat_never_syncs_and_is_reproducible(name, tmp_path):
     runs = [fit(tmp_path / str(n), qat_recipe=name, callbacks=[NoSync()], precision="bf16") for n in range(2)]
     assert same(weights(runs[0].task), weights(runs[1].task))
 

@@ -7,7 +7,7 @@ from cuda_ranks import SPECS, trainings
 
 from ranks import on_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 
 import torch
 import transformers
@@ -9,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainformer import hf
+from forking import SERVER
+from toys import MeanTask, classes
+from trainformer import Trainer, hf
 
 
 class Classifier(nn.Module):
@@ -143,3 +146,24 @@ def train_in_process(folder, step=None, number=None):
     )  # fmt: skip
     trainer.train()
     trainer.save_model(f"{folder}/final")
+
+
+def train_with_json_logger(folder, kill_at=None):
+    """A process that trains with a `JsonLogger` and optionally kills itself after a step."""
+
+    class Kill:
+        def on_step_end(self, trainer, step, loss):
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    options = {"batch_size": 8, "epochs": 2, "log": "none", "log_every": 1, "save_every": 3, "run_dir": folder}
+    Trainer(MeanTask(), classes(), callbacks=[hf.JsonLogger(name="x"), Kill()], **options).fit()
+
+
+def exit_code(target, *args):
+    """Run a function in a process of its own."""
+    process = SERVER.Process(target=target, args=args)
+    process.start()
+    process.join(240)
+    return process.exitcode

@@ -5,13 +5,11 @@ import io
 import json
 import logging
 import math
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from hf_toys import exit_code, train_with_json_logger
 from rich.console import Console
 
 from text_toys import Cut
@@ -387,31 +385,10 @@ def test_path_and_log_dir_are_mutually_exclusive():
         JsonLogger(path="a.jsonl", log_dir="b")
 
 
-VICTIM = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from toys import MeanTask, classes
-from trainformer import Trainer
-from trainformer.hf.callbacks import JsonLogger
-
-class Kill:
-    def on_step_end(self, trainer, step, loss):
-        if step == int(sys.argv[3]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-Trainer(MeanTask(), classes(), batch_size=8, epochs=2, log="none", log_every=1, save_every=3, run_dir=sys.argv[2],
-        callbacks=[JsonLogger(name="x"), Kill()]).fit()
-"""
-
-
 @pytest.mark.slow
 def test_a_killed_run_has_the_same_records_after_resuming():
-    def run(folder, kill_at):
-        command = [sys.executable, "-c", VICTIM, str(Path(__file__).parents[1]), folder, str(kill_at)]
-        return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
-
-    assert run("whole", 0) == 0
-    assert run("killed", 8) == -signal.SIGKILL
-    assert run("killed", 0) == 0
+    assert exit_code(train_with_json_logger, str(Path("whole").absolute())) == 0
+    assert exit_code(train_with_json_logger, str(Path("killed").absolute()), 8) == -signal.SIGKILL
+    assert exit_code(train_with_json_logger, str(Path("killed").absolute())) == 0
     found = [r for r in records("killed/trainer_logs.jsonl") if (r["event"], r["global_step"]) != ("on_train_begin", 6)]
     assert without_times(found) == without_times(records("whole/trainer_logs.jsonl"))

@@ -134,9 +134,9 @@ def test_generation_after_each_evaluation(tokenizer):
 
 
 def test_sampling_options_enable_sampling():
-    assert TextgenCallback(["a"], generation_config={"temperature": 0.7})._options(0)["do_sample"]
-    assert not TextgenCallback(["a"])._options(0)["do_sample"]
-    greedy = TextgenCallback(["a"], generation_config={"temperature": 0.7, "do_sample": False})._options(0)
+    assert TextgenCallback(["a"], generation_config={"temperature": 0.7}).generate_kwargs(0)["do_sample"]
+    assert not TextgenCallback(["a"]).generate_kwargs(0)["do_sample"]
+    greedy = TextgenCallback(["a"], generation_config={"temperature": 0.7, "do_sample": False}).generate_kwargs(0)
     assert not greedy["do_sample"]
 
 

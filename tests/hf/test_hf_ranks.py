@@ -13,7 +13,7 @@ from trainformer import hf
 from trainformer.core.errors import BadArgument
 from trainformer.run import run_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def started(runs, folder):

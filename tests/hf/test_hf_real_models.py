@@ -7,7 +7,6 @@ import logging
 import pickle
 import signal
 
-import hf_toys
 import numpy as np
 import pytest
 import torch
@@ -25,11 +24,20 @@ from hf_models import (
     writing,
     written,
 )
-from hf_toys import Classifier, examples, losses, make, make_theirs, parameters, recorder
+from hf_toys import (
+    Classifier,
+    examples,
+    exit_code,
+    losses,
+    make,
+    make_theirs,
+    parameters,
+    recorder,
+    train_in_process,
+)
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from forking import SERVER
 from text_toys import bert
 from trainformer import hf
 from trainformer.core.errors import BadArgument, DataError
@@ -90,9 +98,9 @@ def test_training_evaluation_and_prediction_match_transformers(case, tmp_path):
     torch.testing.assert_close(found.label_ids, wanted.label_ids)
 
 
-@pytest.mark.parametrize("case", ["one label", "several labels", "tokens", "answers", "t5", "bart", "llama"])
+@pytest.mark.parametrize("case", ["one label", "several labels", "tokens", "answers", "t5", "llama"])
 def test_label_smoothing_matches_transformers(case, tmp_path, caplog):
-    theirs, ours = both(case, tmp_path, label_smoothing_factor=0.2, num_train_epochs=2)
+    theirs, ours = both(case, tmp_path, label_smoothing_factor=0.2)
     check_alike(theirs, ours, atol=3e-6)
     warnings = [r for r in caplog.records if "label_smoothing_factor has no effect" in r.message]
     assert len(warnings) == (case in ("several labels", "answers"))
@@ -125,13 +133,12 @@ def test_gradient_accumulation_equals_a_larger_batch(case, tmp_path):
     build, data, extra = CASES[case]
     torch.manual_seed(0)
     model, ended = build(), []
-    for size, windows in ((8, 1), (4, 2), (2, 4)):
-        options = {**PLAIN, "per_device_train_batch_size": size, "gradient_accumulation_steps": windows}
+    for size, accumulation in ((8, 1), (2, 4)):
+        options = {**PLAIN, "per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
         trainer = make(tmp_path, copy.deepcopy(model), train=data(), more=extra(), **options)
         trainer.train()
         ended.append(trainer)
-    check_alike(ended[0], ended[1])
-    check_alike(ended[0], ended[2])
+    check_alike(*ended)
     assert len(losses(ended[0])) == 3
 
 
@@ -147,10 +154,10 @@ def test_gpt2_weights_its_loss_by_predicted_tokens(tmp_path):
     batch = next(iter(plain.get_train_dataloader()))
     plain.train()
     smooth.train()
-    assert losses(plain)[0] == pytest.approx(model(**batch).loss.item(), abs=1e-6)
+    assert losses(plain)[0] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
     logits = model(**batch).logits[:, :-1].reshape(-1, 320)
     expected = F.cross_entropy(logits, batch["labels"][:, 1:].reshape(-1), label_smoothing=0.2)
-    assert losses(smooth)[0] == pytest.approx(expected.item(), abs=1e-6)
+    assert losses(smooth)[0] == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("case", ["t5", "bart"])
@@ -338,23 +345,15 @@ def test_resuming_from_a_checkpoint_of_transformers_is_an_error(tmp_path):
     assert make(tmp_path / "new", again, train=classes(), more=padding(), max_steps=1).train().global_step == 1
 
 
-def finished(*job):
-    """The exit code of a training process."""
-    process = SERVER.Process(target=hf_toys.train_in_process, args=job)
-    process.start()
-    process.join(120)
-    return process.exitcode
-
-
 @pytest.mark.slow
 def test_killed_and_terminated_runs_resume_to_the_same_weights(tmp_path):
     folders = {name: str(tmp_path / name) for name in ("whole", "killed", "ended")}
-    assert finished(folders["whole"]) == 0
-    assert finished(folders["killed"], 6, signal.SIGKILL) == -signal.SIGKILL
-    assert finished(folders["ended"], 6, signal.SIGTERM) == 143
+    assert exit_code(train_in_process, folders["whole"]) == 0
+    assert exit_code(train_in_process, folders["killed"], 6, signal.SIGKILL) == -signal.SIGKILL
+    assert exit_code(train_in_process, folders["ended"], 6, signal.SIGTERM) == 143
     assert [path.name for path in (tmp_path / "killed").glob("checkpoint-*")] == ["checkpoint-4"]
     assert (tmp_path / "ended" / "checkpoint-6").exists()
-    assert (finished(folders["killed"]), finished(folders["ended"])) == (0, 0)
+    assert (exit_code(train_in_process, folders["killed"]), exit_code(train_in_process, folders["ended"])) == (0, 0)
     weights = {name: load_file(tmp_path / name / "final" / "model.safetensors") for name in folders}
     for name, value in weights["whole"].items():
         assert torch.equal(weights["killed"][name], value)

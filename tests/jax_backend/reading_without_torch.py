@@ -31,8 +31,8 @@ def import_all() -> list[str]:
     """The names of the modules that JAX shares with torch, or has to itself; all of them are imported."""
     import trainformer.data
 
-    alone = "fetch given_loaders hub indexed info numpy_inputs numpy_loader numpy_streams order ordered sampler_names"
-    names = [f"trainformer.data.{name}" for name in f"{alone} align samplers samples sharding split targets".split()]
+    alone = "builtin collate dataset fetcher hub labels metadata numpy_loader numpy_streams order samplers sharding"
+    names = [f"trainformer.data.{name}" for name in f"{alone} source split".split()]
     folder = Path(trainformer.data.__file__).parent / "text"
     names += [f"trainformer.data.text.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
     for name in names:
@@ -46,14 +46,12 @@ def plain(batches: Any) -> list[Any]:
 
 def read(folder: Path) -> dict[str, Any]:
     """Batches of what lies in a folder: chats.jsonl, texts/*.txt, pairs.json, table.csv, and a tokenizer."""
-    from trainformer.data.numpy_inputs import numpy_source
-    from trainformer.data.samples import sample_arrays
+    from trainformer.data.builtin import builtin_arrays
+    from trainformer.data.numpy_loader import numpy_source
     from trainformer.data.split import split_dataset
-    from trainformer.data.text.batches import LengthGroupedSampler
+    from trainformer.data.text.collate import LengthGroupedSampler, pair_batch, token_batch
     from trainformer.data.text.encode import Encoder
-    from trainformer.data.text.preferences import PairEncoder
-    from trainformer.data.text.prepare import causal_tokens, preference_tokens
-    from trainformer.data.text.rows import pair_batch, token_batch
+    from trainformer.data.text.prepare import PairEncoder, causal_tokens, preference_tokens
     from trainformer.data.text.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(folder / "tokenizer")
@@ -72,7 +70,7 @@ def read(folder: Path) -> dict[str, Any]:
         "packed": numpy_source(packed, 2, shuffle=True, seed=3, collate=tokens, drop_last=True),
         "pairs": numpy_source(pairs, 4, shuffle=True, collate=lambda found: pair_batch(found, 32, None)),
         "stream": numpy_source(stream, 4, collate=tokens, pad_last=True),
-        "split": numpy_source(split_dataset(sample_arrays("digits"), 20, seed=1)[1], 8, pad_last=True),
+        "split": numpy_source(split_dataset(builtin_arrays("digits"), 20, seed=1)[1], 8, pad_last=True),
         "table": numpy_source(
             folder / "table.csv", 2, collate=lambda rows: tokens([encoder.encode(row)[0]._asdict() for row in rows])
         ),

@@ -16,14 +16,13 @@ from torch.utils.data import Subset as TorchSubset
 from torch.utils.data import TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.dataset import Arrays, Subset
+from trainformer.data.builtin import builtin_arrays, load_builtin
+from trainformer.data.dataset import ArrayDataset, Subset
 from trainformer.data.loader import DatasetSource
 from trainformer.data.metadata import extract_info
-from trainformer.data.numpy_inputs import as_data, numpy_source
-from trainformer.data.numpy_loader import NumpySource
+from trainformer.data.numpy_loader import NumpySource, as_data, numpy_source
 from trainformer.data.order import sample_rng
 from trainformer.data.samplers import ClassBalancedSampler
-from trainformer.data.samples import load_sample, sample_arrays
 from trainformer.data.sharding import Shard
 from trainformer.data.split import split_dataset
 
@@ -79,7 +78,7 @@ def test_batches_are_those_of_the_torch_loader(n, batch, position, seed, epoch, 
     values = np.random.default_rng(0).normal(size=(n, 2)).astype(np.float32)
     options = {"shuffle": shuffle, "seed": seed, "drop_last": last and n >= batch}
     tensors = TensorDataset(torch.from_numpy(values), torch.arange(n))
-    arrays = Arrays((values, np.arange(n)))
+    arrays = ArrayDataset((values, np.arange(n)))
     where = {"batch": position // batch, "position": min(position, n)}
     for index in range(parts):
         shard = Shard(index, parts)
@@ -162,7 +161,7 @@ def test_samples_that_cannot_be_read_are_left_out_and_said_once(caplog):
 @given(n=st.integers(1, 30), share=st.integers(1, 5), parts=st.integers(1, 4), epoch=st.integers(0, 2))
 def test_a_padded_source_has_one_shape_and_counts_every_sample_once(n, share, parts, epoch):
     batch = share * parts
-    data = Arrays({"i": np.arange(n), "x": np.arange(3 * n).reshape(n, 3)})
+    data = ArrayDataset({"i": np.arange(n), "x": np.arange(3 * n).reshape(n, 3)})
     sources = [
         NumpySource(data, batch, shuffle=True, seed=2, pad_last=True, shard=Shard(index, parts))
         for index in range(parts)
@@ -180,13 +179,13 @@ def test_a_padded_source_has_one_shape_and_counts_every_sample_once(n, share, pa
 
 
 def test_padding_must_be_possible_and_meant():
-    pairs = Arrays((np.zeros((5, 2)), np.arange(5)))
+    pairs = ArrayDataset((np.zeros((5, 2)), np.arange(5)))
     with pytest.raises(BadArgument, match=r"tuple.*drop_last=True"):
         next(NumpySource(pairs, 2, pad_last=True).batches(0))
     with pytest.raises(BadArgument, match="received both"):
         NumpySource(pairs, 2, pad_last=True, drop_last=True)
     with pytest.raises(BadArgument, match="multiple of 2"):
-        NumpySource(Arrays({"x": np.zeros(5)}), 3, pad_last=True, shard=Shard(0, 2))
+        NumpySource(ArrayDataset({"x": np.zeros(5)}), 3, pad_last=True, shard=Shard(0, 2))
     with pytest.raises(BadArgument, match="at least 8 samples"):
         NumpySource(pairs, 8, drop_last=True)
     with pytest.raises(DataError, match="at least one sample"):
@@ -267,7 +266,7 @@ def test_what_cannot_be_stacked_is_named():
 
 
 def test_subsets_are_read_through_and_splits_are_those_of_torch(monkeypatch):
-    data = sample_arrays("digits")
+    data = builtin_arrays("digits")
     nested = Subset(Subset(data, range(50, 100)), [0, 5, 10])
     (batch,) = NumpySource(nested, 8).batches(0)
     assert batch.data["label"].tolist() == [data[i]["label"] for i in (50, 55, 60)]
@@ -279,15 +278,15 @@ def test_subsets_are_read_through_and_splits_are_those_of_torch(monkeypatch):
     assert isinstance(without[1], Subset)
     assert list(without[1].indices) == list(val.indices)
     assert list(without[0].indices) == list(train.indices)
-    theirs, ours = extract_info(load_sample("digits")), extract_info(data)
+    theirs, ours = extract_info(load_builtin("digits")), extract_info(data)
     assert ours.class_counts == theirs.class_counts
     assert ours.class_names == theirs.class_names == [str(digit) for digit in range(10)]
     assert extract_info(without[1]).class_counts == extract_info(val).class_counts
-    images = load_sample("digits").images.numpy()
+    images = load_builtin("digits").images.numpy()
     assert np.array_equal(images, data.arrays["image"])
 
 
 def test_labels_of_arrays_are_found():
-    assert extract_info(Arrays((np.zeros((4, 2)), np.array([0, 2, 2, 1])))).class_counts == [1, 1, 2]
-    assert extract_info(Arrays({"x": np.zeros((4, 2)), "target": np.ones(4)})).target_mean == 1.0
-    assert extract_info(Arrays({"x": np.zeros((4, 2))})).num_classes is None
+    assert extract_info(ArrayDataset((np.zeros((4, 2)), np.array([0, 2, 2, 1])))).class_counts == [1, 1, 2]
+    assert extract_info(ArrayDataset({"x": np.zeros((4, 2)), "target": np.ones(4)})).target_mean == 1.0
+    assert extract_info(ArrayDataset({"x": np.zeros((4, 2))})).num_classes is None

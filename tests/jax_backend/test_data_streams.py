@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.numpy_inputs import numpy_source
-from trainformer.data.numpy_streams import BatchSource, StreamSource
+from trainformer.data.numpy_loader import numpy_source
+from trainformer.data.numpy_streams import NumpyLoaderSource, NumpyStreamSource
 from trainformer.data.sharding import Shard
+from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import Encoder
-from trainformer.data.text.rows import token_batch
 from trainformer.data.text.streams import TokenStream
 
 grain = pytest.importorskip("grain")
@@ -31,7 +31,7 @@ class Countdown:
         return ({"x": i, "noise": random.random() + np.random.rand()} for i in range(N))
 
 
-class DeviceBatch(Countdown):
+class Placed(Countdown):
     """The same with a state; `read` counts what was taken."""
 
     def __init__(self):
@@ -89,13 +89,13 @@ def batched():
 
 
 SOURCES = {
-    "plain": lambda: StreamSource(Countdown(), 4, seed=1),
-    "function": lambda: StreamSource(lambda: iter(Countdown()), 4, seed=1),
-    "placed": lambda: StreamSource(DeviceBatch(), 4, seed=1),
-    "hf": lambda: StreamSource(hf_stream(), 4, seed=1),
-    "hf shuffled": lambda: StreamSource(shuffled_hf_stream(), 4, seed=1),
-    "grain": lambda: StreamSource(grain_stream(), 4, seed=1),
-    "grain noise": lambda: StreamSource(grain_noise(), 4, seed=1),
+    "plain": lambda: NumpyStreamSource(Countdown(), 4, seed=1),
+    "function": lambda: NumpyStreamSource(lambda: iter(Countdown()), 4, seed=1),
+    "placed": lambda: NumpyStreamSource(Placed(), 4, seed=1),
+    "hf": lambda: NumpyStreamSource(hf_stream(), 4, seed=1),
+    "hf shuffled": lambda: NumpyStreamSource(shuffled_hf_stream(), 4, seed=1),
+    "grain": lambda: NumpyStreamSource(grain_stream(), 4, seed=1),
+    "grain noise": lambda: NumpyStreamSource(grain_noise(), 4, seed=1),
     "grain loader": lambda: numpy_source(grain_loader(), 4, seed=1),
     "grain samples": lambda: numpy_source(grain_loader(batch=0), 4, seed=1, batched=False),
     "loader": lambda: numpy_source(batched, 4, batched=True, seed=1),
@@ -147,48 +147,48 @@ def test_a_state_at_the_end_of_an_epoch_begins_the_next(kind):
 
 
 def test_streams_that_know_their_place_are_not_read_again():
-    source = StreamSource(DeviceBatch(), 4)
+    source = NumpyStreamSource(Placed(), 4)
     iterator = source.batches(0)
     for _ in range(4):
         next(iterator)
-    other = StreamSource(DeviceBatch(), 4)
+    other = NumpyStreamSource(Placed(), 4)
     other.load_state_dict(source.state_dict())
     assert len(list(other.batches(0, 4, 16))) == 2
     assert other.stream.read == N - 16
     hf = SOURCES["hf"]()
     next(hf.batches(0))
     assert hf.state_dict()["known_by"] == "stream"
-    again = StreamSource(DeviceBatch(), 4)  # without the state there is no other way
+    again = NumpyStreamSource(Placed(), 4)  # without the state there is no other way
     assert len(list(again.batches(0, 4, 16))) == 2
     assert again.stream.read == N
 
 
 def test_epochs_of_a_shuffled_stream_differ():
-    source = StreamSource(shuffled_hf_stream(), N)
+    source = NumpyStreamSource(shuffled_hf_stream(), N)
     (first,), (second,) = plain(source.batches(0)), plain(source.batches(1))
     assert first[1] != second[1]
     assert sorted(first[1]) == sorted(second[1])
 
 
 def test_who_reads_ahead_says_how_far():
-    source = StreamSource(DeviceBatch(), 4, kept=2)
+    source = NumpyStreamSource(Placed(), 4, lookahead=2)
     iterator = source.batches(0)
     taken = plain(next(iterator) for _ in range(4))
-    other = StreamSource(DeviceBatch(), 4)
+    other = NumpyStreamSource(Placed(), 4)
     other.load_state_dict(source.state_dict(unused=2))
     assert plain(other.batches(0, 2, 8))[:2] == taken[2:]
-    with pytest.raises(BadArgument, match="kept"):
+    with pytest.raises(BadArgument, match="lookahead"):
         source.state_dict(unused=3)
-    with pytest.raises(BadArgument, match="kept"):
-        StreamSource(DeviceBatch(), 4).state_dict(unused=1)
+    with pytest.raises(BadArgument, match="lookahead"):
+        NumpyStreamSource(Placed(), 4).state_dict(unused=1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "loader", "grain"])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_processes_take_their_part_of_each_batch(kind, parts):
     makers = {
-        "plain": lambda shard: StreamSource(Countdown(), 4, shard=shard),
-        "loader": lambda shard: BatchSource(batched, shard=shard),
+        "plain": lambda shard: NumpyStreamSource(Countdown(), 4, shard=shard),
+        "loader": lambda shard: NumpyLoaderSource(batched, shard=shard),
         "grain": lambda shard: numpy_source(grain_stream(), 4, shard=shard),
     }
     whole = [batch.data["noise"].tolist() for batch in makers[kind](Shard()).batches(1)]
@@ -196,19 +196,19 @@ def test_processes_take_their_part_of_each_batch(kind, parts):
     for number, batch in enumerate(whole):
         together = [share[number] for share in shares]
         assert [x for part in together for x in part.data["noise"][: part.size].tolist()] == batch
-        assert {part.whole for part in together} == {part.consumed for part in together} == {len(batch)}
+        assert {part.global_size for part in together} == {part.consumed for part in together} == {len(batch)}
     late = makers[kind](Shard(1, parts)).batches(1, 2, 8)
     assert [b.data["x"].tolist() for b in late] == [b.data["x"].tolist() for b in shares[1][2:]]
 
 
 def test_the_last_batch_is_padded_or_dropped():
-    for source in (StreamSource(Countdown(), 4, pad_last=True), BatchSource(batched, 4, pad_last=True)):
+    for source in (NumpyStreamSource(Countdown(), 4, pad_last=True), NumpyLoaderSource(batched, 4, pad_last=True)):
         batches = list(source.batches(0))
         assert [batch.size for batch in batches] == [4] * 5 + [3]
         assert {batch.data["x"].shape for batch in batches} == {(4,)}
         assert [batch.data["_valid"].sum() for batch in batches] == [4] * 5 + [3]
-    assert len(list(StreamSource(Countdown(), 4, drop_last=True).batches(0))) == 5
-    parts = [StreamSource(Countdown(), 4, pad_last=True, shard=Shard(index, 2)) for index in range(2)]
+    assert len(list(NumpyStreamSource(Countdown(), 4, drop_last=True).batches(0))) == 5
+    parts = [NumpyStreamSource(Countdown(), 4, pad_last=True, shard=Shard(index, 2)) for index in range(2)]
     last = [list(part.batches(0))[-1] for part in parts]
     assert [part.data["_valid"].tolist() for part in last] == [[True, False], [True, True]]
     assert [part.data["x"].tolist() for part in last] == [[20, 20], [21, 22]]
@@ -217,7 +217,7 @@ def test_the_last_batch_is_padded_or_dropped():
 def test_batches_of_a_torch_loader_become_arrays():
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
     source = numpy_source(DataLoader(data, 4), 4)
-    assert isinstance(source, BatchSource)
+    assert isinstance(source, NumpyLoaderSource)
     assert source.batches_per_epoch == 3
     first = next(source.batches(0)).data
     assert [type(part) for part in first] == [np.ndarray, np.ndarray]
@@ -233,7 +233,7 @@ def test_a_stream_of_tokens_resumes_with_what_waits_to_be_packed(capacity, shuff
         source = datasets.Dataset.from_list(texts).to_iterable_dataset(num_shards=4)
         source = source.shuffle(seed=1, buffer_size=8) if shuffled else source
         stream = TokenStream(source, Encoder(None, max_length=16), capacity=capacity)
-        return StreamSource(stream, 3, collate=lambda samples: token_batch(samples, 16, 0), pad_last=True)
+        return NumpyStreamSource(stream, 3, collate=lambda samples: token_batch(samples, 16, 0), pad_last=True)
 
     def values(batches):
         return [{name: array.tolist() for name, array in batch.data.items()} for batch in batches]
@@ -250,15 +250,15 @@ def test_a_stream_of_tokens_resumes_with_what_waits_to_be_packed(capacity, shuff
 
 
 def test_what_cannot_be_a_stream_is_refused():
-    with pytest.raises(BadArgument, match="used up once it was read"):
-        StreamSource(iter([1, 2]), 2)
+    with pytest.raises(BadArgument, match="can be read only once"):
+        NumpyStreamSource(iter([1, 2]), 2)
     with pytest.raises(BadArgument, match="an iterable of samples or batches"):
-        StreamSource(3, 2)
+        NumpyStreamSource(3, 2)
     with pytest.raises(BadArgument, match="batch_size with pad_last"):
-        BatchSource(batched, pad_last=True)
+        NumpyLoaderSource(batched, pad_last=True)
     with pytest.raises(BadArgument, match="no collate with a loader"):
         numpy_source(grain_loader(), 4, collate=list)
-    source = StreamSource(Countdown(), 4)
+    source = NumpyStreamSource(Countdown(), 4)
     source.load_state_dict({"known_by": "iterator", "place": {"next_index": 4}})
     with pytest.raises(DataError, match="Pass the same data as before"):
         next(source.batches(0, 1, 4))

@@ -18,10 +18,9 @@ from text_toys import chat_tokenizer, conversations, llama, preferences, sentenc
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.loader import DatasetSource
 from trainformer.data.numpy_loader import NumpySource
+from trainformer.data.text.collate import pair_batch, token_batch
 from trainformer.data.text.encode import Encoder
-from trainformer.data.text.preferences import PairEncoder
-from trainformer.data.text.prepare import causal_tokens, preference_tokens
-from trainformer.data.text.rows import pair_batch, token_batch
+from trainformer.data.text.prepare import PairEncoder, causal_tokens, preference_tokens
 from trainformer.data.text.streams import TokenStream
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.tasks import DPO, CausalLM
@@ -65,7 +64,7 @@ def test_batches_are_those_of_the_torch_task(kind, position, tokenizer, tmp_path
         task.prepare_dataset(DATA[kind], train=True), 4, shuffle=True, seed=7, collate=task.collate_fn
     )
     tokens = causal_tokens(DATA[kind], Encoder(tokenizer, max_length=LENGTH), cache_dir=tmp_path / "own")
-    pad = task.text.pad_token_id
+    pad = task.text_tokenizer.pad_token_id
     mine = NumpySource(tokens, 4, shuffle=True, seed=7, collate=lambda found: token_batch(found, LENGTH, pad))
     names = ("input_ids", "labels", "attention_mask")
     batches = mine.batches(2, position // 4, position), theirs.batches(2, position // 4, position)
@@ -76,7 +75,7 @@ def test_packed_batches_are_those_of_the_torch_task(tokenizer, tmp_path):
     task = CausalLM(llama(), tokenizer=tokenizer, max_length=LENGTH, cache_dir=tmp_path, packing=True)
     theirs = DatasetSource(task.prepare_dataset(DATA["texts"], train=True), 2, shuffle=True, collate=task.collate_fn)
     tokens = causal_tokens(DATA["texts"], Encoder(tokenizer, max_length=LENGTH), packing=True, cache_dir=tmp_path)
-    pad = task.text.pad_token_id
+    pad = task.text_tokenizer.pad_token_id
     mine = NumpySource(tokens, 2, shuffle=True, collate=lambda found: token_batch(found, LENGTH, pad))
     names = ("input_ids", "labels", "position_ids")
     assert check_against_torch(mine.batches(1), theirs.batches(1), names) > 1
@@ -99,7 +98,7 @@ def test_pairs_are_those_of_the_torch_task(tokenizer, tmp_path):
     theirs = DatasetSource(task.prepare_dataset(preferences(), train=True), 4, shuffle=True, collate=task.collate_fn)
     encoder = PairEncoder(tokenizer, max_length=LENGTH, train_on="completion")
     pairs = preference_tokens(preferences(), encoder, cache_dir=tmp_path / "own")
-    pad = task.text.pad_token_id
+    pad = task.text_tokenizer.pad_token_id
     mine = NumpySource(pairs, 4, shuffle=True, collate=lambda found: pair_batch(found, LENGTH, pad))
     names = ("input_ids", "labels", "attention_mask")
     assert check_against_torch(mine.batches(0), theirs.batches(0), names) >= 2
@@ -161,7 +160,7 @@ def without_torch(*words):
 
 
 def test_readers_and_sources_are_imported_without_torch():
-    assert set(without_torch()) >= {"trainformer.data.numpy_inputs", "trainformer.data.text.prepare"}
+    assert set(without_torch()) >= {"trainformer.data.numpy_loader", "trainformer.data.text.prepare"}
 
 
 @pytest.mark.slow

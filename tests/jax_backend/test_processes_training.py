@@ -14,7 +14,7 @@ from process_runs import ends_of, start
 from trainformer.backends.jax.mesh import make_mesh
 from trainformer.backends.jax.processes import launched, peers_on, rows_of_process
 from trainformer.core.errors import BadArgument
-from trainformer.data.sharding import ALL
+from trainformer.data.sharding import WHOLE
 
 TEXTS = {"trainer": "tokens", "rows": 32, "num_train_epochs": 3, "scheduler": "constant"}
 
@@ -66,7 +66,7 @@ def test_what_processes_tell_each_other(tmp_path):
 def test_alone_unless_the_environment_says_otherwise():
     mesh = make_mesh((1, -1, 1, 1))
     assert peers_on(mesh).is_single_process
-    assert rows_of_process(mesh) == ALL
+    assert rows_of_process(mesh) == WHOLE
     assert launched({}) is launched({"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert launched({"OMPI_COMM_WORLD_SIZE": "2"}) == {}
     assert launched({"JAX_COORDINATOR_ADDRESS": "host:1"}) == {}  # a cluster that jax knows says the rest

@@ -12,9 +12,9 @@ from text_trainer_toys import QUIET, devices
 from transformers import AutoModelForImageClassification
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.samples import sample_arrays
+from trainformer.data.builtin import builtin_arrays
+from trainformer.data.collate import stack_samples
 from trainformer.data.split import split_dataset
-from trainformer.data.stacking import stack_samples
 from trainformer.jax import ImageClassificationTrainer, TrainingArguments
 from trainformer.models.jax import ViTConfig
 
@@ -48,13 +48,13 @@ def trainer_of(data, model=TINY, dims=(1, 1, 1, 1), held_out=None, options=None,
 
 @pytest.fixture(scope="module")
 def digits():
-    found = sample_arrays("digits").arrays
+    found = builtin_arrays("digits").arrays
     return found["image"][:, 0], found["label"]
 
 
 @pytest.mark.slow
 def test_a_tiny_vit_learns_digits():
-    train, held_out = split_dataset(sample_arrays("digits"), 0.2, seed=0)
+    train, held_out = split_dataset(builtin_arrays("digits"), 0.2, seed=0)
     fields = {"max_steps": -1, "num_train_epochs": 5, "eval_batch_size": 64, "scheduler": "cosine"}
     trainer = trainer_of(train, held_out=held_out, options={"label_smoothing": 0.1}, **fields)
     trainer.train()

@@ -13,7 +13,7 @@ from text_toys import batches_of
 from trainformer import Trainer
 from trainformer.run import run_of
 
-# Whatever the other trainers do beside training.
+# Side effects of the other trainers to switch off.
 QUIET: dict[str, Any] = {
     "report_to": [],
     "use_cpu": True,

@@ -42,7 +42,7 @@ def both(tmp_path, accumulation, schedule="linear", chunk_tokens=0, mean_of_mean
         model,
         TrainingArguments(**settings(trainer, tmp_path / "hf", adam_epsilon=EPS, **yours)),
         train_dataset=ordered,
-        data_collator=DataCollatorForSeq2Seq(task.text, pad_to_multiple_of=8),
+        data_collator=DataCollatorForSeq2Seq(task.text_tokenizer, pad_to_multiple_of=8),
     )
     if mean_of_means:
         theirs.model_accepts_loss_kwargs = False
@@ -54,7 +54,7 @@ def both(tmp_path, accumulation, schedule="linear", chunk_tokens=0, mean_of_mean
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_weights_are_those_of_transformers(tmp_path, accumulation, schedule):
+def test_the_weights_match_transformers(tmp_path, accumulation, schedule):
     model, theirs, before = both(tmp_path, accumulation, schedule)
     assert moved(model, before)
     assert distance(model, before) > 1e-3
@@ -62,12 +62,12 @@ def test_the_weights_are_those_of_transformers(tmp_path, accumulation, schedule)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_weights_are_the_same_without_all_logits_at_once(tmp_path, accumulation):
+def test_the_weights_are_the_same_with_chunked_logits(tmp_path, accumulation):
     model, theirs, _ = both(tmp_path, accumulation, chunk_tokens=None)
     assert distance(model, theirs) < 1e-6
 
 
-def test_a_mean_of_means_would_be_seen(tmp_path):
+def test_a_mean_of_means_would_change_the_weights(tmp_path):
     """What transformers does with models that take no number of tokens."""
     model, theirs, _ = both(tmp_path, 4, mean_of_means=True)
     assert distance(model, theirs) > 1e-4

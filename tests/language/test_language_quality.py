@@ -73,7 +73,7 @@ def pretrained(tmp_path_factory) -> tuple[Path, dict[str, float]]:
     return toys.checkpoint_of(trainer), {"unigram": unigram, "bigram": bigram, "model": found["val/perplexity"]}
 
 
-def test_a_small_llama_beats_counting_pairs(pretrained):
+def test_a_small_llama_beats_a_bigram_model(pretrained):
     folder, perplexity = pretrained
     assert perplexity["bigram"] < 0.2 * perplexity["unigram"]  # the counts are worth something themselves
     assert perplexity["model"] < 0.75 * perplexity["bigram"]

@@ -1,7 +1,7 @@
-"""What some processes compute together, and one process alone, from the same numbers.
+"""Losses and gradients on several ranks, and in one process, from the same numbers.
 
-Training with several ranks is imitated by hand: each has a share of the batch, unequal ones at that, differentiates the
-sum of its losses, and gradients are added up and divided by the number of samples of all.
+Data-parallel training by hand: each rank has a share of the batch (of unequal size), differentiates the sum of its
+losses, and gradients are all-reduced and divided by the total number of samples.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_a_single_image_has_no_loss_and_no_gradient() -> None:
     assert all(torch.equal(g, torch.zeros(1, 8)) for g in gradients)
 
 
-def test_the_module_is_the_function() -> None:
+def test_the_module_matches_the_function() -> None:
     z1, z2 = rows(6, 8), rows(6, 8)
     torch.testing.assert_close(NTXentLoss(0.3)(z1, z2, reduction="none"), nt_xent_loss(z1, z2, 0.3, reduction="none"))
 
@@ -106,7 +106,7 @@ def test_moco_v3_matches_the_library(temperature: float) -> None:
     assert_close(mine, value_and_gradients(theirs, q1, q2))
 
 
-def test_moco_v3_is_the_paper_s_pseudocode() -> None:
+def test_moco_v3_matches_the_pseudocode_of_the_paper() -> None:
     q1, q2, k1, k2 = (rows(6, 8, dtype=torch.float64) for _ in range(4))
 
     def contrast(q: Tensor, k: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_keys_of_moco_v3_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", ["ntxent", "queue", "moco_v3"])
-def test_reductions_belong_together(name: str) -> None:
+def test_reductions_are_consistent(name: str) -> None:
     inputs = [rows(6, 8) for _ in range(4)] + [F.normalize(rows(10, 8))]
     each, total, mean = (every_loss(*inputs, reduction=r)[name] for r in ("none", "sum", "mean"))
     assert each.shape == (6,)
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ntxent", "queue", "moco_v3"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_lowers_nothing(name: str, dtype: torch.dtype) -> None:
+def test_autocast_does_not_reduce_precision(name: str, dtype: torch.dtype) -> None:
     inputs = [rows(6, 8).to(dtype) for _ in range(4)] + [F.normalize(rows(10, 8))]
     inputs[0][0] = inputs[1][0]  # a pair that is one already
     inputs[0][1] = -inputs[1][1]  # and one that could not be farther apart
@@ -158,7 +158,7 @@ def test_autocast_lowers_nothing(name: str, dtype: torch.dtype) -> None:
     assert_close(low[1:], want[1:], relative=torch.finfo(dtype).eps)
 
 
-def test_it_compiles_without_a_break() -> None:
+def test_it_compiles_without_graph_breaks() -> None:
     inputs = [rows(6, 8) for _ in range(4)] + [F.normalize(rows(10, 8))]
     torch.compiler.reset()
     got = torch.compile(every_loss, backend="aot_eager", fullgraph=True)(*inputs)
@@ -177,6 +177,6 @@ def test_it_compiles_without_a_break() -> None:
         (lambda z: moco_v3_loss(z, z, z, z[:3]), "k2"),
     ],
 )
-def test_bad_arguments_are_refused(make: object, message: str) -> None:
+def test_bad_arguments_are_rejected(make: object, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make(torch.randn(4, 8))

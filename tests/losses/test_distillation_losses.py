@@ -89,14 +89,14 @@ def test_dino_in_half_precision_is_finite_and_exact(dtype: torch.dtype) -> None:
 
 
 class TestCenter:
-    def test_adding_leaves_the_centre_until_commit(self) -> None:
+    def test_add_does_not_change_the_center_before_commit(self) -> None:
         center, rows = Center(4), torch.randn(6, 4)
         center.add(rows)
         assert torch.equal(center.center, torch.zeros(1, 4))
         center.commit()
         torch.testing.assert_close(center.center, 0.1 * rows.mean(0, keepdim=True))
 
-    def test_micro_batches_of_any_size_make_one_move(self) -> None:
+    def test_micro_batches_of_any_size_give_one_update(self) -> None:
         whole, parts, rows = Center(4), Center(4), torch.randn(12, 4)
         whole.add(rows)
         for part in (rows[:1], rows[1:8].view(7, 1, 4), rows[8:]):
@@ -106,7 +106,7 @@ class TestCenter:
         parts.commit()
         torch.testing.assert_close(parts.center, whole.center)
 
-    def test_a_commit_uses_what_came_since_the_last_one(self) -> None:
+    def test_a_commit_uses_outputs_since_the_last_one(self) -> None:
         center = Center(4, momentum=0.0)
         for _ in range(3):
             rows = torch.randn(5, 4)
@@ -114,7 +114,7 @@ class TestCenter:
             center.commit()
             torch.testing.assert_close(center.center, rows.mean(0, keepdim=True))
 
-    def test_nothing_added_or_discarded_leaves_it_as_it_is(self) -> None:
+    def test_without_new_outputs_the_center_does_not_change(self) -> None:
         center = Center(4)
         center.add(torch.ones(3, 4))
         center.commit()
@@ -127,7 +127,7 @@ class TestCenter:
         assert torch.equal(center.center, before)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_rows_that_are_not_finite_never_reach_it(self, bad: float) -> None:
+    def test_non_finite_rows_are_skipped(self, bad: float) -> None:
         rows = torch.randn(5, 4)
         broken = rows.clone()
         broken[2, 1] = bad
@@ -141,14 +141,14 @@ class TestCenter:
         center.commit()
         torch.testing.assert_close(center.center, clean.center)
 
-    def test_half_precision_outputs_are_summed_in_full(self) -> None:
+    def test_half_precision_outputs_are_summed_in_float32(self) -> None:
         """The sum of 4096 times 100 overflows float16."""
         center = Center(2, momentum=0.0)
         center.add(torch.full((4096, 2), 100.0, dtype=torch.float16))
         center.commit()
         assert center.center.tolist() == [[100.0, 100.0]]
 
-    def test_only_the_centre_is_saved_and_copies_do_not_share(self) -> None:
+    def test_only_the_center_is_saved_and_copies_are_independent(self) -> None:
         center = Center(3)
         assert list(center.state_dict()) == ["center"]
         assert [name for name, _ in center.named_buffers()] == ["center"]
@@ -163,7 +163,7 @@ class TestCenter:
         center.commit()
         assert not center.center.requires_grad
 
-    def test_bad_arguments_are_refused(self) -> None:
+    def test_bad_arguments_are_rejected(self) -> None:
         with pytest.raises(BadArgument, match="momentum"):
             Center(3, momentum=1.5)
         with pytest.raises(BadArgument, match="dim"):
@@ -188,7 +188,7 @@ def test_koleo_gradients_and_rows() -> None:
     torch.testing.assert_close(koleo_loss(features, reduction="sum"), rows.sum())
 
 
-def test_koleo_of_a_single_row_is_nothing() -> None:
+def test_koleo_of_a_single_row_is_zero() -> None:
     value, gradient = value_and_gradients(koleo_loss, torch.randn(1, 4))
     assert value == 0
     assert torch.equal(gradient, torch.zeros(1, 4))
@@ -255,7 +255,7 @@ def test_divergence_is_that_of_torch() -> None:
     torch.testing.assert_close(dino_kl(student, teacher, center), want, rtol=1e-5, atol=1e-5)
 
 
-def test_it_compiles_without_a_break() -> None:
+def test_it_compiles_without_graph_breaks() -> None:
     def every(student: list[Tensor], teacher: list[Tensor], center: Tensor) -> list[Tensor]:
         entropy = teacher_entropy(teacher[0], 0.04, center)
         pair = (student[0], teacher[0])
@@ -283,6 +283,6 @@ def test_it_compiles_without_a_break() -> None:
         (lambda v: teacher_entropy(v[0], 0.0), "temperature"),
     ],
 )
-def test_bad_arguments_are_refused(make: object, message: str) -> None:
+def test_bad_arguments_are_rejected(make: object, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make(views(2))

@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def test_waiting_is_noticed() -> None:
+def test_a_sync_is_detected() -> None:
     one = torch.ones((), device="cuda")
     with pytest.raises(RuntimeError, match="synchroniz"), waits_are_errors():
         one.item()
@@ -92,7 +92,7 @@ def test_the_compiled_loss_is_the_same() -> None:
     assert_close(got, value_and_gradients(lambda x: loss(x, labels), embeddings))
 
 
-def test_the_centre_moves_to_the_device() -> None:
+def test_the_center_moves_to_the_device() -> None:
     center, other, rows = Center(8), Center(8), torch.randn(5, 8)
     center.add(rows)
     center.cuda()

@@ -60,13 +60,13 @@ def oracle(name: str, mine: nn.Module) -> nn.Module:
     return other
 
 
-def test_every_name_has_an_oracle() -> None:
+def test_every_name_is_compared_with_the_library() -> None:
     assert sorted(ORACLES) == pair_loss_names()
     assert sorted(MINERS) == miner_names()
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_a_name_builds_the_library_s_loss(name: str) -> None:
+def test_a_name_builds_the_loss_of_the_library(name: str) -> None:
     mine = make_pair_loss(name, **SIZES)
     embeddings, labels = batch()
     other = oracle(name, mine)
@@ -77,7 +77,7 @@ def test_a_name_builds_the_library_s_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("miner", MINERS)
-def test_a_miner_chooses_what_the_library_s_does(miner: str) -> None:
+def test_a_miner_selects_the_same_pairs_as_the_library(miner: str) -> None:
     mine = make_pair_loss("triplet", miner=miner, margin=0.3)
     embeddings, labels = batch()
     other = pml.TripletMarginLoss(margin=0.3)
@@ -102,7 +102,7 @@ def test_a_batch_without_pairs_has_a_graph(name: str, miner: str | None, labels:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ORACLES)
-def test_half_precision_is_computed_in_full(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
     loss = make_pair_loss(name, **SIZES)
     embeddings, labels = batch()
     embeddings = embeddings.to(dtype)
@@ -115,7 +115,7 @@ def test_half_precision_is_computed_in_full(name: str, dtype: torch.dtype) -> No
     assert all(p.dtype is torch.float32 for p in loss.parameters())
 
 
-def test_double_embeddings_leave_proxies_as_the_optimizer_knows_them() -> None:
+def test_float64_embeddings_do_not_cast_the_proxies() -> None:
     loss = make_pair_loss("proxy_anchor", **SIZES)
     embeddings, labels = batch()
     loss(embeddings.double(), labels)
@@ -123,7 +123,7 @@ def test_double_embeddings_leave_proxies_as_the_optimizer_knows_them() -> None:
 
 
 class TestMemory:
-    def test_it_is_the_library_s(self) -> None:
+    def test_it_matches_the_library(self) -> None:
         mine = make_pair_loss("xbm:contrastive", memory_size=20, miner="multisimilarity", **SIZES)
         miner = pml_miners.MultiSimilarityMiner()
         other = pml.CrossBatchMemory(pml.ContrastiveLoss(), WIDTH, memory_size=20, miner=miner)
@@ -149,7 +149,7 @@ class TestMemory:
                 embeddings, labels = batch(8)
                 torch.testing.assert_close(resumed(embeddings, labels), loss(embeddings, labels))
 
-    def test_evaluation_leaves_it_alone(self) -> None:
+    def test_evaluation_does_not_change_the_memory(self) -> None:
         loss = make_pair_loss("xbm:triplet", miner="batch_hard", **SIZES)
         loss(*batch())
         before = {name: value.clone() for name, value in loss.state_dict().items()}
@@ -223,7 +223,7 @@ class Own(nn.Module):
         return (embeddings - self.centers[labels]).square().mean()
 
 
-def test_a_module_of_one_s_own() -> None:
+def test_a_custom_module() -> None:
     own = Own()
     loss = make_metric_loss(own, **SIZES)
     embeddings, labels = batch()
@@ -249,7 +249,7 @@ def test_a_module_of_one_s_own() -> None:
         (lambda: make_metric_loss("arcface", margin=0.1, options={"margin": 0.2}, **SIZES), "once"),
         (lambda: make_metric_loss("supcon", margin=0.1, **SIZES), "temperature"),
         (lambda: make_metric_loss("triplet", scale=3.0, **SIZES), "no scale"),
-        (lambda: make_metric_loss(Own(), margin=0.1, **SIZES), "settings beside a module"),
+        (lambda: make_metric_loss(Own(), margin=0.1, **SIZES), "no settings for a module"),
         (lambda: make_metric_loss(ArcFaceLoss(8, 4), miner="hard", **SIZES), "no miner"),
         (lambda: make_pair_loss("arcface"), "a pair loss"),
         (lambda: make_pair_loss("suponc"), "Did you mean 'supcon'"),
@@ -262,6 +262,6 @@ def test_a_module_of_one_s_own() -> None:
         (lambda: PairLoss(nn.PairwiseDistance())(torch.ones(3, 3), torch.ones(3)), "scalar"),
     ],
 )
-def test_bad_arguments_are_refused(make: object, message: str) -> None:
+def test_bad_arguments_are_rejected(make: object, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         make()

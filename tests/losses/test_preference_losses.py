@@ -32,7 +32,7 @@ def trl(trainer: Any, method: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 @pytest.mark.parametrize(("variant", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)])
-def test_dpo_is_trls(variant, smoothing, beta):
+def test_dpo_matches_trl(variant, smoothing, beta):
     """TRL's loss without a reference, on what each answer gained: with one that is DPO."""
     chosen, rejected, by_chosen, by_rejected = pairs(4)
     oracle = trl(CPOTrainer, "cpo_loss", loss_type=variant, beta=beta, label_smoothing=smoothing)
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_the_paper():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_simpo_is_trls(smoothing):
+def test_simpo_matches_trl(smoothing):
     chosen, rejected = pairs(2)
     oracle = trl(
         CPOTrainer, "cpo_loss", loss_type="simpo", beta=2.5, simpo_gamma=1.4, label_smoothing=smoothing
@@ -71,7 +71,7 @@ def test_simpo_is_trls(smoothing):
     torch.testing.assert_close(preference_rewards(chosen, rejected, beta=2.5).chosen, worth)
 
 
-def test_orpo_is_trls():
+def test_orpo_matches_trl():
     chosen, rejected = pairs(2, scale=4.0)
     ratio = trl(ORPOTrainer, "odds_ratio_loss", beta=0.3)(chosen, rejected)[0]
     found = orpo_loss(chosen, rejected, 0.3, reduction="none")
@@ -90,7 +90,7 @@ def test_odds_are_exact_near_both_ends():
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_certain_and_hopeless_answers_have_finite_gradients():
+def test_extreme_log_probabilities_have_finite_gradients():
     ends = torch.tensor([0.0, 0.0, -1e4, -1e-8, -math.log(2)])
     for loss in (orpo_loss, simpo_loss):
         assert all(x.isfinite().all() for x in value_and_gradients(loss, ends, ends.flip(0)))
@@ -99,7 +99,7 @@ def test_certain_and_hopeless_answers_have_finite_gradients():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision_is_computed_in_single(dtype):
+def test_half_precision_is_computed_in_float32(dtype):
     given = [x.to(dtype) for x in pairs(4)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = [dpo_loss(*given), orpo_loss(*given[:2]), simpo_loss(*given[:2])]
@@ -109,7 +109,7 @@ def test_half_precision_is_computed_in_single(dtype):
     assert all(x.dtype is torch.float32 for x in found)
 
 
-def test_pairs_can_be_summed_in_pieces():
+def test_sums_over_pairs_do_not_depend_on_the_batch_size():
     given = pairs(4, size=12)
     whole = dpo_loss(*given, reduction="sum")
     pieces = [dpo_loss(*(x[part] for x in given), reduction="sum") for part in (slice(0, 5), slice(5, 12))]

@@ -79,7 +79,7 @@ def test_transformers_agrees() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"shift": False}, {"z_loss": 0.1}, {"label_smoothing": 0.2}])
-def test_logits_against_the_definition(options: dict[str, Any]) -> None:
+def test_token_cross_entropy_matches_its_definition(options: dict[str, Any]) -> None:
     hidden, weight, bias, labels = case()
     total, count, correct = plain(hidden, weight, labels, bias=bias, **options)
     mine = token_cross_entropy(F.linear(hidden, weight, bias), labels, **options)
@@ -87,7 +87,7 @@ def test_logits_against_the_definition(options: dict[str, Any]) -> None:
     assert (mine.weight, mine.correct) == (count, correct)
 
 
-def test_half_precision_logits_are_summed_in_single() -> None:
+def test_half_precision_logits_are_summed_in_float32() -> None:
     logits, labels = torch.randn(4, 500, 40, dtype=torch.bfloat16), torch.randint(0, 40, (4, 500))
     found = token_cross_entropy(logits, labels)
     assert found.sum.dtype is torch.float32
@@ -99,7 +99,7 @@ def test_half_precision_logits_are_summed_in_single() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000, None])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_equal_to_plain(options: dict[str, Any], chunk: int | None) -> None:
+def test_chunks_match_plain_cross_entropy(options: dict[str, Any], chunk: int | None) -> None:
     hidden, weight, bias, labels = case()
     mine = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=chunk, **options)
     _, count, correct = plain(hidden, weight, labels, bias=bias, **options)
@@ -151,7 +151,7 @@ def test_tied_weights() -> None:
     )
 
 
-def test_two_backward_passes() -> None:
+def test_a_second_backward_pass_gives_the_same_gradients() -> None:
     hidden, weight, bias, labels = case()
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     total = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=7).sum
@@ -162,7 +162,7 @@ def test_two_backward_passes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True)), "the first gradients were overwritten"
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_rejected() -> None:
     hidden, weight, _, labels = case()
     hidden.requires_grad_()
     for total in (
@@ -175,7 +175,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("own", [False, True], ids=["float32 weights", "half weights"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_is_as_exact_as_plain(dtype: torch.dtype, own: bool) -> None:
+def test_autocast_is_as_accurate_as_plain_cross_entropy(dtype: torch.dtype, own: bool) -> None:
     hidden, weight, bias, labels = case(words=2000)
     weight = weight.to(dtype) if own else weight
     wide = [hidden.double(), weight.double(), bias.double()]
@@ -199,7 +199,7 @@ def test_autocast_is_as_exact_as_plain(dtype: torch.dtype, own: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_of_tokens_that_are_nearly_certain(dtype: torch.dtype) -> None:
+def test_gradients_of_nearly_certain_tokens_are_accurate(dtype: torch.dtype) -> None:
     """p = 0.995, which bfloat16 rounds to 0.996: p - 1 must not be computed from that. The logits are exact."""
     hidden, weight, labels = 6 * torch.eye(3), torch.eye(3), torch.arange(3)
 
@@ -238,7 +238,7 @@ def test_float16_states() -> None:
     assert_close(value_and_gradients(ours, hidden, weight, autocast=torch.float16), want, 0.03)
 
 
-def test_nothing_supervised() -> None:
+def test_without_supervised_tokens_everything_is_zero() -> None:
     hidden, weight, bias, labels = case(supervised=0.0)
     found = linear_cross_entropy(hidden, weight, labels, bias=bias)
     assert (found.sum, found.weight, found.correct) == (0, 0, 0)
@@ -249,7 +249,7 @@ def test_nothing_supervised() -> None:
     assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
 
 
-def test_parts_of_a_batch_add_up() -> None:
+def test_sums_do_not_depend_on_the_batch_size() -> None:
     hidden, weight, _, labels = case()
     whole = linear_cross_entropy(hidden, weight, labels)
     parts = [linear_cross_entropy(hidden[i : i + 1], weight, labels[i : i + 1]) for i in range(BATCH)]
@@ -262,7 +262,7 @@ def test_other_modes() -> None:
     want = linear_cross_entropy(hidden, weight, labels)
     with torch.inference_mode():
         torch.testing.assert_close(linear_cross_entropy(hidden, weight.requires_grad_(), labels), want)
-    # A weight in half precision without autocast is lifted, not refused; its gradient is in its own precision.
+    # A weight in half precision without autocast is lifted, not rejected; its gradient is in its own precision.
     half = weight.detach().bfloat16()
     found = value_and_gradients(lambda h, w: linear_cross_entropy(h, w, labels).sum, hidden, half)
     lifted = value_and_gradients(lambda h, w: plain(h, w, labels)[0], hidden, half.float())
@@ -298,7 +298,7 @@ def flops(work: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-def test_no_matrix_product_too_many() -> None:
+def test_the_number_of_matrix_products_is_minimal() -> None:
     hidden, weight, _, labels = case(supervised=1.0)
     one = 2 * BATCH * LENGTH * WIDTH * WORDS
     hidden.requires_grad_()
@@ -329,7 +329,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_all_logits_never_exist() -> None:
+def test_the_full_logits_are_never_materialised() -> None:
     tokens, words, chunk = 600, 700, 20
     hidden, weight = torch.randn(1, tokens, WIDTH, requires_grad=True), torch.randn(words, WIDTH, requires_grad=True)
     labels = torch.randint(0, words, (1, tokens))
@@ -371,7 +371,7 @@ def preference(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, None])
-def test_sequences_equal_plain(chunk: int | None) -> None:
+def test_sequence_log_probs_match_plain_log_softmax(chunk: int | None) -> None:
     hidden, weight, bias, labels = case()
 
     def theirs(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ def test_sequences_equal_plain(chunk: int | None) -> None:
 
 
 @pytest.mark.slow
-def test_sequences_against_trl() -> None:
+def test_sequence_log_probs_match_trl() -> None:
     utils = pytest.importorskip("trl.trainer.utils")
     hidden, weight, _, labels = case()
     picked = utils.selective_log_softmax((hidden @ weight.T)[:, :-1], labels[:, 1:].clamp(min=0))
@@ -506,7 +506,7 @@ def test_logits_take_no_layer_arguments() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("own", [False, True], ids=["float32 weights", "half weights"])
 @pytest.mark.parametrize("dtype", [None, *HALVES], ids=str)
-def test_cuda_without_waiting(dtype: torch.dtype | None, own: bool) -> None:
+def test_cuda_without_a_sync(dtype: torch.dtype | None, own: bool) -> None:
     hidden, weight, bias, labels = case(words=2000)
     weight = weight.to(dtype) if own and dtype else weight
     moved, there = [x.cuda() for x in (hidden, weight, bias)], labels.cuda()

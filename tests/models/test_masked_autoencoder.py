@@ -120,7 +120,7 @@ def test_loss_prediction_and_gradients_match_transformers(norm_pix: bool, mask_r
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-def test_positions_are_those_of_the_published_weights(prefix: int) -> None:
+def test_positions_match_the_published_weights(prefix: int) -> None:
     from lightly.models.utils import get_2d_sine_cosine_positional_embedding
 
     want = torch.from_numpy(get_2d_sine_cosine_positional_embedding(24, 4, cls_token=bool(prefix))).float()
@@ -158,18 +158,18 @@ def test_encoder_matches_lightly(options: dict[str, Any]) -> None:
 # --- behaviour
 
 
-def test_predictions_depend_on_visible_pixels_and_not_on_hidden_ones() -> None:
+def test_predictions_depend_on_visible_pixels_only() -> None:
     model = MaskedAutoencoder(vit(), **DECODER)
     noise = torch.rand(2, COUNT)
     pictures = images(2).requires_grad_()
     output = model(pictures, noise)
     (gradient,) = torch.autograd.grad(output.prediction[output.mask].square().sum(), pictures)
-    per_patch = model.patchify(gradient).abs().amax(-1)
+    per_patch = patchify(gradient, model.patch_size).abs().amax(-1)
     assert (per_patch[output.mask] == 0).all()
     assert (per_patch[~output.mask] > 0).all()
 
 
-def test_each_image_has_its_own_loss_over_its_hidden_patches() -> None:
+def test_each_image_has_its_own_loss_over_its_masked_patches() -> None:
     """A loop over images and patches says the same."""
     model = MaskedAutoencoder(vit(), **DECODER)
     pictures = images(4)
@@ -187,7 +187,7 @@ def test_each_image_has_its_own_loss_over_its_hidden_patches() -> None:
         torch.testing.assert_close(output.loss[i], torch.stack(errors).mean())
 
 
-def test_masks_are_drawn_anew_and_per_image() -> None:
+def test_masks_differ_between_calls_and_images() -> None:
     model = MaskedAutoencoder(vit(), **DECODER)
     one, two = model(images(8)).mask, model(images(8)).mask
     assert not torch.equal(one, two)
@@ -238,7 +238,7 @@ def test_other_channels_and_oblong_images_and_patches() -> None:
     pictures = images(2, 5, (12, 24))
     output = model(pictures)
     assert output.prediction.shape == (2, 3 * 4, 4 * 6 * 5)
-    assert torch.equal(model.unpatchify(model.patchify(pictures), (12, 24)), pictures)
+    assert torch.equal(unpatchify(patchify(pictures, model.patch_size), (12, 24), model.patch_size), pictures)
 
 
 def test_patches_are_cut_row_by_row_with_channels_last() -> None:
@@ -312,7 +312,7 @@ def test_it_learns_from_visible_pixels_and_positions() -> None:
 
 
 @pytest.mark.parametrize("norm_pix", [True, False])
-def test_pictures(norm_pix: bool) -> None:
+def test_reconstructions(norm_pix: bool) -> None:
     model = MaskedAutoencoder(vit(), norm_pix=norm_pix, **DECODER)
     mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.3, 0.25])
     original = torch.rand(2, 3, SIZE, SIZE)
@@ -330,7 +330,7 @@ def test_pictures(norm_pix: bool) -> None:
 
 
 @pytest.mark.parametrize("norm_pix", [True, False])
-def test_a_perfect_prediction_is_the_original_picture(norm_pix: bool) -> None:
+def test_a_perfect_prediction_is_the_original_image(norm_pix: bool) -> None:
     class Oracle(nn.Module):
         """In the decoder's place: knows the answer."""
 
@@ -368,7 +368,7 @@ def test_a_perfect_prediction_is_the_original_picture(norm_pix: bool) -> None:
         (lambda: vit(img_size=26), "multiples of the patch"),
     ],
 )
-def test_backbones_that_do_not_fit_are_refused(build: Any, message: str) -> None:
+def test_backbones_that_do_not_fit_are_rejected(build: Any, message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         MaskedAutoencoder(build(), **DECODER)
 
@@ -408,7 +408,7 @@ def test_bad_images() -> None:
     with pytest.raises(BadArgument, match="mean and std with 1 or 3 values"):
         model.reconstruct(images(), mean=[0.5, 0.5])
     with pytest.raises(DataError, match="patches of shape"):
-        model.unpatchify(torch.rand(2, 15, 108), (SIZE, SIZE))
+        unpatchify(torch.rand(2, 15, 108), (SIZE, SIZE), (PATCH, PATCH))
     with pytest.raises(BadArgument, match="more than one pixel"):
         MaskedAutoencoder(vit(img_size=4, patch_size=1, in_chans=1), **DECODER)
 

@@ -16,6 +16,8 @@ from trainformer.core.errors import BadArgument
 from trainformer.models.heads import DINOHead, byol_projector
 from trainformer.models.momentum import MomentumCopy, cosine_momentum, disable_dropout
 
+EPS = torch.finfo(torch.float32).eps
+
 
 class WithBuffer(nn.Module):
     """A convolution, a BatchNorm, a fixed table and a tied weight."""
@@ -50,7 +52,7 @@ def copies() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "build"), copies(), ids=[name for name, _ in copies()])
-def test_parameters_follow_as_timm_and_a_loop_say(name: str, build: Any) -> None:
+def test_updates_match_timm_and_a_loop(name: str, build: Any) -> None:
     source = build()
     follower = MomentumCopy(source)
     oracle = ModelEmaV3(source, decay=0.9, exclude_buffers=True)
@@ -64,11 +66,11 @@ def test_parameters_follow_as_timm_and_a_loop_say(name: str, build: Any) -> None
     mine = dict(follower.module.named_parameters())
     assert list(mine) == list(by_hand)
     for key, other in oracle.module.named_parameters():
-        torch.testing.assert_close(mine[key], other, rtol=0, atol=6e-8, check_stride=False)
+        torch.testing.assert_close(mine[key], other, rtol=4 * EPS, atol=4 * EPS, check_stride=False)
         torch.testing.assert_close(mine[key].double(), by_hand[key], rtol=1e-6, atol=6e-7)
 
 
-def test_it_is_frozen_apart_and_without_gradients() -> None:
+def test_the_copy_is_frozen_and_shares_no_memory() -> None:
     source = WithBuffer()
     follower = MomentumCopy(source)
     assert not any(weight.requires_grad for weight in follower.parameters())
@@ -132,7 +134,7 @@ def test_dropout_inside_layers_of_torch_and_torchvision_is_off() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_source_is_followed_in_fp32(dtype: torch.dtype) -> None:
+def test_a_half_precision_source_has_a_float32_copy(dtype: torch.dtype) -> None:
     source = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(dtype)
     follower = MomentumCopy(source)
     assert all(value.dtype in (torch.float32, torch.int64) for value in follower.state_dict().values())
@@ -205,7 +207,7 @@ def test_cosine_momentum_is_that_of_byol() -> None:
         cosine_momentum(0.9, 1.0, 0, 0)
 
 
-def test_sources_that_do_not_fit_are_refused() -> None:
+def test_sources_that_do_not_fit_are_rejected() -> None:
     follower = MomentumCopy(nn.Linear(3, 3))
     with pytest.raises(BadArgument, match=r"momentum to be from 0 to 1, received 1\.5"):
         follower.update(nn.Linear(3, 3), 1.5)
@@ -218,7 +220,7 @@ def test_sources_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_update_waits_for_nothing_on_the_device() -> None:
+def test_update_does_not_sync() -> None:
     source = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=0)
     follower = MomentumCopy(source).cuda()
     shake(source)

@@ -14,7 +14,7 @@ from run_folders import CONFIG, START, everything, happened, resumed_times, trai
 
 from toys import MeanTask, classes
 from trainformer import Trainer
-from trainformer.cli import frame
+from trainformer.cli import app
 from trainformer.core.errors import BadArgument
 from trainformer.loggers import read_jsonl
 from trainformer.report import write_report
@@ -22,7 +22,7 @@ from trainformer.report.events import collect_events
 from trainformer.report.reading import read_run
 from trainformer.report.series import downsample, group_plots, read_clock, read_series
 from trainformer.sweep import choice, grid, sweep
-from trainformer.tasks.confusion import confusion_record
+from trainformer.tasks.classification_report import confusion_record
 
 
 def content_of(path):
@@ -253,15 +253,15 @@ def place(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_the_path(place, capsys):
-    assert frame.main(["report", "calm"]) == 0
+    assert app.main(["report", "calm"]) == 0
     assert capsys.readouterr().out.startswith("wrote runs/calm/report.html (0.1 MB)")
-    assert frame.main(["report", "runs", "--json", "--title", "both"]) == 0
+    assert app.main(["report", "runs", "--json", "--title", "both"]) == 0
     message = json.loads(capsys.readouterr().out)
     assert message == {"report": "report.html", "bytes": (place / "report.html").stat().st_size}
     content = content_of(place / "report.html")
     assert content["title"] == "both"
     assert [run["name"] for run in content["runs"]] == ["bold", "calm"]
-    assert frame.main(["report", "runs/calm", "bold", "runs/bold", "--out", "here/"]) == 0
+    assert app.main(["report", "runs/calm", "bold", "runs/bold", "--out", "here/"]) == 0
     assert [run["name"] for run in content_of(place / "here" / "report.html")["runs"]] == ["calm", "bold"]
 
 
@@ -273,7 +273,7 @@ def test_the_report_is_replaced_atomically(place):
 
 
 def test_unknown_sources_are_reported(place, capsys):
-    assert frame.main(["report", "clam"]) == 1
+    assert app.main(["report", "clam"]) == 1
     assert "Did you mean 'calm'?" in " ".join(capsys.readouterr().err.split())
     (place / "nothing").mkdir()
     with pytest.raises(BadArgument, match="neither"):
@@ -283,7 +283,7 @@ def test_unknown_sources_are_reported(place, capsys):
     with pytest.raises(BadArgument, match="0 or more"):
         write_report("calm", top=-1)
     with pytest.raises(SystemExit, match="2"):
-        frame.main(["report"])
+        app.main(["report"])
 
 
 def test_runs_with_the_same_name_get_unique_names(place):
@@ -304,8 +304,8 @@ def test_a_folder_that_contains_a_runs_folder_is_accepted(place):
 
 def test_other_files_are_not_replaced_and_unwritable_paths_are_reported(place, capsys):
     (place / "train.py").write_text("import this")
-    assert frame.main(["report", "calm", "--out", "train.py"]) == 1
-    assert frame.main(["report", "calm", "--out", "train.py/report.html"]) == 1
+    assert app.main(["report", "calm", "--out", "train.py"]) == 1
+    assert app.main(["report", "calm", "--out", "train.py/report.html"]) == 1
     assert (place / "train.py").read_text() == "import this"
     message = " ".join(capsys.readouterr().err.split())
     assert "an HTML file, or a new file, for the report" in message
@@ -322,7 +322,7 @@ def test_a_folder_name_that_is_not_valid_text(place):
 def test_a_report_needs_no_torch(place):
     everything(place / "runs" / "rich")
     program = (
-        "import sys; from trainformer.cli import frame; code = frame.main(['report', 'rich', 'calm']); "
+        "import sys; from trainformer.cli import frame; code = app.main(['report', 'rich', 'calm']); "
         "sys.exit(code or any(name in sys.modules for name in ('torch', 'jax', 'optuna', 'numpy')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=place, check=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainformer.cli import frame
+from trainformer.cli import app
 from trainformer.sweep import read_sweep
 
 SCRIPT = """
@@ -44,7 +44,7 @@ def script(monkeypatch):
 
 
 def test_sweep_command_runs_a_script_and_shows_it(script, capsys):
-    assert frame.main(["sweep", script, "--n-trials", "6", "--n-parallel", "2"]) == 0
+    assert app.main(["sweep", script, "--n-trials", "6", "--n-parallel", "2"]) == 0
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if line.startswith("trial ")]
     assert len(lines) == 6
@@ -56,7 +56,7 @@ def test_sweep_command_runs_a_script_and_shows_it(script, capsys):
         assert trial.status in row
         assert ("a bad one" in row) == (trial.status == "failed")
 
-    assert frame.main(["sweep", script, "--n-trials", "7", "--json"]) == 0
+    assert app.main(["sweep", script, "--n-trials", "7", "--json"]) == 0
     captured = capsys.readouterr()
     record = read_sweep("experiment")
     assert [row["metric"] for row in json.loads(captured.out)] == [trial.metric for trial in record.trials]
@@ -64,18 +64,18 @@ def test_sweep_command_runs_a_script_and_shows_it(script, capsys):
 
     Path("sweeps/gone").mkdir()
     Path("sweeps/gone/sweep.json").write_text(Path("sweeps/experiment/sweep.json").read_text())
-    assert frame.main(["sweep", "show"]) == 0
+    assert app.main(["sweep", "show"]) == 0
     captured = capsys.readouterr()
     assert "experiment" in captured.out
     assert "sweeps/gone: Expected a sweep with its study.db" in captured.err
     assert not Path("sweeps/gone/study.db").exists()
-    assert frame.main(["sweep", "show", "--json"]) == 0
+    assert app.main(["sweep", "show", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["best"] == record.best.metric
-    assert frame.main(["sweep", "show", "experiment"]) == 0
+    assert app.main(["sweep", "show", "experiment"]) == 0
     shown = capsys.readouterr().out
     assert f"{record.best.metric:.5g} (trial {record.best.number})" in shown
     assert "choice('good', 'bad')" in shown
-    assert frame.main(["sweep", "show", "sweeps/experiment", "--json"]) == 0
+    assert app.main(["sweep", "show", "sweeps/experiment", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["importances"] == record.importances
     assert [trial["number"] for trial in shown["trials"]] == [trial.number for trial in record.trials]
@@ -96,7 +96,7 @@ def test_errors_are_reported_in_a_paragraph(script, content, words, message, cap
     Path(script).unlink()
     if content is not None:
         Path(script).write_text(content)
-    assert frame.main(["sweep", script, *words]) == 1
+    assert app.main(["sweep", script, *words]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in " ".join(error.split())
@@ -106,11 +106,11 @@ def test_exit_codes_when_all_trials_fail_and_for_bad_usage(capsys):
     Path("fails.py").write_text(
         "from trainformer.sweep import sweep, grid\n@sweep(x=grid(1, 2))\ndef fails(x):\n    return None\n"
     )
-    assert frame.main(["sweep", "fails.py", "--method", "grid"]) == 1
+    assert app.main(["sweep", "fails.py", "--method", "grid"]) == 1
     assert "to be a number, received None" in capsys.readouterr().out
-    assert frame.main(["sweep", "show", "nothing"]) == 1
+    assert app.main(["sweep", "show", "nothing"]) == 1
     assert "trainformer sweep show" in capsys.readouterr().err
     for words in (["sweep"], ["sweep", "fails.py", "--method", "luck"], ["sweep", "show", "a", "b"]):
         with pytest.raises(SystemExit) as ended:
-            frame.main(words)
+            app.main(words)
         assert ended.value.code == 2

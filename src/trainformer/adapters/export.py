@@ -16,7 +16,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def merge_adapter(model: nn.Module) -> nn.Module:
-    """Merge the adapter of a model, of whatever kind. Returns a plain model; a model without an adapter unchanged."""
+    """Merge the adapter of a model. Returns a plain model; a model without an adapter is returned unchanged."""
     if not is_adapted(model):
         return unwrap_model(model)
     inner = adapted_model(model)

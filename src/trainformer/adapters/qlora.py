@@ -106,9 +106,9 @@ class QLoRA(LoRA):
         if kind == "vision" and not isinstance(model, nn.Module):
             raise BadArgument(
                 expected(
-                    "a model that transformers loads, for its weights are quantised while loading",
+                    "a transformers model, whose weights are quantised while loading",
                     "a vision model",
-                    "Use LoRA, which goes onto any model.",
+                    "Use LoRA, which works with any model.",
                 )
             )
 

@@ -157,7 +157,7 @@ def vocabulary_size(model: nn.Module) -> int | None:
 
 
 def base_vocabulary_size(model: nn.Module) -> int | None:
-    """Rows that the embeddings of a model have on disk, where it was loaded from; None if that cannot be known."""
+    """Vocabulary size of the model on disk that this one was loaded from; None if unknown."""
     config, source = getattr(model, "config", None), getattr(model, "name_or_path", None)
     if not source or not hasattr(type(config), "from_pretrained"):
         return None
@@ -170,7 +170,7 @@ def base_vocabulary_size(model: nn.Module) -> int | None:
 
 
 def _embedding_weights(model: Any) -> dict[str, Tensor]:
-    """The frozen weights of the input and output embeddings, but for those of which a trained copy is saved anyway."""
+    """The frozen weights of input and output embeddings, except those with a trained copy, which is saved anyway."""
     base = model.get_base_model()
     if vocabulary_size(base) is None:
         return {}

@@ -189,8 +189,8 @@ def _all_linear(model: nn.Module, inside: str | None, full: Sequence[str]) -> li
     layers = {type(module).__name__ for module in model.modules() if isinstance(module, _LAYERS)}
     raise BadArgument(
         expected(
-            f"linear layers beside the head in {type(model).__name__}",
-            f"none (it has {', '.join(sorted(layers)) or 'no layers that LoRA can be put on'})",
+            f"linear layers besides the head in {type(model).__name__}",
+            f"none (it has {', '.join(sorted(layers)) or 'no layers that LoRA supports'})",
             'Name the layers to adapt, convolutions for instance: target_modules=["conv1", "conv2"].',
         )
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainformer.callbacks.base import TrainerLike
@@ -114,7 +114,8 @@ class GradientMonitor:
             return
         norms = torch.stack(self._norms).float()
         self._norms = []
-        names, parts = self._parameter_norms(trainer)
+        grads = named_gradients(trainer.task.model, trainer.active_optimizer)
+        parts = torch.stack([gradient_norm(grad).float() for _, grad in grads])
         percentile = torch.quantile(norms, self.clip_percentile / 100)
         # Clipping scaled all gradients by one factor; the ratio of the total norms undoes it.
         undo_clipping = norms[-1] / torch.linalg.vector_norm(parts).clamp_min(1e-30)
@@ -130,7 +131,7 @@ class GradientMonitor:
             logger.warning(
                 "GradientMonitor: gradient norm reached %.3g (threshold %g) in the %d steps up to step %d; "
                 "the largest gradient in the last one belongs to %s",
-                peak, self.explosion_threshold, len(norms), step + 1, names[int(which)],
+                peak, self.explosion_threshold, len(norms), step + 1, grads[int(which)][0] or "a parameter of the loss",
             )  # fmt: skip
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
@@ -143,18 +144,6 @@ class GradientMonitor:
         if self._record:
             trainer.log_metrics(self._record)
             self._record = {}
-
-    @staticmethod
-    def _parameter_norms(trainer: TrainerLike) -> tuple[list[str], Tensor]:
-        model = trainer.task.model
-        names = {id(p): name for name, p in model.named_parameters()}
-        found = [
-            (names.get(id(p), "a parameter of the loss"), _norm(p.grad.detach()))
-            for group in trainer.active_optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        return [name for name, _ in found], torch.stack([norm for _, norm in found])
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": [float(norm) for norm in self._norms]}
@@ -211,7 +200,14 @@ def _count_flops(trainer: TrainerLike) -> float | None:
     return flops / max(batch.size, 1)  # 0: this rank has no sample of its own and computes a borrowed one
 
 
-def _norm(grad: Tensor) -> Tensor:
-    """The norm of a whole gradient; a collective operation if it is sharded."""
-    norm: Any = grad.float().norm()
+def named_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str | None, Tensor]]:
+    """The gradients of all optimized parameters, with their names in the model (None: not part of it)."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [(names.get(id(p)), p.grad.detach()) for p in parameters]
+
+
+def gradient_norm(grad: Tensor) -> Tensor:
+    """The norm of a whole gradient in at least fp32; a collective operation if it is sharded."""
+    norm: Any = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
     return norm.full_tensor() if is_dtensor(norm) else norm

@@ -43,7 +43,7 @@ def torch_components(
         stateful.insert(0, ("task", adapter))
     if hasattr(source, "state_dict"):
         # A loader that shards the data itself has another position on each rank.
-        per_rank = backend.process_group.world_size > 1 and source.is_divided
+        per_rank = backend.process_group.world_size > 1 and getattr(source, "is_sharded", False)
         pattern = SharingPattern.PER_RANK if per_rank else SharingPattern.GLOBAL
         adapter = StatefulAdapter(source.state_dict, source.load_state_dict)
         components.append(StateComponent("data", adapter, pattern, required=False))

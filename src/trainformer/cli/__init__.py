@@ -1,5 +1,5 @@
-"""The command `trainformer`. One module per command; none of them imports torch before it is called."""
+"""The command `trainformer`. None of its modules imports torch before a command runs."""
 
-from trainformer.cli.frame import main
+from trainformer.cli.app import main
 
 __all__ = ["main"]

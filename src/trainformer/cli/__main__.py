@@ -2,6 +2,6 @@
 
 import sys
 
-from trainformer.cli.frame import main
+from trainformer.cli.app import main
 
 sys.exit(main())

@@ -81,9 +81,9 @@ def _classes(kind: str) -> Iterator[Entry]:
 
 
 def _optimizers() -> Iterator[Entry]:
-    for name, written in _read_table(_OPTIMIZERS, "_TORCH").items():
+    for name, written in _read_table(_OPTIMIZERS, "TORCH_OPTIMIZERS").items():
         yield Entry("optimizers", name, written.strip("()").split(",")[0], _OPTIMIZERS)
-    for name, written in _read_table(_OPTIMIZERS, "_BNB").items():
+    for name, written in _read_table(_OPTIMIZERS, "BITSANDBYTES_OPTIMIZERS").items():
         yield Entry("optimizers", name, f"bitsandbytes.optim.{written.split(chr(39))[1]}", _OPTIMIZERS)
 
 

@@ -1,4 +1,4 @@
-"""`trainformer ckpt`: look at checkpoints, of runs on torch and on JAX. See `trainformer.checkpoint`."""
+"""`trainformer ckpt`: inspect checkpoints of runs on torch and on JAX. See `trainformer.checkpoint`."""
 
 from __future__ import annotations
 
@@ -7,55 +7,56 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainformer.cli.frame import add_action
-from trainformer.cli.output import print_json, print_rich, print_table
+from trainformer.cli.app import Command, add_action
+from trainformer.cli.output import check_free, print_json, print_rich, print_table
+
+if TYPE_CHECKING:
+    from trainformer.checkpointing import Checkpoint
 
 _PATH = "a checkpoint's folder, a run's folder or name under runs/ (its newest one), or a file"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
     listing = _action(actions, "list", "the checkpoints of a run, oldest first")
     listing.add_argument("run", metavar="RUN", help="the folder of a run or its name, or a folder of checkpoints")
-    inspect = _action(actions, "inspect", "what is in a checkpoint; only its headers are read")
+    inspect = _action(actions, "inspect", "the content of a checkpoint; only headers are read")
     inspect.add_argument("path", metavar="PATH", help=_PATH)
-    verify = _action(actions, "verify", "read every file and compare it with its digest; exit code 1 if any differs")
+    verify = _action(actions, "verify", "compare every file with its digest; exit code 1 if any differs")
     paths = "checkpoints, files, or runs (all of their checkpoints)"
     verify.add_argument("paths", metavar="PATH", nargs="+", help=paths)
-    compare = _action(actions, "compare", "what differs between two checkpoints, and by how much")
+    compare = _action(actions, "compare", "the differences between two checkpoints")
     compare.add_argument("a", metavar="A", help=_PATH)
     compare.add_argument("b", metavar="B", help="the same")
-    only = "compare this component only, such as model; can be given several times"
+    only = "compare this component only, such as model; can be repeated"
     compare.add_argument("--component", action="append", metavar="NAME", help=only)
-    export = _action(actions, "export", "the weights alone, as a file that needs no trainformer to be read")
+    export = _action(actions, "export", "the weights alone, as a file that other programs can read")
     export.add_argument("path", metavar="PATH", help=_PATH)
     export.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .safetensors or .pt")
-    ema = "the average that the EMA callback keeps instead; KEY says which, if there are several"
+    ema = "the average of the EMA callback instead; KEY says which, if there are several"
     export.add_argument("--ema", nargs="?", const=True, default=False, metavar="KEY", help=ema)
-    export.add_argument("--force", action="store_true", help="replace the file if it is there")
+    export.add_argument("--force", action="store_true", help="overwrite the file")
     for name, purpose in (
-        ("protect", "keep a checkpoint for good: no rule of a run deletes it"),
-        ("unprotect", "let the rules of the run decide again"),
+        ("protect", "never delete a checkpoint, whatever the run's retention settings say"),
+        ("unprotect", "let the run's retention settings apply again"),
     ):
         _action(actions, name, purpose).add_argument("path", metavar="PATH", help=_PATH)
 
 
 def _action(actions: Any, name: str, purpose: str) -> argparse.ArgumentParser:
     parser = add_action(actions, name, purpose)
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do it, and say what came of it."""
+def _run(args: argparse.Namespace) -> int:
     return _ACTIONS[args.action](args)
 
 
-def _place(path: str) -> Path:
-    """A path as it is, or the name of a run under ``runs/``."""
+def _path(path: str) -> Path:
+    """A path, or the name of a run under ``runs/``."""
     from trainformer.live.runs import RUNS, is_run
 
     return RUNS / path if not Path(path).exists() and is_run(RUNS / path) else Path(path)
@@ -65,13 +66,13 @@ def _list(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import list_checkpoints
     from trainformer.checkpointing.tools.summary import in_words
 
-    place = _place(args.run)
-    found = list_checkpoints(place)
+    folder = _path(args.run)
+    found = list_checkpoints(folder)
     if args.json:
-        print_json([_facts(checkpoint) for checkpoint in found])
+        print_json([_as_json(checkpoint) for checkpoint in found])
         return 0
     if not found:
-        print(f"no complete checkpoint in {place}")
+        print(f"no complete checkpoint in {folder}")
         return 0
     columns = dict.fromkeys(("checkpoint", "step", "epochs", "saved", "size", "metrics"), "right")
     rows = []
@@ -85,11 +86,11 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _size(checkpoint: Any) -> int:
+def _size(checkpoint: Checkpoint) -> int:
     return sum(file.size for files in checkpoint.manifest.components.values() for file in files)
 
 
-def _facts(checkpoint: Any) -> dict[str, Any]:
+def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     return {
         "path": str(checkpoint.path),
@@ -108,7 +109,7 @@ def _facts(checkpoint: Any) -> dict[str, Any]:
 def _inspect(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import inspect
 
-    summary = inspect(_place(args.path))
+    summary = inspect(_path(args.path))
     if args.json:
         print_json({**dataclasses.asdict(summary), "path": str(summary.path), "size": summary.size})
     else:
@@ -119,44 +120,43 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import verify
 
-    problems = {path: verify(_place(path)) for path in args.paths}
+    problems = {path: verify(_path(path)) for path in args.paths}
     if args.json:
         print_json({"ok": not any(problems.values()), "problems": problems})
     else:
         for path, found in problems.items():
-            print("\n  ".join([f"{path}: damaged" if found else f"{path}: as it was written", *found]))
+            print("\n  ".join([f"{path}: damaged" if found else f"{path}: intact", *found]))
     return 1 if any(problems.values()) else 0
 
 
 def _compare(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import compare
 
-    comparison = compare(_place(args.a), _place(args.b), args.component)
+    comparison = compare(_path(args.a), _path(args.b), args.component)
     if args.json:
         print_json({"equal": comparison.equal, **dataclasses.asdict(comparison)})
         return 0
     print_rich(comparison)
-    print("they are the same, to the bit" if comparison.equal else "they differ")
+    print("they are bitwise identical" if comparison.equal else "they differ")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import export_weights
-    from trainformer.cli.row_files import check_free
 
     check_free(args.out, args.force)
-    out = export_weights(_place(args.path), args.out, args.ema)
+    out = export_weights(_path(args.path), args.out, args.ema)
     if args.json:
         print_json({"path": str(out), "size": out.stat().st_size})
     else:
-        print(f"the weights are in {out}")
+        print(f"wrote the weights to {out}")
     return 0
 
 
 def _mark(args: argparse.Namespace) -> int:
     from trainformer import checkpoint as checkpoints
 
-    found = (checkpoints.protect if args.action == "protect" else checkpoints.unprotect)(_place(args.path))
+    found = (checkpoints.protect if args.action == "protect" else checkpoints.unprotect)(_path(args.path))
     if args.json:
         print_json({"path": str(found.path), "protected": found.is_protected})
     else:
@@ -173,3 +173,5 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "protect": _mark,
     "unprotect": _mark,
 }
+
+COMMANDS = {"ckpt": Command(_add_arguments, _run)}

@@ -1,7 +1,7 @@
-"""`trainformer completion SHELL`: a script by which a shell completes commands, actions, options and their values.
+"""`trainformer completion SHELL`: print a script with which a shell completes commands, actions, options and values.
 
-Made of the parsers of all commands by shtab. Of `train` and `check`, whose options depend on the task, those are
-completed that every training has, and the names of the tasks.
+shtab generates it from the parsers of all commands. For `train` and `check`, whose options depend on the task, it
+completes the options of the trainer and the names of tasks and adapters.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from trainformer.cli import app
+
 SHELLS = ("bash", "zsh", "tcsh")
-# How an argument is called that takes one.
+# Metavars of arguments that take a folder or a file.
 _FOLDERS = {"RUN", "FOLDER", "RUN_DIR"}
 _FILES = {"PATH", "DATA", "VAL_DATA", "CONFIG", "OUT", "FILE", "A", "B", "SCRIPT", "..."}
 _INSTALL = """\
@@ -21,9 +23,9 @@ to install it:
         (with these lines in ~/.zshrc: fpath+=~/.zfunc; autoload -Uz compinit && compinit)
   tcsh  trainformer completion tcsh > ~/.trainformer.completion.csh
         (with this line in ~/.tcshrc: source ~/.trainformer.completion.csh)
-Make it again after an update. The folder of the file has to be there."""
+Repeat it after an update. The folder must exist."""
 
-# Bash makes three words of `--task=CausalLM`; what shtab writes expects `--task CausalLM`.
+# Bash splits `--task=CausalLM` into three words; the script of shtab expects `--task CausalLM`.
 _BASH = """
 _trainformer() {
   local -a words=()
@@ -44,34 +46,28 @@ _trainformer() {
 complete -o bashdefault -F _trainformer trainformer"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _INSTALL
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the script."""
+def _run(args: argparse.Namespace) -> int:
     print(script(args.shell))
     return 0
 
 
 def script(shell: str) -> str:
-    """What the shell is to source."""
+    """The completion script."""
     import shtab
 
-    from trainformer.cli import frame
-
-    parser = frame.complete_parser()
+    parser = app.complete_parser()
     _mark_paths(parser, shtab)
     return shtab.complete(parser, shell) + (_BASH if shell == "bash" else "")
 
 
 def _mark_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
-    """Complete names of files and folders where they are wanted."""
-    from trainformer.cli import frame
-
+    """Complete the names of files and folders."""
     for action in parser._actions:
         if action.choices is None and action.nargs != 0:
             named = {action.metavar, action.dest.upper()}
@@ -79,5 +75,8 @@ def _mark_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
             elif named & _FILES:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    for nested in frame.actions_of(parser).values():
+    for nested in app.actions_of(parser).values():
         _mark_paths(nested, shtab)
+
+
+COMMANDS = {"completion": app.Command(_add_arguments, _run)}

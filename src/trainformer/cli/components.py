@@ -157,6 +157,10 @@ def find_component(role: str, name: str) -> Component:
         known = [entry.name for entry in catalogue.entries(f"{role}s")]
         hint = did_you_mean(name, known) or f"There is {', '.join(known)}."
         raise BadArgument(expected(f"--{role} to be a known name", name, f"{hint} Your own is --{role}=module:Class."))
+    if role == "task":
+        from trainformer.tasks import find_task
+
+        return Component(role, name, entry.target, find_task(name))
     return Component(role, name, entry.target, _imported(entry.target, role))
 
 

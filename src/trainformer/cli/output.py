@@ -1,33 +1,66 @@
-"""What commands print: tables and numbers for people, JSON for programs. rich is imported when there is a table."""
+"""What commands share: tables and numbers for people, JSON for programs, checks of arguments. rich is imported late."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainformer.core.errors import BadArgument, expected
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: In a pipe there is no width to keep to.
-_WIDE = 10_000
+_WIDE = 10_000  # characters, where the output is no terminal
+
+
+def whole_number(least: int) -> Any:
+    """A type for options: whole numbers of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, received {text!r}")
+        return int(text)
+
+    return convert
+
+
+positive = whole_number(1)
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Refuse to overwrite a file without `force`."""
+    if path.is_dir():
+        raise BadArgument(expected("the name of a file to write", str(path), "This is a folder."))
+    if path.exists() and not force:
+        raise BadArgument(expected("a file that does not exist yet", str(path), "Pass --force to overwrite it."))
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send what libraries print to stderr, so that stdout has the result alone."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on one line; what JSON does not have (NaN, paths) becomes text."""
+    """Print one JSON document on one line; values that JSON does not have (NaN, paths) become text."""
     from trainformer.context.jsonable import jsonable
 
     print(json.dumps(jsonable(value), ensure_ascii=False, default=str))
 
 
 def print_rich(thing: Any) -> None:
-    """Anything that rich can show, as wide as the terminal."""
+    """Print anything that rich can show, as wide as the terminal."""
     _console().print(thing)
 
 
 def width() -> int:
-    """Characters in a line."""
+    """The width of the terminal in characters."""
     return _console().width
 
 
@@ -39,12 +72,12 @@ def _console() -> Console:
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
-    """Rows under headings. The columns say how each is set: left, right, or fold for one that may break."""
+    """Print rows under headings. A column is aligned left or right, or may be folded over several lines (fold)."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    # A title of a table is folded to the table's width; a path must stay whole, to be copied.
+    # rich folds the title of a table to its width; a path must stay whole, to be copied.
     if title is not None:
         print(title)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -57,7 +90,7 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title
 
 
 def lines_of(values: Mapping[str, Any]) -> list[str]:
-    """Names and values, one under the other."""
+    """Names and values, one pair per line."""
     width = max(map(len, values), default=0)
     return [f"  {name:<{width}}  {number(value)}" for name, value in values.items()]
 
@@ -73,7 +106,7 @@ def number(value: Any) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time to read at a glance.
+    """A time that is easy to read.
 
     >>> [duration(s) for s in (42, 420, 12_000, 187_000)]
     ['42 s', '7 min', '3 h 20 min', '2 d 4 h']
@@ -91,5 +124,5 @@ def duration(seconds: float | None) -> str:
 
 
 def note(text: str) -> None:
-    """Something beside the result, which goes where it is not taken for the result."""
+    """Print something that is not part of the result, to stderr."""
     print(text, file=sys.stderr)

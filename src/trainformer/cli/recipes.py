@@ -1,7 +1,7 @@
-"""`recipe.yaml` in the folder of a run: a config whose key `trainer` builds the trainer of the run again.
+"""`recipe.yaml` in the folder of a run: a config whose key `trainer` rebuilds the trainer of the run.
 
-Owns when it is written and how a trainer is made from it. It is a config like any other: what it names is imported by
-the rules of configs, so that a folder from somewhere else runs no code of its own.
+Owns when it is written and how a trainer is built from it. It follows the rules of all configs, so that a folder from a
+stranger runs no code of its own.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trainformer")
 
 FILE = "recipe.yaml"
-_HEAD = "# The settings of this run: `trainformer run` trains by them again, in the folder that it was started in.\n"
+_HEAD = "# The settings of this run. `trainformer run` starts it again, from the folder in which it was started.\n"
 _TRAINERS = ("trainformer:Trainer", "trainformer.Trainer", "trainformer.trainer:Trainer", "trainformer.trainer.Trainer")
 _WRITABLE = (str, int, float, bool, bytes, datetime.date, PurePath, Mapping, list, tuple, type(None))
 
 
 def keep(trainer: Trainer, config: Config, key: str = "trainer") -> None:
-    """See to it that the run has its recipe as soon as it begins. `key` is where the config describes the trainer."""
-    recipe = config if key == "trainer" else {**without(config, key), "trainer": config[key]}
-    odd = _not_writable(recipe)
-    if odd is None:
-        trainer.add_callback(_Keeper(text_of(recipe)))
+    """Write the recipe when the run starts. `key` is where the config describes the trainer."""
+    recipe = config
+    if key != "trainer":
+        recipe = {**{name: value for name, value in config.items() if name != key}, "trainer": config[key]}  # type: ignore[assignment]
+    unwritable = _unwritable(recipe)
+    if unwritable is None:
+        trainer.add_callback(_RecipeWriter(text_of(recipe)))
     else:
-        logger.info("no %s is kept: the config holds a %s, which cannot be written as YAML", FILE, odd)
+        logger.info("no %s is kept: the config holds a %s, which cannot be written as YAML", FILE, unwritable)
 
 
 def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Trainer:
-    """The trainer of a run, by its recipe, with the run's own folder. `changes` are settings that replace the recipe's.
+    """The trainer of a run, rebuilt from its recipe in the run's folder. `changes` override settings of the recipe.
 
-    Data that it names are looked for from the current folder, as when the run was started.
+    Paths of data are relative to the current folder, as when the run was started.
     """
     from trainformer.config import load_config
     from trainformer.live.runs import RUNS, find_run
@@ -50,7 +52,7 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
     file = folder / FILE
     if not file.is_file():
         raise BadArgument(
-            f"Expected {file}, which tells how the trainer of the run is made; there is none. The run was started by a "
+            f"Expected {file}, which describes the trainer of the run; there is none. The run was started by a "
             "Python program: run that again, or load its checkpoint there with trainer.load()."
         )
     if os.getcwd() not in sys.path:
@@ -65,12 +67,12 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
     except (BadArgument, DataError) as error:
         if folder.absolute().parent == Path(RUNS).absolute():
             raise
-        where = f"Paths and modules of a run are meant from the folder that it was started in; this is {os.getcwd()}."
+        where = f"Paths and modules of a run are relative to the folder it was started in; this is {os.getcwd()}."
         raise type(error)(f"{error} {where}") from error
 
 
 def settings_in(folder: Path, trust: Sequence[str] = ()) -> Mapping[str, Any]:
-    """The settings that the recipe of a run has; none if there is no recipe."""
+    """The settings in the recipe of a run; none if there is no recipe."""
     from trainformer.config import load_config
     from trainformer.config.nodes import as_call
 
@@ -80,24 +82,23 @@ def settings_in(folder: Path, trust: Sequence[str] = ()) -> Mapping[str, Any]:
 
 
 def build(part: Any, *, trust: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Any:
-    """What a part of a config describes, seeded as `seed` says. `changes` are arguments, taken as they are."""
+    """Build what a part of a config describes, after `seed`. `changes` are arguments, passed as they are."""
     from trainformer.config import build_from_cfg
 
     seed(part, changes or {})
     try:
         return build_from_cfg(part, trust=trust, **(changes or {}))
     except (BadArgument, DataError) as error:
-        # What was typed stands in no file: there is no place to tell, and the user did not write what is called.
+        # What was typed is in no file, so that the error of the config would add nothing.
         if part.place is None and isinstance(error.__cause__, type(error)):
             raise error.__cause__ from None
         raise
 
 
 def seed(part: Any, changes: Mapping[str, Any] | None = None) -> None:
-    """Seed everything before the trainer that a part describes is built.
+    """Seed all random number generators before the trainer that a part describes is built.
 
-    A trainer seeds itself, but a task that makes its model at once has made it by then; in a program the user would
-    have seeded before.
+    A trainer seeds them itself, but too late for a task that builds its model in its constructor.
     """
     from trainformer.config.nodes import as_call
 
@@ -113,19 +114,14 @@ def seed(part: Any, changes: Mapping[str, Any] | None = None) -> None:
 
 
 def text_of(config: Mapping[str, Any]) -> str:
-    """A recipe as it stands in the file."""
+    """A recipe as it is written to the file."""
     from trainformer.config import to_yaml
 
     return f"{_HEAD}{to_yaml(config)}"
 
 
-def without(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """All but one key."""
-    return {name: value for name, value in config.items() if name != key}
-
-
-def _not_writable(config: Any) -> str | None:
-    """What in it YAML has no word for: a config written in Python may hold anything."""
+def _unwritable(config: Any) -> str | None:
+    """The type of a value that YAML cannot express: a config in Python may hold anything."""
     from trainformer.config.nodes import Call, everything_in
 
     for value in everything_in(config):
@@ -135,16 +131,14 @@ def _not_writable(config: Any) -> str | None:
     return None
 
 
-class _Keeper:
-    """Writes the recipe when the run has its folder."""
+class _RecipeWriter:
+    """A callback that writes the recipe to the run folder."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def on_train_begin(self, trainer: Any) -> None:
-        """The folder is there by now."""
+    def on_train_begin(self, trainer: Trainer) -> None:
         from trainformer.utils.files import write_atomically
 
-        folder: Path | None = trainer.run_folder
-        if folder is not None and trainer.is_main:
-            write_atomically(folder / FILE, self.text.encode())
+        if trainer.run_folder is not None and trainer.is_main:
+            write_atomically(trainer.run_folder / FILE, self.text.encode())

@@ -1,8 +1,9 @@
-"""`trainformer runs`: the runs in folders and how they went, to be compared. What a running one is told is `ctl`'s."""
+"""`trainformer runs`, `ctl` and `report`: list runs, control running ones, and write reports about them."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Iterable
@@ -10,21 +11,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.cli.ctl import as_json, how_far, up_to_date
-from trainformer.cli.output import duration, number, print_json, print_table, width
+from trainformer.cli.app import Command, add_action
+from trainformer.cli.output import duration, lines_of, note, number, print_json, print_table, width
 from trainformer.cli.trained import monitored, settings_of
+from trainformer.live.address import STATUS, VERBS
 
 if TYPE_CHECKING:
     from trainformer.live import RunInfo
 
 STATUSES = ("running", "finished", "stopped", "interrupted", "aborted", "failed", "killed")
-_NARROW = 110  # characters; below, the table does without what can be done without
 SORTS = ("since", "name", "task", "status", "step", "best", "loss", "size")
+_NARROW = 110  # characters; a narrower table has fewer columns
+_PURPOSES = {
+    "save": "write a checkpoint now and continue",
+    "stop": "write a checkpoint and end the run",
+    "abort": "end the run without saving anything since its last checkpoint",
+    "eval": "evaluate on the validation data now and continue",
+}
+assert _PURPOSES.keys() == set(VERBS)
+
+
+def _up_to_date(info: RunInfo) -> RunInfo:
+    """With the progress that a running process reports itself: its folder has only what was logged last."""
+    from trainformer.live import ControlError, ask
+
+    if not info.is_running:
+        return info
+    try:
+        answer = ask(info.path, STATUS, timeout=10.0)
+    except ControlError:  # of another user, on another machine, or about to end: the folder must do
+        return info
+    step, planned = answer["step"], answer["planned_steps"]
+    progress = step / planned if planned else info.progress
+    loss = answer["metrics"].get("train/loss", info.loss)
+    return dataclasses.replace(info, step=step, steps=planned, progress=progress, loss=loss)
+
+
+def _as_json(info: RunInfo) -> dict[str, Any]:
+    return {**dataclasses.asdict(info), "path": str(info.path), "age": info.age}
+
+
+def _progress_cells(info: RunInfo) -> list[str]:
+    """Name, status, step and progress: the first cells of a run's row."""
+    return [
+        info.name,
+        f"{info.status} on {info.host}" if info.host else info.status,
+        f"{info.step}/{info.steps}" if info.steps else str(info.step),
+        "" if info.progress is None else f"{info.progress:.0%}",
+    ]
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run as the table shows it. `best` is the best value of the metric that it monitors, reached at `best_step`."""
+    """A run in the table. `best` is the best value of the metric that it monitors, reached at `best_step`."""
 
     info: RunInfo
     task: str | None
@@ -35,49 +77,48 @@ class Row:
     size: int  # bytes of its checkpoints
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that is known."""
         own = {"task": self.task, "monitor_metric": self.metric, "monitor_mode": self.mode}
         best = {"best": self.best, "best_step": self.best_step, "checkpoints_size": self.size}
-        return as_json(self.info) | own | best
+        return _as_json(self.info) | own | best
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", metavar="FOLDER", nargs="*", help="folders of runs, or runs (default: runs)")
-    order = "by what to sort; best: the best first, of runs with the same metric (default: since, the newest last)"
+    order = "sort key; best: the best first, among runs with the same metric (default: since, the newest last)"
     parser.add_argument("--sort", choices=SORTS, default="since", help=order)
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
-    parser.add_argument("--status", choices=STATUSES, action="append", help="only these; can be given several times")
-    parser.add_argument("--task", metavar="NAME", action="append", help="only runs of these tasks")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
+    parser.add_argument(
+        "--status", choices=STATUSES, action="append", help="only runs with this status; can be repeated"
+    )
+    parser.add_argument("--task", metavar="NAME", action="append", help="only runs of this task; can be repeated")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the table."""
+def _runs(args: argparse.Namespace) -> int:
     from trainformer.live import list_runs
 
-    rows = [row_of(up_to_date(info)) for info in list_runs(*args.folders)]
-    found = [row for row in rows if _is_wanted(row, args)]
-    found.sort(key=lambda row: _place(row, args.sort), reverse=args.reverse)
+    rows = [row_of(_up_to_date(info)) for info in list_runs(*args.folders)]
+    found = [row for row in rows if _is_selected(row, args)]
+    found.sort(key=lambda row: _sort_key(row, args.sort), reverse=args.reverse)
     if args.json:
         print_json([row.as_json() for row in found])
     elif not found:
         where = ", ".join(args.folders) or "runs"
         print(f"no such runs in {where} (there are {len(rows)} others)" if rows else f"no runs in {where}")
     else:
-        _print(found)
+        _print_runs(found)
     return 0
 
 
 def row_of(info: RunInfo) -> Row:
-    """What the folder of a run tells beside its status."""
+    """A run with its task, best metric and size, from its folder."""
     from trainformer.checkpointing.store import checkpoints_folder
 
     settings = settings_of(info.path)
     metric, mode = monitored(settings)
     step, best = best_of(info.path / "metrics.jsonl", metric, mode)
     checkpoints = checkpoints_folder(info.path)
-    # A run without any has no such folder, and its own is not meant.
+    # For a run without checkpoints this is its own folder.
     size = size_of(checkpoints) if checkpoints != info.path else 0
     return Row(info, settings.get("task_type"), metric, mode, best, step, size)
 
@@ -89,7 +130,7 @@ def best_of(path: Path, metric: str, mode: str) -> tuple[int | None, float | Non
     try:
         with path.open("rb") as file:
             for line in file:
-                if mark in line:  # most lines are of training steps
+                if mark in line:  # most lines are training steps
                     found += _value(line, metric, sign)
     except OSError:
         return None, None
@@ -104,12 +145,12 @@ def _value(line: bytes, metric: str, sign: int) -> list[tuple[float, int]]:
         record = json.loads(line)
         value = sign * float(record[metric])
         return [] if math.isnan(value) else [(value, int(record["step"]))]
-    except (ValueError, KeyError, TypeError):  # cut off in the middle of a line, or no number
+    except (ValueError, KeyError, TypeError):  # a truncated line, or not a number
         return []
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder; what is deleted meanwhile does not count."""
+    """Total size of the files in a folder; files that are deleted meanwhile do not count."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -119,15 +160,15 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def _is_wanted(row: Row, args: argparse.Namespace) -> bool:
+def _is_selected(row: Row, args: argparse.Namespace) -> bool:
     return (not args.status or row.info.status in args.status) and (not args.task or row.task in args.task)
 
 
-def _place(row: Row, sort: str) -> tuple[Any, ...]:
+def _sort_key(row: Row, sort: str) -> tuple[Any, ...]:
     info = row.info
     if sort == "best":
-        worth = math.inf if row.best is None else (row.best if row.mode == "min" else -row.best)
-        return (row.metric, row.best is None, worth, info.name)
+        value = math.inf if row.best is None else (row.best if row.mode == "min" else -row.best)
+        return (row.metric, row.best is None, value, info.name)
     values = {
         "since": info.since or 0.0,
         "name": info.name,
@@ -140,7 +181,7 @@ def _place(row: Row, sort: str) -> tuple[Any, ...]:
     return (values[sort], info.name)
 
 
-def _print(rows: Iterable[Row]) -> None:
+def _print_runs(rows: Iterable[Row]) -> None:
     columns = dict.fromkeys(("run", "task", "status", "step", "done", "best", "loss", "since", "size"), "right")
     columns |= {"run": "fold", "task": "left", "status": "left", "best": "left"}
     cells = [dict(zip(columns, _cells(row), strict=True)) for row in rows]
@@ -153,8 +194,176 @@ def _cells(row: Row) -> list[str]:
     from trainformer.checkpointing.tools.summary import in_words
 
     info = row.info
-    name, *far = how_far(info)
+    name, *far = _progress_cells(info)
     best = "" if row.best is None else f"{row.metric.removeprefix('val/')} {row.best:.4g}"
     loss = f"{info.loss:.4g}" if isinstance(info.loss, float) else number(info.loss)
-    since = " ".join(duration(info.age).split()[:2])  # the larger unit will do
+    since = " ".join(duration(info.age).split()[:2])  # the larger unit is enough
     return [name, row.task or "", *far, best, loss, since, in_words(row.size) if row.size else ""]
+
+
+# -- ctl -------------------------------------------------------------------------------------------------------------
+
+
+def _add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
+    listing = _add_verb(verbs, "list", "the runs in a folder, and their progress")
+    listing.add_argument("folders", metavar="FOLDER", nargs="*", help="folders of runs (default: runs)")
+    status = _add_verb(verbs, STATUS, "the progress of a run; a running one is asked itself")
+    _add_run(status)
+    _add_timeout(status, 5.0)
+    for verb in VERBS:
+        asking = _add_verb(verbs, verb, _PURPOSES[verb])
+        _add_run(asking)
+        wait = asking.add_mutually_exclusive_group()
+        _add_timeout(wait, 60.0)
+        wait.add_argument("--no-wait", action="store_true", help="do not wait for the answer")
+
+
+def _add_verb(verbs: Any, name: str, purpose: str) -> argparse.ArgumentParser:
+    parser = add_action(verbs, name, purpose)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name under runs/")
+
+
+def _add_timeout(parser: Any, seconds: float) -> None:
+    text = f"how long to wait for the answer (default: {seconds:g})"
+    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=seconds, help=text)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, received {text!r}")
+    return value
+
+
+def _ctl(args: argparse.Namespace) -> int:
+    if args.verb == "list":
+        return _list(args)
+    if args.verb == STATUS:
+        return _status(args)
+    from trainformer.live import ask
+
+    answer = ask(args.run, args.verb, wait=not args.no_wait, timeout=args.timeout)
+    if args.json:
+        print_json(answer)
+    else:
+        print(_answer_text(args.verb, answer))
+    return 0
+
+
+def _answer_text(verb: str, answer: dict[str, Any]) -> str:
+    if answer.get("accepted"):
+        return f"{verb}: accepted; it happens at the next step boundary"
+    step, checkpoint = answer["step"], answer.get("checkpoint")
+    if verb == "save":
+        return f"saved at step {step}: {checkpoint}"
+    if verb == "eval":
+        return "\n".join([f"evaluated at step {step}", *lines_of(answer["metrics"])])
+    kept = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
+    return f"the run has ended at step {step} ({answer['status']}); {kept}"
+
+
+def _status(args: argparse.Namespace) -> int:
+    """Ask a running job itself; read the folder of any other."""
+    from trainformer.live.runs import describe, find_run, how_to_resume
+
+    info = describe(find_run(args.run))
+    answer = _as_json(info)
+    if info.is_running:
+        from trainformer.live import ask
+
+        answer |= ask(args.run, STATUS, timeout=args.timeout)
+        del answer["ok"]
+    if args.json:
+        print_json(answer)
+        return 0
+    advice = {} if info.is_running else {"continue": how_to_resume(info)}
+    print("\n".join(lines_of({name: text for name, text in (_readable(answer) | advice).items() if text})))
+    return 0
+
+
+def _readable(answer: dict[str, Any]) -> dict[str, str]:
+    """The lines to print, by their names; empty where nothing is known."""
+    step, planned = answer["step"], answer.get("planned_steps") or answer["steps"]
+    rate, eta, best = answer.get("steps_per_second"), answer.get("eta_seconds"), answer.get("best")
+    loss = answer.get("metrics", {}).get("train/loss", answer["loss"])
+    return {
+        "run": answer["path"],
+        "status": f"{answer['status']} (process {answer['process']}, {duration(answer['age'])})",
+        "step": f"{step} of {planned} ({step / planned:.1%})" if planned else str(step),
+        "epoch": str(answer.get("epoch", "")),
+        "loss": number(loss),
+        "evaluation": _pairs(answer.get("evaluation")),
+        "best": f"{_pairs(best)} (step {answer.get('best_step')})" if best else "",
+        "speed": f"{rate:.3g} steps/s" if rate else "",
+        "remaining": duration(eta) if eta is not None else "",
+        "checkpoint": answer["checkpoint"] or "none yet",
+    }
+
+
+def _pairs(metrics: dict[str, Any] | None) -> str:
+    return ", ".join(
+        f"{name} {number(value)}" for name, value in (metrics or {}).items() if name not in ("step", "epoch")
+    )
+
+
+def _list(args: argparse.Namespace) -> int:
+    from trainformer.live import list_runs
+
+    runs = [_up_to_date(info) for info in list_runs(*args.folders)]
+    if args.json:
+        print_json([_as_json(info) for info in runs])
+    elif not runs:
+        print(f"no runs in {', '.join(args.folders) or 'runs'}")
+    else:
+        columns = dict.fromkeys(("run", "status", "step", "done", "loss", "since", "process"), "right")
+        rows = [
+            [*_progress_cells(info), number(info.loss), duration(info.age), info.process if info.is_running else None]
+            for info in runs
+        ]
+        print_table(columns | {"run": "fold", "status": "left"}, rows)
+    return 0
+
+
+# -- report ----------------------------------------------------------------------------------------------------------
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    sources = "the folder of a run, of a sweep, or of several runs; or a name under runs/ or sweeps/"
+    parser.add_argument("sources", metavar="RUN", nargs="+", help=sources)
+    out = "the file to write (default: report.html in the folder of the run; here, if there are several)"
+    parser.add_argument("--out", metavar="FILE", help=out)
+    parser.add_argument("--title", help="the title of the page (default: the names)")
+    top = "of each sweep, also show the runs of the N best trials (default: 0)"
+    parser.add_argument("--top", metavar="N", type=int, default=0, help=top)
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from trainformer.report import write_report
+
+    path = write_report(args.sources, args.out, title=args.title, top=args.top)
+    size = path.stat().st_size
+    if args.json:
+        print(json.dumps({"report": str(path), "bytes": size}))
+    else:
+        print(f"wrote {path} ({size / 1e6:.1f} MB)")
+    if args.open:
+        import webbrowser
+
+        if not webbrowser.open(path.resolve().as_uri()):
+            note("no browser could be opened here")
+    return 0
+
+
+COMMANDS = {
+    "runs": Command(_add_runs_arguments, _runs),
+    "ctl": Command(_add_ctl_arguments, _ctl),
+    "report": Command(_add_report_arguments, _report),
+}

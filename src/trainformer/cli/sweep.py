@@ -1,4 +1,4 @@
-"""`trainformer sweep SCRIPT` runs the sweep that a script defines; `trainformer sweep show` looks at sweeps."""
+"""`trainformer sweep SCRIPT` runs the sweep that a script defines; `trainformer sweep show` shows sweeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Options that are passed to `Sweep.run` as they are, if they are given.
+from trainformer.cli.app import Command
+
+#: Options that are passed to `Sweep.run` unchanged.
 _PASSED = (
     "method", "n_trials", "n_parallel", "seed", "direction", "storage", "timeout", "name", "folder", "backend",
     "cpus_per_trial", "gpus_per_trial", "address", "pruner", "isolate",
@@ -17,33 +19,34 @@ _PASSED = (
 _MODULE = "sweep_script"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
-    parser.epilog = "`trainformer sweep show [SWEEP]` shows sweeps and their trials; a script of that name is ./show."
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "`trainformer sweep show [SWEEP]` shows sweeps and their trials; for a script of that name write ./show."
+    )
     parser.add_argument("script", metavar="SCRIPT", help="a Python file with a function decorated by @sweep(...)")
-    parser.add_argument("--function", metavar="NAME", help="which sweep, if the script has several")
+    parser.add_argument("--function", metavar="NAME", help="which sweep, if the script defines several")
     add = parser.add_argument
-    add("--method", choices=("random", "grid", "bayes", "hyperband"), help="how settings are chosen (default: random)")
-    add("--n-trials", type=int, metavar="N", help="trials in all (default: 10, or the whole grid)")
-    add("--n-parallel", type=int, metavar="N", help="trials at once, each in a process of its own (default: 1)")
+    add("--method", choices=("random", "grid", "bayes", "hyperband"), help="search method (default: random)")
+    add("--n-trials", type=int, metavar="N", help="number of trials (default: 10, or the whole grid)")
+    add("--n-parallel", type=int, metavar="N", help="parallel trials, each in its own process (default: 1)")
     add("--seed", type=int, help="same seed, same trials (default: 42)")
-    add("--direction", choices=("maximize", "minimize"), help="which metric is the best (default: maximize)")
-    add("--name", help="the name of the sweep (default: that of the function)")
-    add("--folder", help="the folder of the sweep (default: sweeps/NAME)")
-    add("--storage", metavar="URL", help="a storage of Optuna, or a journal file (default: a file in the folder)")
-    add("--timeout", type=float, metavar="SECONDS", help="begin no trial after that time")
+    add("--direction", choices=("maximize", "minimize"), help="what is better (default: maximize)")
+    add("--name", help="name of the sweep (default: that of the function)")
+    add("--folder", help="folder of the sweep (default: sweeps/NAME)")
+    add("--storage", metavar="URL", help="an Optuna storage, or a journal file (default: a file in the folder)")
+    add("--timeout", type=float, metavar="SECONDS", help="start no trial after that time")
     add("--backend", choices=("local", "ray"), help="where trials run (default: local)")
-    add("--address", help="the address of a Ray cluster (default: one is started here)")
-    add("--cpus-per-trial", type=float, metavar="N", help="cores of each trial on Ray (default: 1)")
-    add("--gpus-per-trial", type=float, metavar="N", help="devices of each trial")
-    add("--pruner", help="none, median or hyperband (default: none, but for the method hyperband)")
-    add("--isolate", action="store_const", const=True, help="a process of its own also for one trial at a time")
+    add("--address", help="address of a Ray cluster (default: start a local one)")
+    add("--cpus-per-trial", type=float, metavar="N", help="CPU cores per trial on Ray (default: 1)")
+    add("--gpus-per-trial", type=float, metavar="N", help="GPUs per trial")
+    add("--pruner", help="none, median or hyperband (default: hyperband with that method, else none)")
+    add("--isolate", action="store_const", const=True, help="run trials in their own process even without --n-parallel")
     add("--no-resume", action="store_true", help="start over; an earlier sweep of this name is moved to previous/")
     add("--json", action="store_true", help="print the results as JSON")
 
 
-def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """`show` has options of its own."""
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """`show` has its own options."""
     if words[:1] != ["show"]:
         args = parser.parse_args(words)
         args.show = False
@@ -52,16 +55,15 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespa
         prog="trainformer sweep show", description="Sweeps, or the trials of one.", allow_abbrev=False
     )
     showing.add_argument("sweep", metavar="SWEEP", nargs="?", help="a folder, or a name under sweeps/ (none: all)")
-    showing.add_argument("--storage", metavar="URL", help="where its trials are, if the address is secret")
-    showing.add_argument("--json", action="store_true", help="answer in JSON")
-    showing.add_argument("--debug", action="store_true", help="show where an error came from")
+    showing.add_argument("--storage", metavar="URL", help="storage of its trials, if the address is secret")
+    showing.add_argument("--json", action="store_true", help="print JSON")
+    showing.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = showing.parse_args(words[1:])
     args.show = True
     return args
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run a sweep, or show one."""
+def _run(args: argparse.Namespace) -> int:
     if args.show:
         return _show(args)
     given = {name: value for name in _PASSED if (value := getattr(args, name)) is not None}
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(path: Path) -> ModuleType:
-    """The module of a script. What it does only when it is run itself is not done."""
+    """Import a script. Its `if __name__ == "__main__":` block does not run."""
     import importlib.util
 
     from trainformer.core.errors import BadArgument, expected
@@ -89,12 +91,12 @@ def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise BadArgument(expected("a Python file that defines a sweep", str(path), "Its name does not end in .py."))
-    sys.path.insert(0, str(path.parent.absolute()))  # as when it is run: what lies beside it can be imported
+    sys.path.insert(0, str(path.parent.absolute()))  # as when it is run: modules beside it can be imported
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module
     spec.loader.exec_module(module)
-    # Other processes, and other machines, cannot import it by that name.
-    require("cloudpickle", "sweep", "to run trials in processes of their own").register_pickle_by_value(module)
+    # Other processes and machines cannot import it by that name.
+    require("cloudpickle", "sweep", "to run trials in their own processes").register_pickle_by_value(module)
     return module
 
 
@@ -109,7 +111,7 @@ def _sweep_of(module: ModuleType, wanted: str | None) -> Any:
             raise BadArgument(expected("a sweep of the script", wanted, did_you_mean(wanted, found) or names))
         return found[wanted]
     if len(found) != 1:
-        do = "Choose by --function NAME." if found else "Decorate a function by @sweep(...)."
+        do = "Choose by --function NAME." if found else "Decorate a function with @sweep(...)."
         raise BadArgument(f"Expected {module.__file__} to define one sweep. {names} {do}")
     return next(iter(found.values()))
 
@@ -140,7 +142,7 @@ def _print_trials(trials: list[Any]) -> None:
     print_table(before | own | after, rows)
 
 
-# -- looking -----------------------------------------------------------------------------------------------
+# -- show ------------------------------------------------------------------------------------------------------------
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -180,7 +182,7 @@ def _show_all(args: argparse.Namespace) -> int:
     for path in list_sweeps():
         try:
             record = read_sweep(path, storage=args.storage, with_importances=False)
-        except BadArgument as error:  # its storage is away, say: the others are shown
+        except BadArgument as error:  # its storage may be gone; show the others
             note(f"{path}: {error}")
             continue
         best, ended = record.best, [t for t in record.trials if t.status in ("completed", "pruned", "failed")]
@@ -196,3 +198,6 @@ def _show_all(args: argparse.Namespace) -> int:
         sides = dict.fromkeys(rows[0], "left") | dict.fromkeys(("trials", "ended", "best"), "right")
         print_table(sides, [list(row.values()) for row in rows])
     return 0
+
+
+COMMANDS = {"sweep": Command(_add_arguments, _run, _parse)}

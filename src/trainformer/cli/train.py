@@ -1,27 +1,38 @@
-"""`trainformer train --task=CausalLM --model=gpt2 --data=data/text --adapter=LoRA --r=8`: train."""
+"""`trainformer train`, `check`, `resume` and `tasks`: start a training run, and what can be trained.
+
+`train` and `check` take every parameter of the task, the adapter and the trainer as an option; see `cli.options`.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainformer.cli import options
+from trainformer.cli.app import Command
+from trainformer.cli.output import positive, print_json, print_table, stdout_to_stderr
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+if TYPE_CHECKING:
+    from trainformer.cli.catalogue import Entry
+    from trainformer.live.runs import RunInfo
+    from trainformer.run.torch.preflight import CheckReport
+
+_IMPLIED_BY_RESUME = ("max_steps", "resume", "load_components")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes, as far as it does not depend on the task."""
-    shown = "print the config that these options mean, and do nothing"
-    parser.add_argument("--dry-run", action="store_true", help=shown)
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    dry_run = "print the config that these options describe, and exit"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
     options.add_arguments(parser)
 
 
-def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """With the options of the task that they name."""
-    return options.parse(parser, words)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Build the trainer and train; a run that was cut short goes on."""
+def _train(args: argparse.Namespace) -> int:
+    """Build the trainer and train; an interrupted run is resumed."""
     from trainformer.cli import recipes
 
     if args.dry_run:
@@ -31,3 +42,166 @@ def run(args: argparse.Namespace) -> int:
     recipes.keep(trainer, args.config)
     trainer.fit()
     return 0
+
+
+def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options.add_arguments(parser)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Build the trainer and check it; 1 if something would go wrong."""
+    if not args.json:
+        return 0 if _report(args).ok else 1
+    with stdout_to_stderr():
+        report = _report(args)
+    print_json({"ok": report.ok, **asdict(report)})
+    return 0 if report.ok else 1
+
+
+def _report(args: argparse.Namespace) -> CheckReport:
+    from trainformer.cli import recipes
+
+    return recipes.build(args.config["trainer"], trust=args.trust).check(raise_on_failure=False)
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    from trainformer.cli.trained import add_trust_argument
+
+    parser.epilog = "To train a finished run for longer: trainformer resume RUN --epochs 20"
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name under runs/")
+    longer = parser.add_mutually_exclusive_group()
+    longer.add_argument("--epochs", type=positive, metavar="N", help="total epochs, including those already trained")
+    longer.add_argument("--max-steps", type=positive, metavar="N", help="total steps, likewise")
+    change = "change a setting of the trainer, such as batch_size=64; the value is YAML"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help=change)
+    add_trust_argument(parser)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    """Rebuild the trainer of the run and continue from its newest checkpoint."""
+    from trainformer.live.runs import describe, find_run
+
+    info = describe(find_run(args.run))
+    if info.is_running:
+        where = f" on {info.host}" if info.host else ""
+        do = f"`trainformer ctl status {args.run}` shows its progress."
+        raise BadArgument(f"{info.path} is running (process {info.process}{where}): there is nothing to resume. {do}")
+    changes = _changes(args)
+    if info.status != "finished" or changes.keys() & {"epochs", "max_steps"}:
+        _continue(info, args.trust, changes)
+    elif os.environ.get("RANK", "0") == "0":  # once, also under `trainformer launch`
+        print(f"{info.path} has finished at step {info.step}: there is nothing to resume.")
+        print(f"To train it for longer: trainformer resume {args.run} --epochs N")
+    return 0
+
+
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings by name, except for those that say where the run is or where it starts."""
+    from trainformer.config.loading import parse_assignment
+
+    changes = dict(parse_assignment(text, "a setting such as --set batch_size=64") for text in args.settings)
+    for name in ("run_dir", "name", "save_dir", "resume", "load_components"):
+        if name in changes:
+            do = "A run is resumed in its folder, from its newest checkpoint."
+            raise BadArgument(expected("a setting that a resumed run can change", name, do))
+    if args.epochs is not None:
+        changes |= {"epochs": args.epochs, "max_steps": None}  # the planned max_steps would override them
+    if args.max_steps is not None:
+        changes["max_steps"] = args.max_steps
+    return changes
+
+
+def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any]) -> None:
+    from trainformer.cli import recipes
+    from trainformer.config import load_config
+    from trainformer.run import RunSettings
+
+    written, defaults = recipes.settings_in(info.path, trust), RunSettings.defaults()
+    settings = {
+        name: value
+        for name, value in {**changes, **_start(info)}.items()
+        # A default that the user has not set stays one: `config.json` tells which settings the user set.
+        if name in written or name not in _IMPLIED_BY_RESUME or value != defaults[name]
+    }
+    trainer = recipes.trainer_of(str(info.path), trust=trust, changes=settings)
+    if changes:  # keep them for the next time the run is interrupted
+        lasting = [f"+trainer.{name}={json.dumps(settings[name])}" for name in changes if name in settings]
+        recipes.keep(trainer, load_config(info.path / recipes.FILE, lasting, trust=trust))
+    trainer.fit()
+
+
+def _start(info: RunInfo) -> dict[str, Any]:
+    """The settings that resume from the newest checkpoint, if there is one."""
+    if info.checkpoint is None:
+        return {}
+    # `auto` does not resume a run that was stopped on purpose, which is right for the command that started it.
+    stopped = info.status == "stopped"
+    return {"resume": str(Path(info.checkpoint).absolute()) if stopped else "auto", "load_components": None}
+
+
+# -- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def _add_tasks_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="show the fields of a task, adapter, callback or logger"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _tasks(args: argparse.Namespace) -> int:
+    """Print the list, or one of its entries. Nothing heavy is imported."""
+    from trainformer.cli import catalogue
+
+    if args.name is not None:
+        _print_entry(_find_entry(args.name), args.json)
+        return 0
+    lists = {kind: catalogue.entries(kind) for kind in catalogue.KINDS}
+    if args.json:
+        print_json({kind: [{"name": e.name, "summary": e.summary} for e in found] for kind, found in lists.items()})
+        return 0
+    for kind, found in lists.items():
+        print_table({kind: "left", "": "fold"}, [(entry.name, entry.summary) for entry in found])
+    print("`trainformer tasks NAME` shows the fields of one; timm's optimizers can be named too.")
+    return 0
+
+
+def _print_entry(entry: Entry, as_json: bool) -> None:
+    from trainformer.cli import catalogue
+
+    fields = list(catalogue.fields_of(entry).values())
+    if as_json:
+        shown: dict[str, Any] = {"name": entry.name, "kind": entry.kind, "summary": entry.summary}
+        keys = ("name", "annotation", "default", "about")
+        print_json({**shown, "fields": [{key: getattr(field, key) for key in keys} for field in fields]})
+        return
+    print(f"{entry.name}: {entry.summary}")
+    rows = [(field.name, field.annotation, field.default or "required", field.about) for field in fields]
+    if rows:
+        print_table({"field": "left", "type": "fold", "default": "fold", "": "fold"}, rows)
+    if entry.kind == "tasks":
+        print(f"On the command line: `trainformer train --task={entry.name} --help`.")
+
+
+def _find_entry(name: str) -> Entry:
+    from trainformer.cli import catalogue
+
+    for kind in catalogue.KINDS:
+        entry = catalogue.find(kind, name)
+        if entry is not None:
+            return entry
+    known = [entry.name for kind in catalogue.KINDS for entry in catalogue.entries(kind)]
+    hint = did_you_mean(name, known) or "`trainformer tasks` lists all."
+    raise BadArgument(expected("the name of a task, adapter, callback, logger, optimizer or scheduler", name, hint))
+
+
+COMMANDS = {
+    "train": Command(_add_train_arguments, _train, options.parse),
+    "check": Command(_add_check_arguments, _check, options.parse),
+    "resume": Command(_add_resume_arguments, _resume),
+    "tasks": Command(_add_tasks_arguments, _tasks),
+}

@@ -1,25 +1,37 @@
-"""The model of a run that has been trained, for the commands that use it: evaluate, predict, export.
+"""`trainformer evaluate`, `export` and `finalize`: use the model of a trained run.
 
-Owns which checkpoint is meant and what of it is loaded. How the trainer of a run is built again is told by its recipe
-(`cli.recipes`). Nothing is written to the folder of the run.
+Owns which checkpoint is meant and what of it is loaded. The trainer of a run is rebuilt from its recipe. Nothing is
+written to the folder of the run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainformer.cli.app import Command
+from trainformer.cli.output import check_free, lines_of, positive, print_json, stdout_to_stderr
 from trainformer.core.errors import BadArgument, DataError, expected
 
 if TYPE_CHECKING:
     from trainformer import Trainer
     from trainformer.checkpointing import Checkpoint
+
+# Written out here so that --help imports no torch; tests compare both with the real ones.
+EXPORT_FORMATS = {"pytorch": ".pt", "onnx": ".onnx", "torchscript": ".pt", "torch.export": ".pt2"}
+QUANTIZATION_RECIPES = (
+    "int8-dynamic-act-int4-weight",
+    "int8-dynamic-act-int8-weight",
+    "intx-int4-weight-only",
+    "int8-weight-only",
+    "int4-weight-only",
+    "float8-dynamic-act-float8-weight",
+    "float8-dynamic-act-int4-weight",
+)
 
 
 @dataclass(frozen=True)
@@ -32,41 +44,32 @@ class Trained:
 
     @property
     def source(self) -> dict[str, Any]:
-        """Where the weights come from, for a program."""
+        """Where the weights come from, for JSON output."""
         return {"run": str(self.run), "checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model is meant."""
-    parser.add_argument(
-        "run", metavar="RUN", help="the folder of a run or of one of its checkpoints, or its name under runs/"
-    )
-    parser.add_argument(
-        "--which", choices=("last", "best"), default="last", help="which checkpoint of a run (default: last)"
-    )
+    """Options that choose the model."""
+    run = "the folder of a run or of one of its checkpoints, or its name under runs/"
+    parser.add_argument("run", metavar="RUN", help=run)
+    which = "which checkpoint of a run (default: last)"
+    parser.add_argument("--which", choices=("last", "best"), default="last", help=which)
     add_trust_argument(parser)
 
 
 def add_batch_size_argument(parser: argparse.ArgumentParser) -> None:
-    """How many samples at once; it changes no result."""
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="samples at once (default: as in the run)")
+    """The batch size of evaluation; it changes no result."""
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per batch (default: as in the run)")
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """As `trainformer run` has it."""
+    """Packages that a recipe may import."""
     trust = "a package that may be imported for the run's recipe, besides the usual ones and the project's own"
     parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1, for an option."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, received {text!r}")
-    return int(text)
-
-
 def load_trained(args: argparse.Namespace) -> Trained:
-    """The trainer that `args` name, with the weights of the checkpoint and whatever else decides what it computes."""
+    """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results."""
     from trainformer.cli.recipes import trainer_of
 
     run, checkpoint = find_checkpoint(args.run, args.which)
@@ -77,16 +80,16 @@ def load_trained(args: argparse.Namespace) -> Trained:
     try:
         trainer = trainer_of(str(run), trust=args.trust, changes=changes)
     except DataError as error:  # on another machine, perhaps
-        do = "The data of the run are needed too: the task looks at them when it makes the model."
+        do = "The data of the run are needed too: the task reads them when it builds the model."
         raise DataError(f"{error} {do}") from error
-    # An average of the weights (EMA) is a callback's; parameters of the loss, centres and class names are the task's.
+    # An average of the weights (EMA) belongs to a callback; parameters of the loss and class names to the task.
     parts = [key for key in checkpoint.manifest.components if key in ("model", "task") or key.startswith("callback.")]
     trainer.load(checkpoint.path, parts)
     return Trained(trainer, run, checkpoint)
 
 
 def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
-    """The folder of the run that is meant, and the checkpoint."""
+    """The folder of the run, and the checkpoint."""
     from trainformer.checkpointing import Checkpoint
     from trainformer.checkpointing.retention import Retention
     from trainformer.checkpointing.tools.listing import find, is_checkpoint, list_checkpoints
@@ -108,13 +111,13 @@ def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
     monitor, mode = monitored(settings_of(run))
     ranked = Retention(monitor=monitor, mode=mode).ranked(checkpoints)
     if not ranked:
-        do = "Take --which last, or name the folder of one checkpoint."
+        do = "Use --which last, or name the folder of one checkpoint."
         raise DataError(expected(f"a checkpoint with {monitor} to find the best by", f"none in {run}", do))
     return run, ranked[0]
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings of a run by name, from its ``config.json``; empty if there is none that can be read."""
+    """The settings of a run by name, from its ``config.json``; empty if that cannot be read."""
     try:
         content = json.loads((folder / "config.json").read_bytes())
         return {name: entry["value"] for name, entry in content.items()}
@@ -123,12 +126,107 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def monitored(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """The metric by which a run tells which of its models is best, and whether that is the least or the most."""
+    """The metric that a run monitors, and whether less or more of it is better."""
     return settings.get("monitor_metric") or "val/loss", settings.get("monitor_mode") or "min"
 
 
-@contextlib.contextmanager
-def only_the_result_on_stdout() -> Iterator[None]:
-    """What libraries print meanwhile goes to stderr."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+# -- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument("--data", metavar="DATA", help="other data than the run's validation data: a path or a name")
+    add_batch_size_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    with stdout_to_stderr():
+        trained = load_trained(args)
+        if args.data is None and trained.trainer.val_dataloader is None:
+            raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
+        metrics = trained.trainer.evaluate(args.data)
+    if not trained.trainer.is_main:
+        return 0
+    if args.json:
+        print_json({**trained.source, "data": args.data, "metrics": metrics})
+    else:
+        print("\n".join([f"{trained.checkpoint.path} on {args.data or 'its validation data'}", *lines_of(metrics)]))
+    return 0
+
+
+# -- export ----------------------------------------------------------------------------------------------------------
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument("out", metavar="OUT", type=Path, help="the file to write; a missing suffix is added")
+    formats = "by default the format of OUT's suffix, else pytorch (the weights alone)"
+    parser.add_argument("--format", choices=EXPORT_FORMATS, help=formats)
+    shape = "of one sample, without the batch, such as 3,224,224; by default the shape of the data"
+    parser.add_argument("--input-shape", metavar="SIZES", type=_shape, help=shape)
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"expected sizes separated by commas, such as 3,224,224; received {text!r}")
+    return tuple(map(int, sizes))
+
+
+def format_of(path: Path) -> str:
+    """The format that a suffix stands for; `.pt` and any other are pytorch."""
+    return {".onnx": "onnx", ".pt2": "torch.export"}.get(path.suffix, "pytorch")
+
+
+def _export(args: argparse.Namespace) -> int:
+    form = args.format or format_of(args.out)
+    suffix = EXPORT_FORMATS[form]
+    out = args.out if args.out.suffix == suffix else args.out.with_name(args.out.name + suffix)
+    check_free(out, args.force)
+    with stdout_to_stderr():
+        trained = load_trained(args)
+        path = trained.trainer.export(out, form, args.input_shape)
+    if not trained.trainer.is_main:
+        return 0
+    if args.json:
+        print_json({**trained.source, "path": path, "format": form})
+    else:
+        print(f"{trained.checkpoint.path} was exported as {form} to {path}")
+    return 0
+
+
+# -- finalize --------------------------------------------------------------------------------------------------------
+
+
+def _add_finalize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
+    parser.add_argument("out", metavar="OUT", help="the folder to create; it must not exist, or be empty")
+    recipes = f"a recipe ({', '.join(QUANTIZATION_RECIPES)}) or none; by default the run's qat_recipe"
+    parser.add_argument("--quantize", metavar="RECIPE", help=recipes)
+    parser.add_argument("--base", metavar="MODEL", help="the base model of an adapter: a hub name or a folder")
+    parser.add_argument("--which", choices=("last", "best"), default="last", help="which checkpoint of a run")
+    average = parser.add_mutually_exclusive_group()
+    average.add_argument("--ema", metavar="KEY", help="which EMA of the weights to use, if there are several")
+    average.add_argument("--no-ema", action="store_true", help="the weights as trained, not their EMA")
+    parser.add_argument("--device", help="where to quantize: cpu or cuda")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _finalize(args: argparse.Namespace) -> int:
+    from trainformer.checkpoint import finalize
+
+    ema = False if args.no_ema else args.ema
+    passed = {name: getattr(args, name) for name in ("quantize", "base", "which", "device")}
+    result = finalize(args.run, args.out, ema=ema, **passed)
+    print(json.dumps(result.as_dict(), indent=2) if args.json else str(result).rstrip())
+    return 0
+
+
+COMMANDS = {
+    "evaluate": Command(_add_evaluate_arguments, _evaluate),
+    "export": Command(_add_export_arguments, _export),
+    "finalize": Command(_add_finalize_arguments, _finalize),
+}

@@ -1,8 +1,8 @@
-"""Configs: read from Python, YAML, JSON or TOML, changed from the command line, and built into objects.
+"""Configs: read from Python, YAML, JSON or TOML, overridden from the command line, and built into objects.
 
-Reading is `load_config`; building is `build_from_cfg` (one section, as registries do it) or `materialize` (whatever a
-config holds). YAML may be a template and may name the objects by tags. Only `.py` files are executed when they are
-read, and only packages that are trusted are imported when something is built.
+`load_config` reads one, `build_from_cfg` builds one section, `materialize` builds everything in it. YAML may be a Jinja
+template and may name objects by tags. Only `.py` files are executed when they are read, and only trusted packages are
+imported when something is built.
 """
 
 from trainformer.core.lazy import lazy_exports
@@ -14,8 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.config.registry": ["REGISTRY", "Registry"],
         "trainformer.config.loading": ["load_config"],
         "trainformer.config.building": ["build_from_cfg", "materialize"],
-        "trainformer.config.showing": ["to_json", "to_yaml"],
-        "trainformer.config.graphing": ["to_dot", "to_tree"],
-        "trainformer.config.coding": ["to_python"],
+        "trainformer.config.yaml_format": ["to_yaml"],
+        "trainformer.config.rendering": ["to_dot", "to_json", "to_python", "to_tree"],
     },
 )

@@ -1,8 +1,8 @@
-"""What a config may name without being trusted: tables, and the questions that are asked of them.
+"""Tables of what a config may name without being trusted, and how they are read.
 
-Of the allowed packages mostly classes are built, and only those of parts that build models, data, optimizers and
-callbacks. A function can be anything, so the few that are of use are listed by name: with two harmless ones, of which
-one gets an attribute and one calls a function, all of Python is in reach.
+Of the allowed packages mostly classes may be built, and only those for models, data, optimizers and callbacks. A
+function can do anything, so the few useful ones are listed by name: with two harmless ones, one that gets an attribute
+and one that calls a function, all of Python is in reach.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 ALLOWED = ("trainformer", "torch", "torchvision", "timm", "transformers", "peft")
 
-# Where classes may be from. What a part re-exports from its own private modules is its own.
+# Modules whose classes may be built, also where they re-export them from private modules.
 _PARTS = {
     "torch": "nn optim utils.data utils.tensorboard distributions amp",
     "torchvision": "models transforms datasets ops tv_tensors",
@@ -27,10 +27,10 @@ CLASSES = (
     "peft",
 )
 
-# Of these the classes that stand at the top of the package: their parts hold much that is for themselves.
+# Packages of which only top-level classes may be built: their modules have many internal ones.
 AT_THE_TOP = ("transformers", "peft")
 
-# Functions, and classes that stand alone, by the module that offers them; None: all that are its own.
+# Functions and single classes by the module that exports them; None: all that it defines.
 FUNCTIONS: dict[str, str | None] = {
     "torch": "Generator Size Tensor arange as_tensor device empty eye from_numpy full linspace load logspace ones rand "
     "randint randn randperm tensor zeros",
@@ -58,10 +58,10 @@ FUNCTIONS: dict[str, str | None] = {
     "trainformer.utils": "count_parameters get_device seed_everything",
 }
 
-# Class methods that build; of our own classes all.
+# Class methods that build; of our own classes all of them.
 METHODS = ("from_pretrained", "from_config")
 
-# Inside of what is allowed, and what people try: the reason is told, and nothing is imported to find out.
+# Denied inside of what is allowed, with the reason; nothing is imported to find out.
 DENIED = {
     "torch.hub": "runs a repository's hubconf.py",
     "torch.utils.cpp_extension": "compiles and loads C++",
@@ -95,7 +95,7 @@ def _only(*values: Any) -> Callable[[Any], bool]:
 
 
 def _names_no_repository(value: Any) -> bool:
-    """Attention may be named by a repository, whose code is then run; in parts of a model too."""
+    """Attention may be the name of a repository, whose code would run; also for parts of a model."""
     if isinstance(value, Mapping):
         return all(map(_names_no_repository, value.values()))
     return value is None or (isinstance(value, str) and "/" not in value)
@@ -105,7 +105,7 @@ def _has_no_options(value: Any) -> bool:
     return value is None or isinstance(value, bool | str) or (isinstance(value, Mapping) and "options" not in value)
 
 
-# Arguments, wherever they stand: which values they may have, and why not others.
+# Arguments of any call: which values they may have, and why not others.
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trust_remote_code": (_only(False, None), "runs a repository's code"),
     "allow_all_kernels": (_only(False, None), "runs a repository's code"),
@@ -120,7 +120,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "compile": (_has_no_options, "chooses the programs that compile"),
     "compile_config": (_has_no_options, "chooses the programs that compile"),
     "weights_only": (_only(True), "would let a checkpoint run code"),
-    "pickle_module": (_only(), "chooses who reads pickles"),
+    "pickle_module": (_only(), "chooses what reads pickles"),
     "allow_pickle": (_only(False), "would let a file run code"),
 }
 
@@ -131,7 +131,7 @@ def lies_in(path: str, parts: Any) -> bool:
 
 
 def may_be_asked(path: str) -> bool:
-    """Whether a path of an allowed package can lead to something that may be built; nothing is imported to tell."""
+    """Whether a path of an allowed package can lead to something that may be built, without importing it."""
     words = path.split(".")
     if any(word.startswith("convert_") for word in words[1:-1]):  # scripts of transformers
         return False
@@ -140,7 +140,7 @@ def may_be_asked(path: str) -> bool:
 
 
 def may_be_built(thing: Any, home: str) -> bool:
-    """Whether something of an allowed package, written in the module `home`, is for configs."""
+    """Whether something that an allowed package defines in the module `home` may be built."""
     if _is_listed(thing, home):
         return True
     if isinstance(thing, type):
@@ -154,7 +154,7 @@ def may_be_built(thing: Any, home: str) -> bool:
 
 
 def class_of_method(thing: Any) -> type | None:
-    """The class that a class method is of."""
+    """The class of a class method."""
     owner = getattr(thing, "__self__", None)
     return owner if inspect.ismethod(thing) and isinstance(owner, type) else None
 
@@ -167,7 +167,7 @@ def _is_listed(thing: Any, home: str) -> bool:
             continue
         if names is not None:
             listed = name in names.split()
-        else:  # what is written in C says that it is of torch, or of its private part
+        else:  # what is written in C names torch, or a private part, as its module
             its_own = home == "torch" or lies_in(home, (module, "torch._C"))
             listed = its_own and name in getattr(offered, "__all__", (name,))
         if listed and getattr(offered, name, None) is thing:
@@ -176,7 +176,7 @@ def _is_listed(thing: Any, home: str) -> bool:
 
 
 def offers(package: str) -> str:
-    """What there is for configs in an allowed package, for a message."""
+    """What a config may name of an allowed package, for an error message."""
     classes = [part for part in CLASSES if lies_in(part, (package,))]
     functions = [part for part in FUNCTIONS if lies_in(part, (package,))]
     return f"There are classes of {', '.join(classes)}, and some functions of {', '.join(functions)}."

@@ -1,7 +1,7 @@
-"""From a config to objects: one builder for tags and for dictionaries with `type`.
+"""Build objects from a config, for tags and dictionaries with `type` alike.
 
-Arguments are checked against what the class takes before it is called, so that a misspelt key is named together with
-its line. One call of `materialize` or `build_from_cfg` makes one set of singletons.
+Arguments are checked against the signature before a class is called, so that the error for a misspelt key names its
+line. Each call of `materialize` or `build_from_cfg` creates its own singletons.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def build_from_cfg(cfg: Any, /, recursive: bool = True, *, trust: Sequence[str] = (), **extra: Any) -> Any:
-    """Build what one section describes: `{"type": "torch.optim.AdamW", "lr": 3e-4}`, or a tag of YAML.
+    """Build the object that one section describes: `{"type": "torch.optim.AdamW", "lr": 3e-4}`, or a YAML tag.
 
     Args:
         cfg: The section. `type` is a registered name, `package.module.Class` or `package.module:Class`; all other keys
             are arguments.
-        recursive: Build the sections in it, too. Otherwise they are passed as they are.
+        recursive: Also build nested sections. Otherwise they are passed as they are.
         trust: Packages that may be imported, besides those that always may.
-        extra: More arguments, passed as they are. They go before those of the config.
+        extra: More arguments, passed as they are. They override those of the config.
 
-    A required parameter `x_cfg` that the section lacks is the section `x` of the whole config, not built.
+    A required parameter `x_cfg` that the section does not set gets the section `x` of the whole config, not built.
     """
     call = as_call(cfg)
     if call is None:
@@ -42,7 +42,7 @@ def build_from_cfg(cfg: Any, /, recursive: bool = True, *, trust: Sequence[str] 
 
 
 def materialize(config: Any, *, trust: Sequence[str] = (), registry: Registry = REGISTRY) -> Any:
-    """Whatever a config, a part of it, or a list of its parts holds, with everything in it built.
+    """A config, a part of it or a list of parts, with every object in it built.
 
     >>> materialize({"sizes": [1, 2], "name": "plain values stay what they are"})["sizes"]
     [1, 2]
@@ -51,7 +51,6 @@ def materialize(config: Any, *, trust: Sequence[str] = (), registry: Registry = 
 
 
 def _root_of(value: Any) -> Config | None:
-    """The whole config that a part is from."""
     if isinstance(value, Call):
         return value.kwargs.source.root
     if isinstance(value, Config):
@@ -71,13 +70,12 @@ class _Builder:
         self.open: list[int] = []
 
     def value(self, value: Any) -> Any:
-        """The value with everything in it built."""
         if not isinstance(value, Call | Mapping | list | tuple):
             return value
         if is_shared(value) and id(value) in self.shared:
             return self.shared[id(value)]
         if id(value) in self.open:
-            raise BadArgument(f"Expected a config without circles, received one that contains itself{_at(value)}.")
+            raise BadArgument(f"Expected a config without cycles, received one that contains itself{_at(value)}.")
         self.open.append(id(value))
         try:
             built = self._built(value)
@@ -99,7 +97,7 @@ class _Builder:
         return value
 
     def call(self, call: Call, extra: Mapping[str, Any]) -> Any:
-        """What the call returns; `extra` goes before its own arguments."""
+        """Make the call; `extra` overrides its own arguments."""
         target = self.importer.find(call.target, call.place) if isinstance(call.target, str) else call.target
         if not callable(target):
             raise BadArgument(expected(f"a class or function{at(call.place)}", target))
@@ -110,7 +108,7 @@ class _Builder:
         by_name = dict(zip(positions, args, strict=False))
         self.importer.check_arguments(call, {**by_name, **kwargs}, args[len(positions) :])
         sections = {}
-        if takes is not None and call.kind != "partial":  # of a partial, others give the rest
+        if takes is not None and call.kind != "partial":  # a partial gets the rest later
             sections = self._sections(call, takes, args, {**kwargs, **extra})
         make = self.value if self.recursive else lambda value: value
         built_args = [make(item) for item in args]
@@ -120,9 +118,9 @@ class _Builder:
             return functools.partial(target, *built_args, **named)
         try:
             return target(*built_args, **named)
-        except MissingDependency:  # it names the command that helps
+        except MissingDependency:  # it already names the pip command
             raise
-        except (BadArgument, DataError) as error:  # they say all but the place
+        except (BadArgument, DataError) as error:  # they lack only the place
             kind = DataError if isinstance(error, DataError) else BadArgument
             raise kind(f"{call.title}{at(call.place)}: {error}") from error
         except Exception as error:
@@ -131,7 +129,7 @@ class _Builder:
             ) from error
 
     def _check(self, call: Call, takes: _Takes, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Names that are not parameters, and more positions than there are."""
+        """Refuse unknown names and too many positional arguments."""
         if takes is None:
             return
         kinds = {parameter.kind for parameter in takes.values()}
@@ -151,7 +149,7 @@ class _Builder:
     def _sections(
         self, call: Call, takes: Mapping[str, inspect.Parameter], args: Sequence[Any], named: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Values of required parameters that the section lacks: `model_cfg` is the section `model` as it is."""
+        """Values of required parameters that the section does not set: `model_cfg` gets the section `model`."""
         positions = _positions(takes)
         given = {*positions[: len(args)], *named}
         found, missing = {}, []
@@ -165,7 +163,7 @@ class _Builder:
                 missing.append(name)
         if missing:
             sections = [name.removesuffix("_cfg") for name in missing if name.endswith("_cfg")]
-            do = f"A section {sections[0]!r} of the whole config would do." if sections else "Add what is missing."
+            do = f"Add a section {sections[0]!r} to the config, or pass it." if sections else "Add what is missing."
             what = f"all arguments that {call.title} needs{at(call.place)}, also {', '.join(missing)}"
             raise BadArgument(expected(what, sorted(given), do))
         return found
@@ -179,7 +177,7 @@ def signature_of(target: Any) -> _Takes:
     try:
         takes = inspect.signature(target).parameters
         if isinstance(target, type) and target.__new__ is not object.__new__ and not _names(takes):
-            # A __new__ that takes anything hides what __init__ takes.
+            # A __new__(*args, **kwargs) hides the signature of __init__.
             begin = inspect.getattr_static(target, "__init__")
             takes = inspect.signature(functools.partial(begin, None)).parameters
         return takes
@@ -188,7 +186,6 @@ def signature_of(target: Any) -> _Takes:
 
 
 def _names(takes: Mapping[str, inspect.Parameter]) -> list[str]:
-    """The parameters that have a name of their own."""
     return [name for name, parameter in takes.items() if parameter.kind in (*_POSITIONAL, *_NAMED)]
 
 
@@ -197,7 +194,7 @@ def _positions(takes: _Takes) -> list[str]:
 
 
 def _without(takes: _Takes, call: Call, extra: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The call's own arguments less those that `extra` gives; positions after a gap become names."""
+    """The call's own arguments without those in `extra`; positional ones after a gap are passed by name."""
     args = list(call.args)
     kwargs = {key: value for key, value in call.kwargs.items() if key not in extra}
     positions = _positions(takes)

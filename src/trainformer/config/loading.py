@@ -1,6 +1,6 @@
-"""From a file to a `Config`: Python, YAML, JSON, TOML.
+"""Read a config from a Python, YAML, JSON or TOML file, and apply overrides: `a.b=3` changes, `+a.b=3` adds a value.
 
-Only `.py` files are executed; that is what they are for. All others are read, and nothing they name is imported.
+Only `.py` files are executed. All others are only read, and nothing they name is imported.
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from trainformer.config.nodes import Config, Place, Source, adopt
-from trainformer.config.overrides import apply_overrides
+from trainformer.config.nodes import (
+    Call,
+    Config,
+    ConfigList,
+    Place,
+    Source,
+    adopt,
+    find_step,
+    parts,
+    place_at,
+    unknown_part,
+)
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 
 _YAML = (".yaml", ".yml")
@@ -34,10 +44,10 @@ def load_config(
     """Read a config.
 
     Args:
-        path: A `.py`, `.yaml`, `.yml`, `.json` or `.toml` file. Of a Python file its variable `config` is taken, or all
-            its public plain values if there is none.
-        overrides: `"a.b=3"` changes a value that is there, `"+a.b=3"` adds one; or a mapping of such paths.
-        search: Folders of templates, after the file's own.
+        path: A `.py`, `.yaml`, `.yml`, `.json` or `.toml` file. A Python file defines the variable `config`; without
+            it, all its public variables with plain values are taken.
+        overrides: `"a.b=3"` changes a value, `"+a.b=3"` adds one; or a mapping of such paths.
+        search: Folders of templates, searched after the file's own.
         trust: Packages that may be imported when parts of this config are built.
         variables: Values for templates and `!var`; keyword arguments are the same.
     """
@@ -49,7 +59,7 @@ def load_config(
         values = _read_yaml(file, source, given, search)
     elif suffix in _READERS:
         if given:
-            do = "Only YAML files have variables; change values by overrides."
+            do = "Only YAML files have variables; change values with overrides."
             raise BadArgument(expected(f"no variables for {path}", sorted(given), do))
         values = _READERS[suffix](file)
     else:
@@ -58,14 +68,14 @@ def load_config(
         raise BadArgument(expected(f"keys and values at the top of {path}", type(values).__name__))
     config = values if isinstance(values, Config) else adopt(values, source, Place(str(path)))
     source.root = config
-    apply_overrides(config, overrides, given)
+    _apply_overrides(config, overrides, given)
     return config
 
 
 def preprocessed_text(
     path: str | os.PathLike[str], variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]] = ()
 ) -> str:
-    """The text of a YAML file after templates, whether or not it is YAML then."""
+    """The text of a YAML file after templates, even if it is not valid YAML then."""
     from trainformer.config.templates import preprocess
 
     file = _existing(Path(path))
@@ -75,7 +85,7 @@ def preprocessed_text(
 
 
 def checked_trust(trust: Sequence[str]) -> tuple[str, ...]:
-    """Names of packages; one alone is no sequence of letters."""
+    """Names of packages as a tuple; a single name is accepted too."""
     names = (trust,) if isinstance(trust, str) else tuple(trust)
     for name in names:
         if not isinstance(name, str) or not all(word.isidentifier() for word in name.split(".")):
@@ -104,7 +114,7 @@ def _read_yaml(
     file: Path, source: Source, variables: dict[str, Any], search: Sequence[str | os.PathLike[str]]
 ) -> Mapping[Any, Any]:
     from trainformer.config.templates import preprocess
-    from trainformer.config.yamlfile import parse_yaml
+    from trainformer.config.yaml_format import parse_yaml
 
     text = _text(file)
     source.pp_config = preprocess(file, text, variables, search)
@@ -127,7 +137,7 @@ def _read_json(file: Path) -> Any:
         return json.loads(_text(file), object_pairs_hook=once)
     except RecursionError:
         raise BadArgument(
-            f"Expected a config of some depth, received one that is nested too deeply ({file})."
+            f"Expected a config of reasonable depth, received one that is nested too deeply ({file})."
         ) from None
     except json.JSONDecodeError as error:
         raise BadArgument(f"Expected JSON that can be read, received at {file}:{error.lineno}: {error.msg}.") from error
@@ -156,3 +166,81 @@ def _read_python(file: Path) -> Any:
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {".json": _read_json, ".toml": _read_toml, ".py": _read_python}
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------
+
+
+def _apply_overrides(
+    config: Config, overrides: str | Sequence[str] | Mapping[str, Any], variables: Mapping[str, Any]
+) -> None:
+    """Change the config in place. Values in text are YAML; those of a mapping are used as they are."""
+    if isinstance(overrides, str):
+        overrides = [overrides]
+    if isinstance(overrides, Mapping):
+        for path, value in overrides.items():
+            place = Place(f"override of {path}")
+            _set(config, path, adopt(value, config.source, place), place)
+    else:
+        for text in overrides:
+            path, value = parse_assignment(text, "an override such as model.width=8", variables, config.source)
+            _set(config, path, value, Place(f"override {text}"))
+
+
+def parse_assignment(
+    text: str, what: str, variables: Mapping[str, Any] | None = None, source: Source | None = None
+) -> tuple[str, Any]:
+    """Name and value of `name=value`, the value read as YAML.
+
+    >>> parse_assignment("lr=1e-4", "a variable")
+    ('lr', 0.0001)
+    """
+    from trainformer.config.yaml_format import parse_yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip("+ "):
+        raise BadArgument(expected(what, text))
+    return name.strip(), parse_yaml(value, source or Source(), variables or {}, Place(f"override {text}"))
+
+
+def _set(config: Config, path: str, value: Any, place: Place) -> None:
+    add = path.startswith("+")
+    words = path.removeprefix("+").split(".")
+    holder: Any = config
+    for position, word in enumerate(words[:-1]):
+        step = find_step(holder, word)
+        if step is None:
+            if not add:
+                raise BadArgument(_unknown(holder, word, path))
+            # A missing parent is created as a mapping: a number in the path does not imply a list.
+            _put(holder, word, Config(source=config.source, place=place), place)
+            step = find_step(holder, word)
+        holder = dict(parts(holder))[step]
+        if not isinstance(holder, Call | Config | ConfigList):
+            there = ".".join(words[: position + 1])
+            raise BadArgument(expected(f"{there!r} to have parts, as {path!r} says", holder))
+    step = find_step(holder, words[-1])
+    if step is not None:
+        _put(holder, step, value, place)
+    elif add:
+        _put(holder, words[-1], value, place)
+    else:
+        raise BadArgument(_unknown(holder, words[-1], path))
+
+
+def _put(holder: Any, step: Any, value: Any, place: Place) -> None:
+    if isinstance(holder, Call):
+        holder = holder.args if str(step).isdigit() else holder.kwargs
+    if isinstance(holder, ConfigList) and not isinstance(step, int):
+        if step != str(len(holder)):
+            what = f"{place} to name an item, or {len(holder)} for a new one"
+            raise BadArgument(expected(what, step))
+        holder.append(value)
+        step = len(holder) - 1
+    else:
+        holder[step] = value
+    place_at(holder, step, place)
+
+
+def _unknown(holder: Any, word: str, path: str) -> str:
+    return f"{unknown_part(holder, word, path)} To add a new one: --set +{path}=..."

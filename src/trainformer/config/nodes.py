@@ -1,7 +1,7 @@
-"""What a config is made of: mappings and lists that know where they were written, and calls that are not yet made.
+"""The nodes of a config: mappings and lists that remember where they were written, and calls that are not made yet.
 
-A tag (`!singleton:module:Class`) and a dictionary with `type` both are a `Call` to everybody else. Nothing here reads a
-file, imports what a call names, or makes the call.
+A tag (`!singleton:module:Class`) and a dictionary with the key `type` are both a `Call`. Nothing here reads a file,
+imports what a call names, or makes the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["singleton", "factory", "partial"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is written.
+    """A position in a file, for errors.
 
     >>> str(Place("run.yaml", 3)), str(Place("run.yaml", 3, preprocessed=True)), str(Place("run.toml"))
     ('run.yaml:3', 'run.yaml, line 3 after preprocessing', 'run.toml')
@@ -26,7 +26,7 @@ class Place:
 
     file: str
     line: int | None = None
-    preprocessed: bool = False  # templates changed the text, so that the line is not one of the file
+    preprocessed: bool = False  # templates changed the text: the line is not one of the file
 
     def __str__(self) -> str:
         if self.line is None:
@@ -35,13 +35,13 @@ class Place:
 
 
 def at(place: Place | None) -> str:
-    """The place in brackets, as the end of a phrase; empty if nobody knows it."""
+    """The place in brackets, to end a phrase with; empty if it is unknown."""
     return f" ({place})" if place else ""
 
 
 @dataclass
 class Source:
-    """What all parts of one config share."""
+    """What all nodes of one config share."""
 
     root: Config | None = None
     file: str | None = None
@@ -50,19 +50,19 @@ class Source:
 
 
 class Config(dict[Any, Any]):
-    """A mapping of a config; the mappings in it are of this class too.
+    """A mapping in a config; nested mappings are of this class too.
 
     >>> config = Config({"model": {"width": 8}})
     >>> config["model"].root is config
     True
     """
 
-    # Defaults of the class: pickle fills a dictionary before it gives the attributes back.
+    # Defaults in the class: pickle fills a dictionary before it restores the attributes.
     _source: Source | None = None
     _places: Mapping[Any, Place] = {}
     place: Place | None = None
     name: str | None = None
-    tagged = False  # written as !dict: one object however often it is referred to, and `type` is a key like others
+    tagged = False  # written as !dict: one shared object, in which `type` is a plain key
 
     def __init__(
         self,
@@ -81,12 +81,11 @@ class Config(dict[Any, Any]):
 
     @property
     def source(self) -> Source:
-        """What all parts of this config share."""
         return self._source or Source(root=self)
 
     @property
     def root(self) -> Config:
-        """The whole config that this is a part of."""
+        """The whole config."""
         root = self.source.root
         return self if root is None else root
 
@@ -97,16 +96,16 @@ class Config(dict[Any, Any]):
 
     @property
     def pp_config(self) -> str | None:
-        """The text after templates, of a YAML file."""
+        """The text of a YAML file after templates."""
         return self.source.pp_config
 
     def where(self, path: str) -> Place | None:
-        """Where the value at a dotted path is written: file, and in YAML the line."""
+        """The file, and in YAML the line, of the value at a dotted path."""
         holder, step = resolve_path(self, path)
         return place_in(holder, step)
 
     def copy(self) -> Config:
-        """A copy of this mapping; what is in it is shared."""
+        """A shallow copy."""
         twin = Config(self, source=self._source, place=self.place, places=self._places)
         twin.name, twin.tagged = self.name, self.tagged
         return twin
@@ -115,12 +114,10 @@ class Config(dict[Any, Any]):
         super().__setitem__(key, adopt(value, self.source, self.place))
 
     def update(self, values: Any = (), /, **named: Any) -> None:
-        """As of any dictionary."""
         for key, value in {**dict(values), **named}.items():
             self[key] = value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of any dictionary."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -131,12 +128,12 @@ class Config(dict[Any, Any]):
 
 
 class ConfigList(list[Any]):
-    """A list of a config, which knows where its items were written."""
+    """A list in a config, which remembers where its items were written."""
 
     _places: tuple[Place, ...] = ()
     place: Place | None = None
     name: str | None = None
-    tagged = False  # written as !list: one object however often it is referred to
+    tagged = False  # written as !list: one shared object
 
     def __init__(
         self, values: Iterable[Any] = (), /, *, place: Place | None = None, places: Iterable[Place] = ()
@@ -148,31 +145,33 @@ class ConfigList(list[Any]):
 
 @dataclass
 class Call:
-    """A call to be made: once for all who refer to it (singleton), at each place anew (factory), or by others later
-    (partial). Two calls are equal if they would do the same; where they stand does not matter."""
+    """A call to make: once for all references (singleton), once per reference (factory), or later by others (partial).
+
+    Calls are equal if they do the same, wherever they are written.
+    """
 
     kind: Kind
-    target: Any  # a registered name, "package.module.Class" or "package.module:Class"; in Python also the thing itself
+    target: Any  # a registered name, "package.module.Class", "package.module:Class"; in Python also the object itself
     args: ConfigList = field(default_factory=ConfigList)
     kwargs: Config = field(default_factory=Config)
     name: str | None = None
     place: Place | None = field(default=None, compare=False)
-    anchor: str | None = field(default=None, compare=False)  # what the file calls it, for readers
+    anchor: str | None = field(default=None, compare=False)  # its YAML anchor
 
     @property
     def title(self) -> str:
-        """The target in words."""
+        """The target as text."""
         return self.target if isinstance(self.target, str) else dotted_name(self.target)
 
 
 def dotted_name(thing: Any) -> str:
-    """Module and name of a class or function, or of what an object is."""
+    """Module and qualified name of a class or function, or of an object's class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def as_call(value: Any) -> Call | None:
-    """The call that a value stands for, if it does: a tag, or a dictionary whose `type` names what to call."""
+    """The call that a value describes, if any: a tag, or a dictionary whose `type` names what to call."""
     if isinstance(value, Call):
         return value
     if not isinstance(value, Mapping) or getattr(value, "tagged", False):
@@ -189,14 +188,14 @@ def as_call(value: Any) -> Call | None:
 
 
 def is_shared(value: Any) -> bool:
-    """Whether all who refer to the value get one and the same object."""
+    """Whether all references to the value get the same object."""
     if isinstance(value, Call):
         return value.kind == "singleton"
     return isinstance(value, Config | ConfigList) and value.tagged
 
 
 def parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The steps that lead one level down, and what is there."""
+    """The children of a value, each with its key or index."""
     if isinstance(value, Call):
         yield from enumerate(value.args)
         yield from value.kwargs.items()
@@ -207,7 +206,7 @@ def parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def everything_in(value: Any, _seen: set[int] | None = None) -> Iterator[Any]:
-    """The value and all that is in it. What is shared comes as often as it is referred to, but its parts come once."""
+    """The value and all its descendants. A shared one comes once per reference, its children only once."""
     seen = set() if _seen is None else _seen
     yield value
     if is_shared(value):
@@ -219,13 +218,15 @@ def everything_in(value: Any, _seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def holds_calls(value: Any) -> bool:
-    """Whether anything in it is to be built."""
+    """Whether anything in it has to be built."""
     return any(as_call(found) is not None for found in everything_in(value))
 
 
 def names_of_shared(config: Any) -> dict[int, str]:
-    """Names, by id, of what stands at the top of a config or is referred to more than once: the key at the top, its own
-    name, that of the anchor, or that of the class."""
+    """Names, by id, of shared values at the top level or with several references.
+
+    The name is the top-level key, the name in the tag, the anchor, or the class.
+    """
     at_top = {id(part): str(step) for step, part in parts(config)}
     found = [value for value in everything_in(config) if is_shared(value) and value is not config]
     often = Counter(map(id, found))
@@ -238,7 +239,7 @@ def names_of_shared(config: Any) -> dict[int, str]:
 
 
 def free_name(wanted: str, taken: Container[str]) -> str:
-    """The name, with a number behind it if it is taken.
+    """The name, with a number appended if it is taken.
 
     >>> free_name("net", {"net", "net_2"})
     'net_3'
@@ -257,11 +258,11 @@ def _short(value: Any) -> str:
 
 
 def adopt(value: Any, source: Source, place: Place | None = None, _above: frozenset[int] = frozenset()) -> Any:
-    """Plain mappings and lists as parts of a config; all else as it is."""
+    """Plain mappings and lists as nodes of a config; anything else unchanged."""
     if isinstance(value, Config | ConfigList | Call) or not isinstance(value, Mapping | list | tuple):
         return value
     if id(value) in _above:
-        raise BadArgument(f"Expected a config without circles, received one that contains itself{at(place)}.")
+        raise BadArgument(f"Expected a config without cycles, received one that contains itself{at(place)}.")
     above = _above | {id(value)}
     if isinstance(value, Mapping):
         adopted = {key: adopt(item, source, place, above) for key, item in value.items()}
@@ -273,7 +274,7 @@ def adopt(value: Any, source: Source, place: Place | None = None, _above: frozen
 
 
 def place_in(holder: Any, step: Any) -> Place | None:
-    """Where the part of a mapping, list or call is written; the whole's place if nobody knows better."""
+    """Where a child of a mapping, list or call is written; the parent's place if that is unknown."""
     if isinstance(holder, Call):
         inner = place_in(holder.args if isinstance(step, int) else holder.kwargs, step)
         return inner or holder.place
@@ -285,7 +286,7 @@ def place_in(holder: Any, step: Any) -> Place | None:
 
 
 def place_at(holder: Config | ConfigList, step: Any, place: Place) -> None:
-    """Remember where a part is written."""
+    """Remember where a child is written."""
     if isinstance(holder, Config):
         holder._places = {**holder._places, step: place}
     else:
@@ -295,13 +296,13 @@ def place_at(holder: Config | ConfigList, step: Any, place: Place) -> None:
 
 
 def find_step(holder: Any, word: str) -> Any:
-    """The key or index that a word of a dotted path means; `None` if there is no such part."""
+    """The key or index that a word of a dotted path names; `None` if there is none."""
     steps = {str(step): step for step, _ in parts(holder)}
     return steps.get(word)
 
 
 def resolve_path(config: Config, path: str) -> tuple[Any, Any]:
-    """What holds the value at a dotted path, and the last step to it."""
+    """The parent of the value at a dotted path, and its key or index there."""
     holder: Any = None
     step: Any = None
     value: Any = config
@@ -314,9 +315,9 @@ def resolve_path(config: Config, path: str) -> tuple[Any, Any]:
 
 
 def unknown_part(holder: Any, word: str, path: str) -> str:
-    """The sentence about a path that leads nowhere."""
+    """The error message for a path that does not exist."""
     known = [str(step) for step, _ in parts(holder)]
     if not known:
-        return expected(f"{path!r} to lead to a value of the config", word, "What it stands in has no parts.")
+        return expected(f"{path!r} to lead to a value of the config", word, "Its parent has no parts.")
     some = f"There is {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}."
     return expected(f"{path!r} to lead to a value of the config", word, did_you_mean(word, known) or some)

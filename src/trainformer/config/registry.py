@@ -1,4 +1,4 @@
-"""Names for classes and functions, so that a config can say `type: MyModel`."""
+"""A registry of classes and functions, so that a config can say `type: MyModel`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 
 class Registry:
-    """Things by name. What a program registers, a config may build: no import is needed for it.
+    """Classes and functions by name. A config may build whatever a program registers.
 
     >>> registry = Registry("layers")
     >>> @registry.register()
@@ -25,8 +25,8 @@ class Registry:
         self._things: dict[str, Any] = {}
 
     def register(self, name: str | None = None) -> Callable[[Any], Any]:
-        """A decorator that gives a class or function its name; by default its own."""
-        if name is not None and not isinstance(name, str):  # written without brackets: @REGISTRY.register
+        """A decorator that registers a class or function, by default under its own name."""
+        if name is not None and not isinstance(name, str):  # used without brackets: @REGISTRY.register
             return self.register()(name)
 
         def enter(thing: Any) -> Any:
@@ -42,7 +42,7 @@ class Registry:
             do = "A name with a dot or colon would hide what can be imported under it."
             raise BadArgument(expected(f"a name to register {dotted_name(thing)} by", name, do))
         there = self._things.get(name)
-        # A module that is loaded again, or a cell of a notebook, brings a new object of the same origin.
+        # Reloading a module or running a notebook cell again registers a new object of the same origin.
         if there is not None and there is not thing and dotted_name(there) != dotted_name(thing):
             raise BadArgument(
                 f"Expected a name that is free in the {self.name}, received {name!r} for {dotted_name(thing)}: it is "

@@ -1,7 +1,7 @@
-"""Jinja2 on the text of a config: what a template may see and do, and where it went wrong.
+"""Jinja2 templates in YAML configs, and the position of their errors.
 
-The sandbox keeps a template from Python's insides, and variables reach it only if they are plain data: it can call no
-method of a program's objects.
+The sandbox keeps a template away from Python's internals. Only variables with plain data reach it, so that it can call
+no method of a program's objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK = re.compile(r"\{[{%#]")
 
 
 def preprocess(file: Path, text: str, variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]]) -> str:
-    """The text after templates. Without any mark of a template it is returned as it is."""
+    """Render the text; without any template syntax it is returned unchanged."""
     if not _MARK.search(text):
         return text
     jinja2 = require("jinja2", "config", f"for the template in {file}")
@@ -33,7 +33,7 @@ def preprocess(file: Path, text: str, variables: Mapping[str, Any], search: Sequ
         folders = [folder for folder in environment.loader.searchpath if os.path.isdir(folder)]
         hint = did_you_mean(str(error.name), [name for folder in folders for name in os.listdir(folder)])
         raise BadArgument(
-            f"Expected the template {error.name!r} in one of {environment.loader.searchpath}{_seen(error, file)}, "
+            f"Expected the template {error.name!r} in one of {environment.loader.searchpath}{_line_of(error, file)}, "
             f"received none. {hint}".rstrip()
         ) from error
     except jinja2.TemplateSyntaxError as error:
@@ -44,21 +44,21 @@ def preprocess(file: Path, text: str, variables: Mapping[str, Any], search: Sequ
     except jinja2.UndefinedError as error:
         do = f"There is: {', '.join(sorted(plain)) or 'none'}. Give it as a keyword or by --var name=value."
         raise BadArgument(
-            f"Expected every variable of the template to have a value{_seen(error, file)}: {error}. {do}"
+            f"Expected every variable of the template to have a value{_line_of(error, file)}: {error}. {do}"
         ) from error
     except RecursionError as error:
         names = " and ".join(_templates_in(error.__traceback__, file)[-2:])
         raise BadArgument(
-            f"Expected templates that do not extend or include each other in a circle, received one: {names}."
+            f"Expected templates that do not extend or include each other in a cycle, received one: {names}."
         ) from None
-    except Exception as error:  # what the expressions of a template raise: SecurityError, TypeError, ...
+    except Exception as error:  # expressions in a template may raise anything: SecurityError, TypeError, ...
         raise BadArgument(
-            f"Expected a template that can be filled in{_seen(error, file)}, received {type(error).__name__}: {error}"
+            f"Expected a template that renders{_line_of(error, file)}, received {type(error).__name__}: {error}"
         ) from error
 
 
 def literal(text: str) -> str:
-    """The text written so that a template gives it back as it is."""
+    """The text escaped so that rendering restores it."""
     return re.sub(r"\{(?=[{%#])", "{{ '{' }}", text)
 
 
@@ -74,7 +74,7 @@ def _environment(file: Path, search: Sequence[str | os.PathLike[str]]) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=lambda value: "null" if value is None else value,  # YAML would read None as a word
+        finalize=lambda value: "null" if value is None else value,  # YAML would read None as a string
     )
 
 
@@ -86,8 +86,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-def _seen(error: BaseException, file: Path) -> str:
-    """The innermost line of a template in a traceback; Jinja puts its templates' lines there."""
+def _line_of(error: BaseException, file: Path) -> str:
+    """The innermost template line in a traceback, which Jinja adds."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.name in ("top-level template code", "template") or frame.name.startswith("block "):
             return f" ({_shown(frame.filename)}:{frame.lineno})"
@@ -101,7 +101,7 @@ def _shown(name: str | os.PathLike[str]) -> str:
 
 
 def _templates_in(trace: TracebackType | None, file: Path) -> list[str]:
-    """The templates that a traceback runs through, each once, in order."""
+    """The templates in a traceback, each once, in order."""
     names: list[str] = []
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -1,8 +1,8 @@
 """What a config may name: which packages are imported for it, and which of their functions are never called.
 
-Importing runs code, so the question comes before the import. Parts of a few packages are allowed (see `allowed`), as
-is the project's own; whoever runs the program may trust more. This keeps a config that was found somewhere from running
-what it likes; what it builds still gets the arguments that it gives, so read what you build.
+Importing runs code, so the check comes before the import. Parts of a few packages are allowed (see `allowed`), and the
+project's own code; the user may trust more. This keeps a config from a stranger from running arbitrary code. What it
+builds still gets the arguments that the config gives, so read what you build.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 
 class Importer:
-    """Finds what a config names. `trust`: packages that are allowed on top of `ALLOWED` and the project's own."""
+    """Imports what a config names. `trust`: packages allowed in addition to `ALLOWED` and the project's own."""
 
     def __init__(self, registry: Registry, trust: Collection[str] = ()) -> None:
         self.registry = registry
         self.trust = tuple(trust)
 
     def find(self, target: str, place: Place | None = None) -> Any:
-        """What is registered under the name, or is to be imported by it."""
+        """What is registered under the name, or can be imported by it."""
         if target in self.registry:
             return self.registry[target]
         path, words = self._words(target, place)
@@ -49,14 +49,14 @@ class Importer:
         for position, word in enumerate(rest):
             if not self._may_pass(thing):
                 self._refuse_thing(thing, target, place)
-            # By whatever way the path came here: it may have another name for what is in the table.
+            # Check the real name: a path may reach a denied object under another one.
             self._deny(".".join([_name(thing), *rest[position:]]), target, place)
             thing = _attribute(thing, word, target, place)
         self._permit_thing(thing, target, place)
         return thing
 
     def check_arguments(self, call: Call, named: Mapping[str, Any], others: Sequence[Any]) -> None:
-        """Refuse arguments that make a function run code it loads, also in dictionaries that are passed on."""
+        """Refuse arguments that make a function run code it loads, also in nested dictionaries."""
         if not self._is_trusted(call.title.replace(":", ".")):
             for key, value in named.items():
                 self._check_argument(call, key, value, place_in(call, key))
@@ -71,13 +71,13 @@ class Importer:
         self._check_inside(call, value)
 
     def _check_inside(self, call: Call, value: Any) -> None:
-        if as_call(value) is not None:  # it is asked when its turn comes
+        if as_call(value) is not None:  # checked when it is built
             return
         for step, part in parts(value):
             self._check_argument(call, step, part, place_in(value, step) or call.place)
 
     def _words(self, target: str, place: Place | None) -> tuple[str | None, list[str]]:
-        """The module's path if a colon ends it, and all words of the path."""
+        """The path of the module if a colon ends it, and all words of the path."""
         module, colon, name = target.partition(":")
         words = (f"{module}.{name}" if colon else target).split(".")
         if len(words) == 1:
@@ -88,7 +88,7 @@ class Importer:
             what = "a path such as package.module.Class or package.module:Class"
             raise BadArgument(expected(f"{what}{at(place)}", target))
         if any(word.startswith("_") for word in words):
-            do = "Names that begin with an underscore are not for configs."
+            do = "Names that start with an underscore are private."
             raise BadArgument(expected(f"a path of public names{at(place)}", target, do))
         return (module if colon else None), words
 
@@ -103,9 +103,9 @@ class Importer:
             if not _is_installed(package):
                 hint = (
                     did_you_mean(package, ALLOWED)
-                    or "Is it installed, and is the program started in the project's folder?"
+                    or "Is it installed, and was the program started in the project's folder?"
                 )
-                raise BadArgument(expected(f"the path of something that is there{at(place)}", target, hint))
+                raise BadArgument(expected(f"the path of something that exists{at(place)}", target, hint))
             allowed = f"{', '.join(ALLOWED)} and the project's own packages"
             raise BadArgument(
                 f"Expected something of {allowed}{at(place)}, received {target!r}: importing it would run code of "
@@ -137,7 +137,7 @@ class Importer:
     def _module(
         self, path: str | None, words: Sequence[str], target: str, place: Place | None
     ) -> tuple[ModuleType, Sequence[str]]:
-        """The module that the words begin with, imported, and the words left."""
+        """The module that the words start with, imported, and the remaining words."""
         ends = [path.count(".") + 1] if path else range(len(words) - 1, 0, -1)
         for end in ends:
             name = ".".join(words[:end])
@@ -145,12 +145,12 @@ class Importer:
                 return _imported(name, target, place), words[end:]
         missing = path or words[0]
         raise BadArgument(
-            f"Expected a module that can be imported{at(place)}, received {missing!r}, which is not there. Is it "
-            f"installed, and is the program started in the project's folder?"
+            f"Expected a module that can be imported{at(place)}, received {missing!r}, which does not exist. Is it "
+            f"installed, and was the program started in the project's folder?"
         )
 
     def _may_pass(self, thing: Any) -> bool:
-        """Whether a path may lead through it: modules and classes of what is allowed."""
+        """Whether a path may lead through it: modules and classes of allowed packages."""
         if isinstance(thing, ModuleType):
             return self._knows(thing.__name__)
         return isinstance(thing, type) and self._knows(thing.__module__)
@@ -159,7 +159,7 @@ class Importer:
         return self._is_allowed(module.split(".")[0], module)
 
     def _permit_thing(self, thing: Any, target: str, place: Place | None) -> None:
-        """A package also holds what it imported from others: what counts is where a thing is from."""
+        """Check where an object is defined: a package also has names that it imported from others."""
         if isinstance(thing, ModuleType) or not callable(thing):
             raise BadArgument(expected(f"a class or function{at(place)}", target, f"It is a {type(thing).__name__}."))
         home = _home(thing)
@@ -174,12 +174,11 @@ class Importer:
             self._refuse_part(home.split(".")[0], target, place)
 
     def _is_ours(self, home: str, name: str) -> bool:
-        """Whether it is the project's own, or trusted by name."""
         package = home.split(".")[0]
         return self._is_trusted(name) or (package not in ALLOWED and is_own(package))
 
     def _is_inherited(self, method: Any) -> bool:
-        """Whether it is a class method that builds, of a class of the project that has it from an allowed one."""
+        """Whether it is a class method that builds, which a class of the project inherits from an allowed one."""
         owner = class_of_method(method)
         if owner is None or method.__name__ not in METHODS:
             return False
@@ -195,8 +194,7 @@ class Importer:
 
 
 def _home(thing: Any) -> str | None:
-    """The module that a thing is from."""
-    owner = getattr(thing, "__objclass__", None)  # methods that are written in C know only their class
+    owner = getattr(thing, "__objclass__", None)  # methods written in C know only their class
     home = getattr(thing, "__module__", None) or getattr(owner, "__module__", None)
     return home if isinstance(home, str) else None
 
@@ -211,7 +209,7 @@ def _attribute(thing: Any, word: str, target: str, place: Place | None) -> Any:
     except AttributeError:
         hint = did_you_mean(word, [name for name in dir(thing) if not name.startswith("_")])
         raise BadArgument(expected(f"a name in {_name(thing)}{at(place)}", word, hint)) from None
-    except Exception as error:  # packages that import their parts when these are asked for
+    except Exception as error:  # packages with lazy imports
         raise BadArgument(
             f"Expected to import {target!r}{at(place)}, received {type(error).__name__}: {error}."
         ) from error
@@ -222,14 +220,14 @@ def _do(package: str) -> str:
 
 
 def _exists(name: str, where: str) -> bool:
-    """Whether there is such a module. Looking for a submodule imports its package, which is permitted by now."""
+    """Whether a module exists. Looking for a submodule imports its package, which is permitted by now."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             return False
         raise BadArgument(f"Expected to import {name!r}{where}, received {type(error).__name__}: {error}.") from error
-    except ValueError:  # a module that was made by hand has no spec
+    except ValueError:  # a module created by hand has no spec
         return name in sys.modules
     except Exception as error:
         raise BadArgument(f"Expected to import {name!r}{where}, received {type(error).__name__}: {error}.") from error
@@ -245,7 +243,7 @@ def _imported(name: str, target: str, place: Place | None) -> ModuleType:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether there is such a package; a look at the folders, which imports nothing."""
+    """Whether a package exists, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ValueError:
@@ -254,11 +252,11 @@ def _is_installed(package: str) -> bool:
 
 def is_own(package: str) -> bool:
     """Whether a top-level package is the project's own: below the current folder, and not installed there."""
-    if package in sys.stdlib_module_names:  # who works in / has the standard library below them
+    if package in sys.stdlib_module_names:  # in / the standard library is below the current folder
         return False
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # made by hand, or the program itself
+    except ValueError:  # created by hand, or the program itself
         return False
     if spec is None:
         return False

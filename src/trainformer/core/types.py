@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class Loss(NamedTuple):
@@ -55,7 +55,7 @@ class HostBatch(NamedTuple):
     """A batch from the loader, with its number of samples, and of samples that could not be read (`bad`).
 
     When ranks share a global batch, `size` is the part of this rank: 0 if its data is only padding, so that the rank
-    can take part in collectives. `whole` is the global batch size, None if each rank knows only its own. `consumed` is
+    can take part in collectives. `global_size` is the global batch size, None if each rank knows only its own. `consumed` is
     how far the batch advances in the order of the epoch, None if by its own size.
     """
 
@@ -63,8 +63,28 @@ class HostBatch(NamedTuple):
     size: int
     bad: int = 0
     origin: Origin | None = None
-    whole: int | None = None
+    global_size: int | None = None
     consumed: int | None = None
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """Where batches come from; what `Trainer(task, data)` accepts besides datasets and loaders.
+
+    The batches of an epoch must be a function of its number, and `batches` must be able to start anywhere in it: that
+    is all it takes to resume. A source that can only be read forwards also has `state_dict()` and
+    `load_state_dict(state)`, which are saved with every checkpoint. Among several ranks each takes its part of every
+    batch, unless the source has a true attribute `is_sharded`: then it yields the batches of its own rank.
+    """
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Number of batches, or None if it is unknown."""
+        ...
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
+        """The rest of an epoch after `batch` batches with `position` samples."""
+        ...
 
 
 class DeviceBatch(NamedTuple):
@@ -78,7 +98,7 @@ class DeviceBatch(NamedTuple):
     tokens: int = 0
     bad: int = 0
     more: bool = False
-    whole: int | None = None
+    global_size: int | None = None
     consumed: int | None = None
 
 

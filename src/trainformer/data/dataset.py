@@ -1,7 +1,6 @@
-"""Data sets that need no framework: arrays in memory, some of the samples of another set, and what all of ours share.
+"""Map-style datasets without a framework: the base class, arrays in memory, and subsets.
 
-Owns these classes. They have a length and are read by index, which is all that a torch `DataLoader` asks of data too;
-the readers of files and texts build on them, and serve torch and JAX alike.
+They have a length and an index, which is all a torch `DataLoader` needs, so they serve torch and JAX alike.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import numpy as np
 from trainformer.core.errors import BadArgument, DataError, expected
 
 
-class Indexed:
-    """Data with a length that are read by index."""
+class IndexedDataset:
+    """Base of map-style datasets: a length, and samples by index."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -24,15 +23,15 @@ class Indexed:
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Any:
-        """One data set after the other, as torch's do it."""
+        """Concatenate, as torch's datasets do."""
         from torch.utils.data import ConcatDataset
 
         parts: list[Any] = [self, other]
         return ConcatDataset(parts)
 
 
-class Subset(Indexed):
-    """Some samples of a data set, by their numbers: torch's class of this name, without torch.
+class Subset(IndexedDataset):
+    """The samples of a dataset at `indices`: torch's `Subset`, without torch.
 
     >>> Subset(["a", "b", "c"], [2, 0])[0]
     'c'
@@ -49,17 +48,17 @@ class Subset(Indexed):
         return self.dataset[self.indices[index]]
 
 
-class Arrays(Indexed):
-    """Arrays in memory of one length: a dict of them (samples are dicts), a tuple (tuples), or a single one.
+class ArrayDataset(IndexedDataset):
+    """Arrays of one length in memory: a dict (samples are dicts), a tuple (samples are tuples), or a single array.
 
-    Anything that NumPy can read is an array. Whole batches are read with one index operation.
+    Anything NumPy can read is an array. Whole batches are read with one index operation.
 
-    >>> Arrays({"x": [[0.5], [1.5]], "label": [[3], [4]]})[1]
+    >>> ArrayDataset({"x": [[0.5], [1.5]], "label": [[3], [4]]})[1]
     {'x': array([1.5]), 'label': array([4])}
     """
 
     in_memory = True
-    classes: list[str]  # their names, where somebody has given them
+    classes: list[str]  # set if class names are known
 
     def __init__(self, arrays: Any) -> None:
         if isinstance(arrays, Mapping):
@@ -85,7 +84,7 @@ class Arrays(Indexed):
         return self._each(lambda array: array[index])
 
     def rows(self, indices: np.ndarray) -> Any:
-        """The samples of these numbers, as a batch."""
+        """The samples at these indices, as a batch."""
         return self._each(lambda array: array[indices])
 
     def _each(self, function: Any) -> Any:
@@ -97,7 +96,7 @@ class Arrays(Indexed):
 
 
 def is_array(value: Any) -> bool:
-    """Whether something is an array or tensor of any framework.
+    """Whether a value is an array or tensor of any framework, with at least one dimension.
 
     >>> is_array(np.zeros(2)), is_array([0, 0]), is_array(np.float32(0))
     (True, False, False)
@@ -108,7 +107,7 @@ def is_array(value: Any) -> bool:
 def _as_array(value: Any, name: str) -> np.ndarray:
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:  # rows of unequal length, or a tensor on a device
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged rows, or a tensor on a device
         raise DataError(expected(f"{name} to be an array", error, "Rows of unequal length must be padded.")) from error
     if array.ndim == 0 or array.dtype.kind not in "biufcV":
         received = f"{type(value).__name__} ({array.dtype}, {array.ndim} dimensions)"

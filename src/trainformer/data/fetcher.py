@@ -1,4 +1,4 @@
-"""Reading the samples of a batch."""
+"""Reading and collating the samples of a batch, with random numbers that depend on (seed, epoch, sample) alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainformer.data.dataset import Subset
-from trainformer.data.labels import SUBSET, TENSORS, full_name, is_a
-from trainformer.data.order import begin_sample, preserved_generators, sample_key, seed_generators
+from trainformer.data.labels import SUBSET, TENSORS, is_instance_of, qualified_name
+from trainformer.data.order import preserved_generators, sample_key, seed_generators, set_sample_key
 
 Collate = Callable[[list[Any]], Any]
-#: The samples of these numbers as a batch, read at once.
+#: Reads a whole batch by indices.
 Rows = Callable[[np.ndarray], Any]
 
 
 class Fetched(NamedTuple):
-    """A batch, how many samples are in it, which could not be read and why, and which draws the others are."""
+    """A batch, its number of samples, the (index, reason) of unreadable ones, and the draws that were read."""
 
     data: Any
     size: int
@@ -27,12 +27,11 @@ class Fetched(NamedTuple):
 
 
 class Fetcher:
-    """Turns draws into a batch: numbers of samples, or of repetitions of samples (see `order.distinct_draws`).
+    """Turns draws (sample indices, see `order.distinct_draws`) into a batch.
 
-    Data that can be read as a whole are read with one call: by `rows` (of the data set below any subsets), where it is
-    given, or as HF `datasets` do it. Everything else is read sample by sample, each with generators seeded by (seed,
-    epoch, sample): random augmentation depends neither on workers, nor on the batch size, nor on where a run was
-    resumed. With `skip_bad`, a sample that cannot be read is left out of its batch and reported.
+    Whole batches are read with one call where possible: by `rows`, or by `__getitems__` of HF datasets. Other data are
+    read sample by sample, with generators seeded by (seed, epoch, sample): random augmentation depends neither on
+    workers, nor on the batch size, nor on where a run was resumed. `skip_bad` skips and reports unreadable samples.
     """
 
     def __init__(
@@ -43,35 +42,32 @@ class Fetcher:
         self.seed = seed
         self.skip_bad = skip_bad
         self._rows = rows
-        self._reads_whole_batches = rows is None and not skip_bad and reads_batches(self.dataset)
+        self._reads_whole_batches = rows is None and not skip_bad and reads_whole_batches(self.dataset)
         self._size = len(self.dataset)
 
     @property
     def draws_per_sample(self) -> bool:
-        """Whether samples are read one by one, so that each may draw random numbers."""
+        """Whether samples are read one by one, and may draw random numbers."""
         return self._rows is None and not self._reads_whole_batches
 
     def __call__(self, epoch: int, draws: np.ndarray, in_worker: bool = False, in_thread: bool = False) -> Fetched:
-        """The batch of these draws, as it looks in this epoch.
-
-        A thread among others leaves the process's generators alone: only `sample_rng` is seeded there.
-        """
-        draws = self._below_subsets(draws)
+        """The batch of these draws in this epoch. In a thread only `sample_rng` is seeded, no shared generator."""
+        draws = self._base_draws(draws)
         if self._rows is not None:
             return Fetched(self._rows(draws % self._size), len(draws), [], draws)
         if self._reads_whole_batches:
             data = self.collate(self.dataset.__getitems__((draws % self._size).tolist()))
             return Fetched(data, len(draws), [], draws)
-        # A worker process has its generators to itself; the main process shares them with the model's dropout.
+        # A worker process owns its generators; the main process shares them with the model's dropout.
         with nullcontext() if in_worker or in_thread else preserved_generators():
-            seed = begin_sample if in_thread else seed_generators
+            seed = set_sample_key if in_thread else seed_generators
             samples, bad, read = self._read_all(epoch, draws, seed)
             data = self.collate(samples) if samples else None
-            begin_sample(None)
+            set_sample_key(None)
             return Fetched(data, len(samples), bad, draws[read] if bad else draws)
 
-    def _below_subsets(self, draws: np.ndarray) -> np.ndarray:
-        """The same draws, numbered as the data set below any subsets numbers them."""
+    def _base_draws(self, draws: np.ndarray) -> np.ndarray:
+        """The same draws with the indices of the base dataset below any subsets."""
         if self._map is None:
             return draws
         repetition, index = np.divmod(draws, len(self._map))
@@ -98,38 +94,38 @@ class Fetcher:
 
 
 def unwrap_subsets(dataset: Any) -> tuple[Any, np.ndarray | None]:
-    """The data set below any `Subset`s, and which of its samples they chose (None: all)."""
+    """The dataset below any `Subset`s, and the indices they select (None: all)."""
     chosen: np.ndarray | None = None
-    while is_subset_itself(dataset):
+    while is_plain_subset(dataset):
         indices = np.asarray(dataset.indices, dtype=np.int64)
         chosen = indices if chosen is None else indices[chosen]
         dataset = dataset.dataset
     return dataset, chosen
 
 
-def is_subset_itself(dataset: Any) -> bool:
-    """Whether a data set is a `Subset`, ours or torch's, and not of a class made from it, which may do anything."""
-    return type(dataset) is Subset or full_name(type(dataset)) == SUBSET
+def is_plain_subset(dataset: Any) -> bool:
+    """Whether a dataset is exactly `Subset`, ours or torch's; a subclass may do anything."""
+    return type(dataset) is Subset or qualified_name(type(dataset)) == SUBSET
 
 
 def tensors_of(dataset: Any) -> Sequence[Any] | None:
-    """The tensors of a data set that is nothing but tensors."""
-    if not is_a(dataset, TENSORS):
+    """The tensors of a plain `TensorDataset`."""
+    if not is_instance_of(dataset, TENSORS):
         return None
     from torch.utils.data import TensorDataset
 
     return dataset.tensors if type(dataset).__getitem__ is TensorDataset.__getitem__ else None
 
 
-def reads_batches(dataset: Any) -> bool:
-    """Whether whole batches can be read at once without losing the seeds of the single samples."""
+def reads_whole_batches(dataset: Any) -> bool:
+    """Whether `__getitems__` may be used without losing the seeds of single samples."""
     if not hasattr(dataset, "__getitems__"):
         return False
-    # A transform set on an HF data set may be random; it would see one seed for the whole batch.
+    # A transform set on an HF dataset may be random; it would see one seed for the whole batch.
     return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "_format_type", None) != "custom"
 
 
 def is_in_memory(dataset: Any) -> bool:
-    """Whether reading is too cheap for worker processes to pay."""
+    """Whether reading is so cheap that worker processes would not pay off."""
     base, _ = unwrap_subsets(dataset)
     return tensors_of(base) is not None or isinstance(base, (list, tuple)) or bool(getattr(base, "in_memory", False))

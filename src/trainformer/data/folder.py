@@ -1,7 +1,6 @@
-"""Folders of image files.
+"""Folders of image files (`root/class/**/image`), and decoding an image.
 
-Owns the layout on disk (`root/class/**/image`), reading a file, and the errors for everything that can be wrong with
-either. Files are decoded when a sample is read, and stay PIL images: cropping a photo is cheaper before it is a tensor.
+Files are decoded when a sample is read, and stay PIL images: cropping a photo is cheaper before it becomes a tensor.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ logger = logging.getLogger("trainformer")
 
 LAYOUT = "The expected layout is one folder per class: root/cat/1.png, root/cat/2.png, root/dog/1.png."
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
-# Formats PIL only recognises, or decodes with a program or library that is not part of it.
+# Formats PIL only identifies, or decodes with external programs.
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 
 
 class ImageFiles(Dataset):
-    """All images below a folder, in the order of their names, without labels: ``(image, None)``."""
+    """All images below a folder, sorted by name, without labels: ``(image, None)``."""
 
     def __init__(self, root: str | Path, channels: int | None = 3) -> None:
         self.root = _existing_folder(root)
@@ -50,10 +49,10 @@ class ImageFiles(Dataset):
 
 
 class ImageFolder(Dataset):
-    """Images in one folder per class, which may have folders of its own: ``(image, label)``.
+    """Images in one folder per class, possibly nested: ``(image, label)``.
 
-    Classes are sorted by name and numbered from 0. Every image has `channels` channels, 3 unless told otherwise: files
-    in colour and in gray are often mixed, and what the first one happens to be should not decide.
+    Classes are sorted by name and numbered from 0. Images are converted to `channels` channels, since colour and gray
+    files are often mixed.
     """
 
     def __init__(self, root: str | Path, channels: int | None = 3) -> None:
@@ -75,8 +74,8 @@ class ImageFolder(Dataset):
         path, label = self.samples[index]
         return read_image(path, self.channels), label
 
-    def renumber(self, classes: Sequence[str]) -> ImageFolder:
-        """The same images with the numbers that their classes have in another list."""
+    def remap_classes(self, classes: Sequence[str]) -> ImageFolder:
+        """A copy with labels that index another list of classes."""
         other = copy.copy(self)
         numbers = {name: index for index, name in enumerate(classes)}
         other.samples = [(path, numbers[self.classes[label]]) for path, label in self.samples]
@@ -94,10 +93,10 @@ class ImageFolder(Dataset):
         if empty:
             raise DataError(
                 f"Expected an image in every class folder of '{self.root}', received none in: {', '.join(empty)}. "
-                "Add images, or remove the folder if it is no class."
+                "Add images, or remove the folder."
             )
         if loose:
-            logger.warning("%d images lie directly in '%s' and belong to no class: they are left out", loose, self.root)
+            logger.warning("ignoring %d images directly in '%s', which belong to no class", loose, self.root)
 
 
 class CorruptImage(NamedTuple):
@@ -108,7 +107,7 @@ class CorruptImage(NamedTuple):
 
 
 def find_corrupt_images(root: str | Path) -> list[CorruptImage]:
-    """Every file below a folder that looks like an image by its name and cannot be decoded. Reads them all."""
+    """All files below a folder with an image extension that cannot be decoded. Reads every file."""
     found = []
     for path in _images_below(_existing_folder(root)):
         try:
@@ -119,10 +118,10 @@ def find_corrupt_images(root: str | Path) -> list[CorruptImage]:
 
 
 def read_image(path: str | Path, channels: int | None = 3) -> Image.Image:
-    """Decode one file, turned the way a viewer shows it."""
+    """Decode one file, with its EXIF orientation applied."""
     try:
         image = _decode(path)
-    # Decoders raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
+    # Decoders raise anything: OSError, SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         raise DataError(
             f"Expected a readable image, received '{path}', which cannot be decoded ({_reason(error)}). Replace or "
@@ -133,25 +132,25 @@ def read_image(path: str | Path, channels: int | None = 3) -> Image.Image:
 
 
 def decode_image(data: bytes, channels: int | None, name: str) -> Image.Image:
-    """Decode an image that lies in something else than a file of its own; `name` says where, should that fail."""
+    """Decode an image from bytes; `name` identifies it in errors."""
     try:
         image = _decode(io.BytesIO(data))
     except Exception as error:
         raise DataError(
             f"Expected a readable image, received {name}, which cannot be decoded ({_reason(error)}). Remove it, or "
-            "write it anew."
+            "recreate it."
         ) from error
     converted = with_channels(image, channels)
     return converted  # type: ignore[return-value]
 
 
-def holds_class_folders(root: str | Path) -> bool:
-    """Whether a folder has images in folders, and not only directly inside."""
+def has_class_folders(root: str | Path) -> bool:
+    """Whether a folder has subfolders with images."""
     root = _existing_folder(root)
     return any(next(_images_below(root / name), None) is not None for name in _folders_in(root))
 
 
-def holds_images(root: str | Path) -> bool:
+def has_images(root: str | Path) -> bool:
     """Whether there is an image anywhere below a folder."""
     return next(_images_below(_existing_folder(root)), None) is not None
 
@@ -167,7 +166,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-# -- what is on disk ---------------------------------------------------------------------------------------
+# -- files and folders -------------------------------------------------------------------------------------
 
 
 @cache
@@ -182,12 +181,12 @@ def _extensions() -> frozenset[str]:
 
 
 def _is_image(name: str) -> bool:
-    # macOS leaves "._1.png" beside "1.png" on foreign disks: not an image.
+    # macOS leaves "._1.png" next to "1.png" on foreign disks: not an image.
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in _extensions()
 
 
 def _images_below(folder: Path) -> Iterator[str]:
-    """Paths of all images below a folder, sorted; hidden folders (.ipynb_checkpoints and the like) are skipped."""
+    """Paths of all images below a folder, sorted; hidden folders (.ipynb_checkpoints, ...) are skipped."""
     yield from _images_in(folder)
     for name in _folders_in(folder):
         yield from _images_below(folder / name)
@@ -202,12 +201,12 @@ def _folders_in(folder: Path) -> list[str]:
     return sorted(
         entry.name
         for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith((".", "__MACOSX")) and not _leads_back(entry)
+        if entry.is_dir() and not entry.name.startswith((".", "__MACOSX")) and not _is_link_cycle(entry)
     )
 
 
-def _leads_back(entry: os.DirEntry[str]) -> bool:
-    """Whether a link points to a folder it lies in: following it would never end."""
+def _is_link_cycle(entry: os.DirEntry[str]) -> bool:
+    """Whether a link points to one of its own parents: following it would never end."""
     return entry.is_symlink() and Path(entry.path).parent.resolve().is_relative_to(Path(entry.path).resolve())
 
 
@@ -222,7 +221,7 @@ def _class_folders(root: Path) -> list[str]:
 
 
 def _refuse_splits(root: Path, names: Iterable[str]) -> None:
-    """`root/train/cat/1.png` read as it stands would have the classes "train" and "val"."""
+    """`root/train/cat/1.png` would otherwise be read with the classes "train" and "val"."""
     found = {name.lower(): name for name in names}
     if len(found) > 1 and set(found) <= _SPLITS:
         first, second = sorted(found, key=lambda name: not name.startswith("train"))[:2]
@@ -234,7 +233,7 @@ def _refuse_splits(root: Path, names: Iterable[str]) -> None:
 
 def _no_images(root: Path) -> str:
     others = sorted(entry.name for entry in os.scandir(root))[:5]
-    what = f"only other things, such as: {', '.join(others)}" if others else "an empty folder"
+    what = f"only other files, such as: {', '.join(others)}" if others else "an empty folder"
     return f"Expected images in '{root}', received {what}. Files are recognised by their extension (.png, .jpg, ...)."
 
 
@@ -248,7 +247,7 @@ def _existing_folder(root: str | Path) -> Path:
 
 
 def _nearby(path: Path) -> str:
-    """What there is where a missing path was expected."""
+    """A hint about what exists instead of a missing path."""
     parent = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
     if parent is None:
         return ""

@@ -1,51 +1,78 @@
-"""Data sets of HF `datasets`: loading them from its hub or from a folder that it saved, and choosing one split.
+"""Datasets by name: from the Hugging Face hub, from a folder `save_to_disk` wrote, or from another package.
 
-What is made of the rows, images or texts, and how users name a data set, is left to those who load.
+What the rows mean (images, text) is up to the callers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
+from trainformer.core.plugins import load_plugin
+
+# What comes before the first colon of a name that trainformer itself resolves.
+BUILTIN_PREFIXES = frozenset({"hf", "torchvision", "stream", "digits", "fashion-mnist", "python-stdlib"})
+
+
+def load_registered(name: str) -> Any | None:
+    """Data from a loader that another package registers for this name or URL scheme; None if there is none.
+
+    The entry point group is `trainformer.data_sources`. An entry point `mydb` is called with the whole string for
+    `"mydb"`, `"mydb:table"` and `"mydb://table"`, and returns anything `Trainer` accepts as data: a dataset, a
+    DataLoader, or a `DataSource`. Existing paths and built-in names come first.
+
+    >>> load_registered("digits") is load_registered("no/such/folder") is None
+    True
+    """
+    prefix = name.partition(":")[0]
+    if prefix in BUILTIN_PREFIXES or os.path.exists(os.path.expanduser(name)):
+        return None
+    loader = load_plugin("data_sources", prefix)
+    if loader is None:
+        return None
+    data = loader(name)
+    if data is None or isinstance(data, str | Path):
+        raise DataError(expected(f"the data source '{prefix}' to return data for '{name}'", data))
+    return data
 
 
 def load_from_hub(name: str, split: str | None, configuration: str | None = None) -> Any:
-    """A split of a data set of the Hugging Face hub: the one that is named, else the only one or that for training."""
+    """One split of a dataset of the Hugging Face hub: the given one, else the only one, else `"train"`."""
     datasets = require("datasets", "datasets", "to load data from the Hugging Face hub")
     what = f"'{name}', split {split!r}," if split else f"'{name}'"
     try:
         loaded = datasets.load_dataset(name, configuration, split=split)
-    except Exception as error:  # of the network, the hub, the file system, or a split that is none: many types
+    except Exception as error:  # of the network, the hub, the file system, or a missing split: many types
         raise DataError(
-            f"Expected the data set {what} of the Hugging Face hub, received {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Is the name right, and can the hub be reached? What was loaded once is found "
-            "without it; a folder written by save_to_disk can be passed as a path."
+            f"Expected the dataset {what} of the Hugging Face hub, received {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Check the name and the connection. Datasets in the cache load offline; a "
+            "folder written by save_to_disk can be passed as a path."
         ) from error
-    return one_split(loaded, None, f"'hf:{name}:{{}}'", prefer_train=True)
+    return select_split(loaded, None, f"'hf:{name}:{{}}'", prefer_train=True)
 
 
-def is_saved_by_hf(path: Path) -> bool:
+def is_hf_saved(path: Path) -> bool:
     """Whether HF `datasets` wrote this folder with `save_to_disk`."""
     return (path / "dataset_dict.json").is_file() or all(
         (path / name).is_file() for name in ("state.json", "dataset_info.json")
     )
 
 
-def load_saved(path: Path, split: str | None = None) -> Any:
-    """What HF `datasets` saved in a folder. Two folders on disk are as likely to be meant one as the other."""
-    datasets = require("datasets", "datasets", "to load a data set that it saved")
-    return one_split(datasets.load_from_disk(str(path)), split, f"'{path}/{{}}'", prefer_train=False)
+def load_hf_saved(path: Path, split: str | None = None) -> Any:
+    """The dataset HF's `save_to_disk` wrote. One of several splits must be named: none is the default."""
+    datasets = require("datasets", "datasets", "to load a dataset written by save_to_disk")
+    return select_split(datasets.load_from_disk(str(path)), split, f"'{path}/{{}}'", prefer_train=False)
 
 
-def one_split(loaded: Any, split: str | None, form: str = "data[{!r}]", prefer_train: bool = False) -> Any:
-    """Of several splits the one that is named or must be meant; `form` is how users name one."""
+def select_split(loaded: Any, split: str | None, form: str = "data[{!r}]", prefer_train: bool = False) -> Any:
+    """The named or only split of a `DatasetDict`; a plain dataset as it is. `form` shows users how to name a split."""
     if not isinstance(loaded, Mapping):
         if split is not None and str(getattr(loaded, "split", None)) != split:
-            raise DataError(expected("no split, since the data set has none", split))
+            raise DataError(expected("no split, since the dataset has none", split))
         return loaded
     wanted = split or ("train" if prefer_train and "train" in loaded else None)
     if wanted is None and len(loaded) == 1:
@@ -56,11 +83,15 @@ def one_split(loaded: Any, split: str | None, form: str = "data[{!r}]", prefer_t
     return loaded[wanted]
 
 
-def has_shuffle_buffer(stream: Any) -> bool:
-    """Whether a stream of HF `datasets` shuffles samples in a buffer, which is not in the state it saves.
+def has_state(stream: Any) -> bool:
+    """Whether a stream or loader saves and restores its complete position.
 
-    Such a stream cannot go on where it was: what was in the buffer would be lost.
+    An HF `IterableDataset` that shuffles in a buffer does not: its `state_dict` lacks the buffer.
     """
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not _has_shuffle_buffer(stream)
+
+
+def _has_shuffle_buffer(stream: Any) -> bool:
     steps = [getattr(stream, "_ex_iterable", None)]
     while steps:
         step = steps.pop()

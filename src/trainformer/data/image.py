@@ -1,8 +1,7 @@
-"""Image data sets: whatever holds images in, tensors of one kind out.
+"""Image datasets: loading by path or name, and a wrapper that yields ``(tensor, label)`` from any of them.
 
-Owns the wrapper that makes any source of images and labels yield ``(tensor, label)``, and loading by path or name. The
-transforms it is given run once per sample, on the CPU, and draw from torch's global generator, which the loader seeds
-for every single sample. Normalising is not done here but on the device, by the task.
+Transforms run once per sample, on the CPU, and draw from torch's global generator, which the loader seeds for every
+sample. The task normalises on the device.
 """
 
 from __future__ import annotations
@@ -21,51 +20,33 @@ from torch.utils.data import Dataset
 
 from trainformer.core.errors import DataError, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.data.builtin import builtin_names, load_builtin
 from trainformer.data.fetcher import is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.folder import (
-    CorruptImage,
     ImageFiles,
     ImageFolder,
-    find_corrupt_images,
-    holds_class_folders,
-    holds_images,
-    read_image,
+    has_class_folders,
+    has_images,
 )
-from trainformer.data.hub import is_saved_by_hf, load_from_hub, load_saved
+from trainformer.data.hub import is_hf_saved, load_from_hub, load_hf_saved
 from trainformer.data.labels import label_column, targets_of
 from trainformer.data.lists import IMAGE_COLUMNS, LABEL_COLUMNS, ImageList, is_list
 from trainformer.data.pixels import ImageTensors, channels_in, image_tensor, tensor_channels, with_channels
-from trainformer.data.samples import load_sample, sample_names
-from trainformer.data.shards import names_shards
+from trainformer.data.tar_shards import is_shard_path
 from trainformer.data.webdataset import LABEL_KEYS, WebDataset
 
-__all__ = [
-    "CorruptImage",
-    "ImageDataset",
-    "ImageFiles",
-    "ImageFolder",
-    "ImageList",
-    "ImageTensors",
-    "find_corrupt_images",
-    "hf_images",
-    "images_in_memory",
-    "load_images",
-    "read_image",
-    "split_sample",
-]
-
-_MOST_SCANNED_BYTES = 4 << 30
+_MAX_SCANNED_BYTES = 4 << 30
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x", "input")
 _LABEL_KEYS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
 
 
 class ImageDataset(Dataset):
-    """Any data set of images as ``(tensor, label)``, or the tensor alone where there is no label.
+    """Any image dataset as ``(tensor, label)``, or the tensor alone if there is no label.
 
-    Samples of the source may be tuples, dicts or bare images; images may be PIL images, arrays or tensors of any of
-    the usual kinds. `transform` is called with a PIL image or a tensor that has `channels` channels already, and
-    returns either. The result is a (C, H, W) tensor, uint8 as long as nobody made it float. A mark for queries
-    (`is_query` of a dict, or a third part that is true or false) is passed on as a third part.
+    Samples of the source may be tuples, dicts or bare images; images may be PIL images, arrays or tensors. `transform`
+    is called with a PIL image or a tensor with `channels` channels, and returns either. The result is a (C, H, W)
+    tensor, uint8 unless the transform made it float. A query flag (`is_query` of a dict, or a boolean third item) is
+    passed on as a third item.
 
     >>> data = ImageDataset([(torch.zeros(8, 8, dtype=torch.uint8), 3)], channels=3)
     >>> image, label = data[0]
@@ -89,29 +70,29 @@ class ImageDataset(Dataset):
             image = self.transform(image)
         tensor = image_tensor(image)
         if label is None:
-            return tensor  # a batch of Nones cannot be collated; unlabelled images make batches of images
-        is_query = query_mark(sample)
+            return tensor  # None cannot be collated; unlabelled images make batches of images
+        is_query = query_flag(sample)
         return (tensor, label) if is_query is None else (tensor, label, is_query)
 
     @property
     def targets(self) -> Any:
-        """Labels of all samples, as the source has them, without reading an image."""
+        """Labels of all samples, without reading an image."""
         return self._known("labels")
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, as the source has them."""
+        """Class names of the source."""
         return self._known("names")
 
     @property
     def in_memory(self) -> bool:
-        """Whether reading needs no decoding, so that worker processes would not pay."""
+        """Whether reading needs no decoding, so that worker processes would not pay off."""
         return is_in_memory(self.source)
 
     def _known(self, what: str) -> Any:
         value = getattr(targets_of(self.source), what)
-        if value is None:  # hasattr() is how everybody asks
-            raise AttributeError(f"{type(self.source).__name__} does not say its {what}")
+        if value is None:  # so that hasattr() works
+            raise AttributeError(f"{type(self.source).__name__} has no {what}")
         return value
 
 
@@ -121,52 +102,52 @@ def load_images(path_or_name: str | Path, *, labels: bool | None = None, channel
     - a folder of images, with one folder per class or without classes;
     - a list of images: `.csv`, `.tsv`, `.json`, `.jsonl`, `.parquet` (see `ImageList`);
     - tar shards: a file, a pattern such as `"train-{000..012}.tar"`, or a folder of them (see `WebDataset`); up to
-      4 GiB they are scanned for their length and classes;
-    - a folder that HF `datasets` saved (`save_to_disk`), or a data set by name: `"hf:name"`, `"hf:name:split"`;
-    - a data set of torchvision: `"torchvision:CIFAR10"`, `"torchvision:CIFAR10:test"`, whose files lie below
+      4 GiB are scanned for their length and classes;
+    - a folder written by HF's `save_to_disk`, or a dataset of the hub: `"hf:name"`, `"hf:name:split"`;
+    - a torchvision dataset: `"torchvision:CIFAR10"`, `"torchvision:CIFAR10:test"`, with its files in
       `$TRAINFORMER_DATA` or the folder `data`; nothing is downloaded;
-    - a built-in sample: `"digits"`, `"fashion-mnist"`, `"fashion-mnist:test"` (write `"./digits"` for a folder).
+    - a built-in dataset: `"digits"`, `"fashion-mnist"`, `"fashion-mnist:test"` (write `"./digits"` for a folder).
 
-    `labels=True` insists on labels, `False` leaves them aside, and `None` decides by what is there. Images from files
-    have `channels` channels (None: each what it has); built-in samples are gray.
+    `labels=True` requires labels, `False` ignores them, `None` uses them if there are any. Images from files are
+    converted to `channels` channels (None: as they are); built-in datasets are gray.
     """
     if isinstance(path_or_name, str):
-        if path_or_name in sample_names():
-            return load_sample(path_or_name)
+        if path_or_name in builtin_names():
+            return load_builtin(path_or_name)
         kind, _, name = path_or_name.partition(":")
         if kind in _NAMED and not os.path.exists(path_or_name):
             return _NAMED[kind](name, labels, channels)
     if is_list(path_or_name):
         images = ImageList(path_or_name, label_key=False if labels is False else None, channels=channels)
         if labels and images.label_key is None:
-            raise DataError(f"Expected a column of labels in '{path_or_name}', received none with a usual name.")
+            raise DataError(f"Expected a column of labels in '{path_or_name}', received none with a common name.")
         return images
     _refuse_misspelt_name(path_or_name)
     path = Path(path_or_name).expanduser()
-    if is_saved_by_hf(path):
-        return hf_images(load_saved(path), labels=labels, channels=channels)
-    if names_shards(path) and not (path.is_dir() and holds_images(path)):
+    if is_hf_saved(path):
+        return hf_images(load_hf_saved(path), labels=labels, channels=channels)
+    if is_shard_path(path) and not (path.is_dir() and has_images(path)):
         return _load_shards(path_or_name, labels, channels)
     if labels is None:
-        labels = holds_class_folders(path_or_name)
+        labels = has_class_folders(path_or_name)
     return ImageFolder(path_or_name, channels) if labels else ImageFiles(path_or_name, channels)
 
 
 def _refuse_misspelt_name(name: str | Path) -> None:
     if isinstance(name, str) and os.sep not in name and not os.path.exists(os.path.expanduser(name)):
         kind, colon, rest = name.partition(":")
-        kinds = {f"{known}:{rest}": known for known in _NAMED} if colon and kind not in sample_names() else {}
-        close = did_you_mean(name, [*sample_names(), *kinds])
+        kinds = {f"{known}:{rest}": known for known in _NAMED} if colon and kind not in builtin_names() else {}
+        close = did_you_mean(name, [*builtin_names(), *kinds])
         if close:
-            known = ", ".join(map(repr, sample_names()))
+            known = ", ".join(map(repr, builtin_names()))
             raise DataError(
-                expected("a folder of images or a built-in sample", name, f"{close} Built-in samples: {known}.")
+                expected("a folder of images or a built-in dataset", name, f"{close} Built-in datasets: {known}.")
             )
 
 
 def _load_shards(urls: str | Path, labels: bool | None, channels: int | None) -> WebDataset:
     stream = WebDataset(urls, channels=channels, label_key=() if labels is False else LABEL_KEYS)
-    if sum(os.path.getsize(shard) for shard in stream.shards) <= _MOST_SCANNED_BYTES:
+    if sum(os.path.getsize(shard) for shard in stream.shards) <= _MAX_SCANNED_BYTES:
         stream.scan()
     return stream
 
@@ -180,9 +161,9 @@ def _load_from_hub(spec: str, labels: bool | None, channels: int | None) -> Any:
 
 
 def hf_images(dataset: Any, *, labels: bool | None = None, channels: int | None = 3) -> Any:
-    """An HF data set with the columns `image` and `label` alone, whatever they were called.
+    """An HF dataset reduced to the columns `image` and `label`, whatever their names.
 
-    Labels that are names become classes. Images are decoded when they are read, and stay PIL images.
+    Labels that are names become classes. Images are decoded when read, and stay PIL images.
     """
     features = dataset.features
     images = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
@@ -217,17 +198,17 @@ def _with_channels_each(rows: dict[str, list[Any]], channels: int | None) -> dic
 
 
 def _load_from_torchvision(spec: str, labels: bool | None, channels: int | None) -> Any:
-    module = require("torchvision.datasets", "vision", "to load data sets of torchvision")
+    module = require("torchvision.datasets", "vision", "to load torchvision datasets")
     name, _, split = spec.partition(":")
     known = {other.lower(): other for other in module.__all__}
     if name.lower() not in known:
-        raise DataError(expected("the name of a data set of torchvision", name, did_you_mean(name, module.__all__)))
+        raise DataError(expected("the name of a torchvision dataset", name, did_you_mean(name, module.__all__)))
     kind = getattr(module, known[name.lower()])
     root = os.environ.get("TRAINFORMER_DATA") or "data"
     options = _torchvision_options(kind, split, {"root": root, "transform": partial(with_channels, channels=channels)})
     try:
         return kind(**options)
-    except ValueError as error:  # which names the splits there are
+    except ValueError as error:  # it lists the valid splits
         raise DataError(f"Expected a split of torchvision's {kind.__name__}, received {split!r}. {error}") from error
     except (RuntimeError, OSError) as error:
         raise DataError(
@@ -238,7 +219,7 @@ def _load_from_torchvision(spec: str, labels: bool | None, channels: int | None)
 
 
 def _torchvision_options(kind: Any, split: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a data set's constructor; its train split by default. They are not alike from set to set."""
+    """Arguments of a dataset's constructor, which differ between datasets; the train split by default."""
     parameters = inspect.signature(kind).parameters
     chosen = {name: value for name, value in options.items() if name in parameters}
     if "train" in parameters:
@@ -257,8 +238,8 @@ def _torchvision_options(kind: Any, split: str, options: dict[str, Any]) -> dict
     missing = [name for name in needed if name not in chosen]
     if missing:
         raise DataError(
-            f"Expected a data set of torchvision that needs no more than its name, received {kind.__name__}, which "
-            f"needs {', '.join(missing)}. Make it yourself and pass it as the data."
+            f"Expected a torchvision dataset that needs only its name, received {kind.__name__}, which "
+            f"needs {', '.join(missing)}. Construct it yourself and pass it as data."
         )
     return chosen
 
@@ -270,7 +251,7 @@ _NAMED: dict[str, Callable[[str, bool | None, int | None], Any]] = {
 
 
 def split_sample(sample: Any) -> tuple[Any, Any]:
-    """Image and label of a sample or batch: a tuple, a mapping, or an image alone. What is not there is None.
+    """Image and label of a sample or batch (a tuple, a mapping, or an image alone); a missing label is None.
 
     >>> split_sample({"img": "pixels", "label": 3})
     ('pixels', 3)
@@ -290,24 +271,24 @@ def split_sample(sample: Any) -> tuple[Any, Any]:
     return sample, None
 
 
-def query_mark(sample: Any) -> bool | None:
-    """Whether a sample is a query among a gallery, if it says so.
+def query_flag(sample: Any) -> bool | None:
+    """Whether a sample is a query (as opposed to the gallery); None if it does not say.
 
-    >>> query_mark(("pixels", 3, True)), query_mark({"image": "pixels", "is_query": 0}), query_mark(("pixels", 3, "x"))
+    >>> query_flag(("pixels", 3, True)), query_flag({"image": "pixels", "is_query": 0}), query_flag(("pixels", 3, "x"))
     (True, False, None)
     """
     if isinstance(sample, Mapping):
-        mark = sample.get("is_query")
-        return None if mark is None else bool(mark)
+        flag = sample.get("is_query")
+        return None if flag is None else bool(flag)
     if isinstance(sample, tuple | list) and len(sample) == 3:
-        mark = sample[2]
-        if isinstance(mark, bool | np.bool_) or (isinstance(mark, Tensor) and mark.dtype == torch.bool):
-            return bool(mark)
+        flag = sample[2]
+        if isinstance(flag, bool | np.bool_) or (isinstance(flag, Tensor) and flag.dtype == torch.bool):
+            return bool(flag)
     return None
 
 
 def images_in_memory(dataset: Any, channels: int | None = None) -> ImageTensors | None:
-    """The images of a data set that is nothing but uint8 tensors, or a subset of one; None for all others."""
+    """The images of a `TensorDataset` of uint8 images, or of a subset of one; None for other datasets."""
     base, chosen = unwrap_subsets(dataset)
     tensors = tensors_of(base)
     if tensors is None or len(tensors) > 2 or tensors[0].dtype != torch.uint8 or tensors[0].ndim not in (3, 4):

@@ -1,8 +1,8 @@
-"""The targets of a data set, found without loading its samples.
+"""The labels of a dataset, found without loading its samples, and class indices that agree between datasets.
 
-Owns the knowledge of where the data sets people use keep their labels and the names of their classes: torchvision's
-attributes, the samples of an ImageFolder, tensors, columns of HF `datasets`, and subsets and concatenations of all of
-them. Packages are recognised by the names of their classes, so none is imported for data that is not its own.
+This module knows where datasets keep labels and class names: torchvision's attributes, the samples of an ImageFolder,
+tensors, columns of HF `datasets`, and subsets and concatenations of all of these. It recognises packages by the names
+of their classes, so it imports none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from trainformer.data.dataset import Arrays, Subset
+from trainformer.core.errors import DataError
+from trainformer.data.dataset import ArrayDataset, Subset
 
 SUBSET = "torch.utils.data.dataset.Subset"
 CONCATENATION = "torch.utils.data.dataset.ConcatDataset"
@@ -25,13 +26,13 @@ HF_STREAM = "datasets.iterable_dataset.IterableDataset"
 _LABEL_ATTRIBUTES = ("targets", "labels", "y", "_labels")  # the last is torchvision's Food101, Flowers102 and others
 _SAMPLE_ATTRIBUTES = ("samples", "imgs", "_samples")  # lists of (path, label): ImageFolder; torchvision's GTSRB
 _LABEL_COLUMNS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
-_MOST_CLASSES = 10_000_000  # beyond, integers are identifiers: counting them would take 80 MB and more
+_MAX_CLASSES = 10_000_000  # larger integers are identifiers; counting them would take 80 MB and more
 
 
 def labels_of(dataset: Any) -> np.ndarray | None:
-    """The class label of every sample, as int64, without loading samples; None where there are no classes.
+    """The class label of every sample, as int64, without loading samples; None if there are none.
 
-    Labels that are negative or not whole numbers are no classes.
+    Negative labels and labels that are not integers are not classes.
 
     >>> labels_of([("a", 1), ("b", 0)])
     array([1, 0])
@@ -41,7 +42,7 @@ def labels_of(dataset: Any) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of every sample: classes, or numbers to be predicted, or neither."""
+    """The targets of all samples: class labels, continuous values for regression, or neither."""
 
     labels: np.ndarray | None = None
     continuous: np.ndarray | None = None
@@ -50,30 +51,30 @@ class Targets:
 
 
 def targets_of(dataset: Any) -> Targets:
-    """All that a data set says about its targets. Only `labels_of` and `extract_info` are meant for others."""
+    """All a dataset knows about its targets; `labels_of` and `extract_info` are the public functions."""
     if is_subset(dataset):
-        return _chosen(targets_of(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64))
-    if is_a(dataset, CONCATENATION):
-        return _joined([targets_of(part) for part in dataset.datasets])
+        return _select(targets_of(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64))
+    if is_instance_of(dataset, CONCATENATION):
+        return _concatenate([targets_of(part) for part in dataset.datasets])
     labels, continuous, names = None, None, _class_names(dataset)
     if is_stream(dataset):
-        pass  # what its items are is known only by consuming it
-    elif is_a(dataset, HF_DATASET):
+        pass  # only reading it would tell
+    elif is_instance_of(dataset, HF_DATASET):
         labels = _column_labels(dataset)
     else:
         stored = _stored_labels(dataset)
         if stored is not None:
             labels = _after_target_transform(dataset, stored)
-            names = names if np.array_equal(labels, stored) else None  # they belong to the labels before
-        elif is_a(dataset, TENSORS) and len(dataset.tensors) > 1:
+            names = names if np.array_equal(labels, stored) else None  # names of the untransformed labels
+        elif is_instance_of(dataset, TENSORS) and len(dataset.tensors) > 1:
             labels, continuous = _tensor_targets(_target_tensor(dataset.tensors))
-        elif isinstance(dataset, Arrays):
+        elif isinstance(dataset, ArrayDataset):
             labels, continuous = _array_targets(dataset.arrays)
     return Targets(labels, continuous, names, _number_of_classes(dataset, labels, names))
 
 
-def _chosen(targets: Targets, indices: np.ndarray) -> Targets:
-    """A subset has the classes of the whole, also those it has no sample of."""
+def _select(targets: Targets, indices: np.ndarray) -> Targets:
+    """A subset has all classes of the whole dataset, even without samples of them."""
     return replace(
         targets,
         labels=None if targets.labels is None else targets.labels[indices],
@@ -81,20 +82,20 @@ def _chosen(targets: Targets, indices: np.ndarray) -> Targets:
     )
 
 
-def _joined(parts: Sequence[Targets]) -> Targets:
+def _concatenate(parts: Sequence[Targets]) -> Targets:
     names = [part.names for part in parts]
     numbers = [part.num_classes for part in parts]
     known = [number for number in numbers if number is not None]
     return Targets(
         labels=concatenated([part.labels for part in parts]),
         continuous=concatenated([part.continuous for part in parts]),
-        names=names[0] if all(other == names[0] for other in names) else None,  # else one label has several names
+        names=names[0] if all(other == names[0] for other in names) else None,  # otherwise one label has several names
         num_classes=max(known) if len(known) == len(parts) else None,
     )
 
 
 def concatenated(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """All arrays as one, if none is missing and their rows are alike."""
+    """All arrays as one, if none is missing and their rows have one shape."""
     known = [array for array in arrays if array is not None]
     if len(known) < len(arrays) or len({array.shape[1:] for array in known}) != 1:
         return None
@@ -107,7 +108,7 @@ def _number_of_classes(dataset: Any, labels: np.ndarray | None, names: list[str]
     declared = getattr(dataset, "num_classes", None)
     if isinstance(declared, int | np.integer) and not isinstance(declared, bool) and declared > 0:
         return int(declared)
-    if labels is None or not labels.size or labels.max() >= _MOST_CLASSES:
+    if labels is None or not labels.size or labels.max() >= _MAX_CLASSES:
         return None
     return int(labels.max()) + 1
 
@@ -126,7 +127,7 @@ def _class_names(dataset: Any) -> list[str] | None:
 
 
 def _stored_labels(dataset: Any) -> np.ndarray | None:
-    """The labels a map-style data set keeps beside its samples, or in samples that are in memory already."""
+    """The labels a map-style dataset keeps in an attribute, or in samples that are in memory."""
     size = length(dataset)
     if size is None:
         return None
@@ -142,7 +143,7 @@ def _stored_labels(dataset: Any) -> np.ndarray | None:
 
 
 def _labels_in(samples: Any) -> list[Any] | None:
-    """The second of every pair, or the label of every record, of samples that are in memory."""
+    """The second item of every pair, or the label of every record, of samples in memory."""
     if not (isinstance(samples, list | tuple) or _holds_objects(samples)):
         return None
     found = []
@@ -161,7 +162,7 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _after_target_transform(dataset: Any, labels: np.ndarray) -> np.ndarray:
-    """The labels as samples will show them, where the transform gives labels again (and not, say, one-hot rows)."""
+    """The labels after `target_transform`, if it returns labels (and not, say, one-hot rows)."""
     transform: Callable[[int], Any] | None = getattr(dataset, "target_transform", None)
     if transform is None:
         return labels
@@ -171,20 +172,20 @@ def _after_target_transform(dataset: Any, labels: np.ndarray) -> np.ndarray:
     with preserved_generators():
         try:
             results = [transform(int(label)) for label in unique]
-        except Exception:  # made for something else than a plain label; reading samples will tell
+        except Exception:  # it expects something other than a plain label
             return labels
     shown = _as_labels(results, len(unique))
     return labels if shown is None else shown[inverse]
 
 
 def _target_tensor(tensors: Sequence[Any]) -> Any:
-    """The last tensor, but for marks of queries behind the labels."""
+    """The last tensor, or the one before a boolean query mask."""
     marked = len(tensors) == 3 and str(tensors[-1].dtype) in ("torch.bool", "bool")
     return tensors[-2] if marked else tensors[-1]
 
 
 def _array_targets(arrays: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Of several arrays the last, as with tensors; of named ones that with a usual name."""
+    """The last of several arrays, as with tensors; of named arrays the one with a common label name."""
     if isinstance(arrays, Mapping):
         name = next((name for name in _LABEL_COLUMNS if name in arrays), None)
         return (None, None) if name is None else _tensor_targets(arrays[name])
@@ -199,7 +200,7 @@ def _tensor_targets(tensor: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 
 def _as_labels(values: Any, size: int) -> np.ndarray | None:
-    """One whole number from 0 per sample, or None."""
+    """One integer from 0 per sample, or None."""
     array = _as_array(values)
     if array is None or array.shape != (size,) or array.dtype.kind not in "iub":
         return None
@@ -210,15 +211,15 @@ def _as_labels(values: Any, size: int) -> np.ndarray | None:
 def _as_array(values: Any) -> np.ndarray | None:
     if callable(values) or isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
         return None
-    if is_a(values, "torch.Tensor"):
+    if is_instance_of(values, "torch.Tensor"):
         values = values.detach().cpu()
         return (values.float() if values.is_floating_point() else values).numpy()  # NumPy has no bfloat16
     try:
-        if isinstance(values, list | tuple):  # of numbers, or of tensors that hold one number each
+        if isinstance(values, list | tuple):  # of numbers or of scalar tensors
             values = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
         array = np.asarray(values)
         return np.asarray(array.tolist()) if array.dtype == object else array
-    except (ValueError, TypeError, RuntimeError):  # rows of unequal length, or something else entirely
+    except (ValueError, TypeError, RuntimeError):  # ragged rows, or something else entirely
         return None
 
 
@@ -226,7 +227,7 @@ def _as_array(values: Any) -> np.ndarray | None:
 
 
 def label_column(features: Mapping[str, Any]) -> str | None:
-    """A column of whole numbers with a usual name, else the only column that has class names."""
+    """An integer column with a common label name, else the only column with class names."""
     for name in _LABEL_COLUMNS:
         if str(getattr(features.get(name), "dtype", "")).startswith(("int", "uint", "bool")):
             return name
@@ -238,27 +239,27 @@ def _column_labels(dataset: Any) -> np.ndarray | None:
     column = label_column(dataset.features)
     if column is None:
         return None
-    # Selecting the column first keeps images and texts unread; "arrow" also sets a transform of the user's aside.
+    # Selecting the column first leaves images and texts unread; "arrow" bypasses a transform of the user.
     values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
     return None if values.null_count else _as_labels(values.to_numpy(), len(dataset))
 
 
-# -- kinds of data set -------------------------------------------------------------------------------------
+# -- kinds of dataset --------------------------------------------------------------------------------------
 
 
-def is_a(value: Any, name: str) -> bool:
-    """isinstance() by the full name of a class, for classes of packages that need not be installed."""
-    return any(full_name(kind) == name for kind in type(value).__mro__)
+def is_instance_of(value: Any, name: str) -> bool:
+    """isinstance() by the qualified name of a class, for packages that may not be installed."""
+    return any(qualified_name(kind) == name for kind in type(value).__mro__)
 
 
-def full_name(kind: type) -> str:
-    """The name of a class with that of its module."""
+def qualified_name(kind: type) -> str:
+    """Module and name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_subset(dataset: Any) -> bool:
-    """Whether a data set is some of the samples of another, `dataset.dataset`: those of `dataset.indices`."""
-    return isinstance(dataset, Subset) or is_a(dataset, SUBSET)
+    """Whether a dataset is a `Subset`, ours or torch's, or a subclass."""
+    return isinstance(dataset, Subset) or is_instance_of(dataset, SUBSET)
 
 
 def _comes_from(value: Any, package: str) -> bool:
@@ -266,15 +267,54 @@ def _comes_from(value: Any, package: str) -> bool:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set can only be iterated. torch's iterable ones have a __getitem__ too, which always raises."""
-    return is_a(dataset, STREAM) or is_a(dataset, HF_STREAM) or not hasattr(dataset, "__getitem__")
+    """Whether a dataset can only be iterated. torch's IterableDataset has a __getitem__ too, which always raises."""
+    return is_instance_of(dataset, STREAM) or is_instance_of(dataset, HF_STREAM) or not hasattr(dataset, "__getitem__")
 
 
 def length(dataset: Any) -> int | None:
-    """The number of samples, where it is known."""
-    if is_stream(dataset) and not (is_a(dataset, STREAM) or is_a(dataset, HF_STREAM)):
-        return None  # a loader or a generator: if it has a length, it counts batches
+    """The number of samples, or None if it is unknown."""
+    if is_stream(dataset) and not (is_instance_of(dataset, STREAM) or is_instance_of(dataset, HF_STREAM)):
+        return None  # a loader or a generator: its length, if any, counts batches
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
+
+
+def same_class_indices(dataset: Any, classes: Sequence[str] | None) -> bool:
+    """Whether a dataset numbers its classes as the training data does, as far as class names tell."""
+    own = None if dataset is None else targets_of(dataset).names
+    return own is None or classes is None or list(own) == list(classes)[: len(own)]
+
+
+def align_classes(dataset: Any, classes: Sequence[str] | None, open_set: bool = False) -> Any:
+    """A validation dataset whose labels mean the same classes as in training.
+
+    A folder that lacks some classes numbers the others differently, so its labels would silently mean other classes.
+    Datasets with `remap_classes` (our folders and lists) are remapped by name; others that disagree are an error. In an
+    `open_set` (retrieval, for instance) classes unknown to training are allowed: labels only group samples.
+    """
+    base = dataset
+    while is_subset(base):
+        base = base.dataset
+    own = targets_of(base).names  # also finds the names in HF datasets
+    if classes is None or own is None or list(own) == list(classes):
+        return dataset
+    unknown = [str(name) for name in own if name not in classes]
+    if unknown and open_set:
+        return dataset
+    if unknown:
+        raise DataError(
+            f"Expected validation classes that the training data has, received others: {', '.join(unknown[:8])}. "
+            f"Training has: {', '.join(map(str, classes[:20]))}."
+        )
+    if hasattr(base, "remap_classes") and base is dataset:
+        return base.remap_classes(classes)
+    if open_set:
+        return dataset
+    if any(name != classes[index] for index, name in enumerate(own)):
+        raise DataError(
+            f"Expected validation data that numbers classes as the training data does ({dict(enumerate(classes))}), "
+            f"received {dict(enumerate(own))}: labels would mean other classes. Give both one list of classes."
+        )
+    return dataset

@@ -1,13 +1,11 @@
-"""Images named in a list: a CSV, JSON or Parquet file with a column of paths (or of image files themselves) and labels.
+"""Image lists: a CSV, JSON or Parquet file with a column of paths (or of encoded images) and optionally labels.
 
-Owns reading such a list: which columns are meant, what its labels are, where its files lie, and the errors for all of
-it. Decoding a file is left to `folder`. Only the list is read up front; an image is decoded when its sample is read.
+Only the list is read up front; an image is decoded when its sample is read.
 """
 
 from __future__ import annotations
 
 import copy
-import csv
 import json
 import os
 import re
@@ -20,6 +18,7 @@ from torch.utils.data import Dataset
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.data.folder import decode_image, read_image
+from trainformer.data.text.tables import read_csv
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -32,20 +31,19 @@ LABEL_COLUMNS = (
     *("label", "labels", "target", "targets", "class", "class_name", "classname", "category", "fine_label"),
     *("label_name", "class_id", "category_id", "label_id", "y"),
 )
-_MOST_CHECKED = 10_000  # files looked for up front: some 50 ms on a local disk
+_MAX_CHECKED = 10_000  # files checked up front: about 50 ms on a local disk
 _NUMBER = re.compile(r"[+-]?\d+(\.0*)?")
 
 
 class ImageList(Dataset):
-    """Images from a list file: ``(image, label)``, or ``(image, None)`` where the list has no labels.
+    """Images from a list file: ``(image, label)``, or ``(image, None)`` for a list without labels.
 
-    The file is `.csv`, `.tsv`, `.json` (a list of records), `.jsonl` or `.parquet`. Columns are found by their usual
-    names unless `image_key` and `label_key` name them; `label_key=False` leaves labels aside. Paths of images are
-    relative to `root`, which is the folder of the list by default. Labels that are whole numbers are taken as they are;
-    names are sorted and numbered from 0. A Parquet file may hold the images, as HF `datasets` writes it: they
-    are then kept in memory, still encoded.
+    The file is `.csv`, `.tsv`, `.json` (a list of records), `.jsonl` or `.parquet`. Columns are found by common names
+    unless `image_key` and `label_key` name them; `label_key=False` ignores labels. Image paths are relative to `root`
+    (default: the folder of the list). Integer labels are used as they are; names are sorted and numbered from 0. A
+    Parquet file may contain the images, as HF `datasets` writes it: they stay in memory, encoded.
 
-    Of the files, the first 10,000 are looked for at once, so that a wrong `root` is noticed before training.
+    The first 10,000 files are checked at once, so that a wrong `root` is an error before training.
     """
 
     classes: list[str]
@@ -73,14 +71,14 @@ class ImageList(Dataset):
             self.targets, names = _numbered(table.columns[self.label_key], f"'{self.label_key}' of '{self.path}'")
             names = names or table.class_names.get(self.label_key)
             labels = self.targets
-            # Absent rather than None where labels are bare numbers, so that hasattr() tells the truth.
+            # Absent rather than None for integer labels, so that hasattr() works.
             if names is not None:
                 self.classes, self.class_to_idx = names, {name: number for number, name in enumerate(names)}
         self._encoded = _encoded_images(table.columns[self.image_key])
-        places = self._places(table.columns[self.image_key])
-        self.samples: list[tuple[str, int | None]] = list(zip(places, labels, strict=True))
+        locations = self._locations(table.columns[self.image_key])
+        self.samples: list[tuple[str, int | None]] = list(zip(locations, labels, strict=True))
         if self._encoded is None:
-            self._check_files(places)
+            self._check_files(locations)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -92,8 +90,8 @@ class ImageList(Dataset):
             return read_image(place, self.channels), label
         return decode_image(data, self.channels, f"the image {place} of '{self.path}'"), label
 
-    def renumber(self, classes: Sequence[str]) -> ImageList:
-        """The same images with the numbers that their classes have in another list of names."""
+    def remap_classes(self, classes: Sequence[str]) -> ImageList:
+        """A copy with labels that index another list of classes."""
         other = copy.copy(self)
         numbers = {name: index for index, name in enumerate(classes)}
         other.targets = [numbers[self.classes[label]] for label in self.targets]
@@ -101,11 +99,11 @@ class ImageList(Dataset):
         other.classes, other.class_to_idx = list(classes), numbers
         return other
 
-    def _places(self, column: Any) -> list[str]:
-        """The path of every image; of one that lies in the list itself, something to call it by."""
+    def _locations(self, column: Any) -> list[str]:
+        """The path of every image, or a description of one that is stored in the list."""
         if self._encoded is None:
             return [os.path.join(self.root, path) for path in _paths(column, f"'{self.image_key}' of '{self.path}'")]
-        places = []
+        locations = []
         for row in range(len(column)):
             name = self._encoded.path(row)
             if not self._encoded.has_data(row):
@@ -113,17 +111,17 @@ class ImageList(Dataset):
                     where = f"row {row} of '{self.path}'"
                     raise DataError(f"Expected an image in {where}, received neither its bytes nor a path.")
                 name = os.path.join(self.root, name)
-            places.append(name or f"in row {row}")
-        return places
+            locations.append(name or f"in row {row}")
+        return locations
 
     def _check_files(self, paths: Sequence[str]) -> None:
-        looked_for = paths[:_MOST_CHECKED]
-        missing = [path for path in looked_for if not os.path.isfile(path)]
+        checked = paths[:_MAX_CHECKED]
+        missing = [path for path in checked if not os.path.isfile(path)]
         if missing:
             shown = ", ".join(f"'{path}'" for path in missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise DataError(
-                f"Expected the images that '{self.path}' names, received paths of which {len(missing)} of "
-                f"{len(looked_for)} do not exist: {shown}. Pass root=..., the folder that paths are relative to "
+                f"Expected the images listed in '{self.path}', received paths of which {len(missing)} of "
+                f"{len(checked)} do not exist: {shown}. Pass root=..., the folder paths are relative to "
                 f"(now '{self.root}'), or remove these rows."
             )
 
@@ -131,7 +129,7 @@ class ImageList(Dataset):
 # -- columns -----------------------------------------------------------------------------------------------
 
 
-def _column(columns: Mapping[str, Any], name: str | None, usual: Sequence[str], what: str, path: Path) -> str:
+def _column(columns: Mapping[str, Any], name: str | None, common: Sequence[str], what: str, path: Path) -> str:
     has = f"'{path}' has the columns: {', '.join(map(repr, columns))}."
     if name is not None:
         if name not in columns:
@@ -139,24 +137,24 @@ def _column(columns: Mapping[str, Any], name: str | None, usual: Sequence[str], 
                 expected(f"{what}_key to be a column", name, f"{did_you_mean(name, columns)} {has}".strip())
             )
         return name
-    found = _usual_column(columns, usual)
+    found = _common_column(columns, common)
     if found is None:
         raise DataError(
-            f"Expected a column of {what}s with a usual name ({', '.join(usual[:6])}, ...), received none. {has} Pass "
-            f"{what}_key='...'; the first row of a CSV file must name the columns."
+            f"Expected a column of {what}s with a common name ({', '.join(common[:6])}, ...), received none. {has} "
+            f"Pass {what}_key='...'; the first row of a CSV file must name the columns."
         )
     return found
 
 
 def _label_column(columns: Mapping[str, Any], name: str | None, path: Path) -> str | None:
-    return (
-        _usual_column(columns, LABEL_COLUMNS) if name is None else _column(columns, name, LABEL_COLUMNS, "label", path)
-    )
+    if name is None:
+        return _common_column(columns, LABEL_COLUMNS)
+    return _column(columns, name, LABEL_COLUMNS, "label", path)
 
 
-def _usual_column(columns: Iterable[str], usual: Sequence[str]) -> str | None:
+def _common_column(columns: Iterable[str], common: Sequence[str]) -> str | None:
     by_name = {name.strip().lower(): name for name in reversed(list(columns))}
-    return next((by_name[name] for name in usual if name in by_name), None)
+    return next((by_name[name] for name in common if name in by_name), None)
 
 
 def _paths(column: Any, where: str) -> list[str]:
@@ -174,20 +172,20 @@ def _paths(column: Any, where: str) -> list[str]:
 
 
 def _numbered(column: Any, where: str) -> tuple[list[int], list[str] | None]:
-    """Labels as numbers from 0, and the names of the classes if the labels were names."""
+    """Labels as integers from 0, and the class names if the labels were names."""
     values = [value.strip() if isinstance(value, str) else value for value in column]
     missing = [row for row, value in enumerate(values) if value is None or value == ""]
     if missing:
         raise DataError(
             f"Expected a label in every row of {where}, received none in row {missing[0]} ({len(missing)} such rows). "
-            "Rows count from 0, without the header. Fill them in, or pass label_key=False to leave labels aside."
+            "Rows count from 0, without the header. Fill them in, or pass label_key=False to ignore labels."
         )
     kinds = {str if isinstance(value, str) else type(value) for value in values}
     if str in kinds and len(kinds) > 1:
         name = next(value for value in values if isinstance(value, str))
         other = next(value for value in values if not isinstance(value, str))
         raise DataError(
-            expected(f"labels of one kind in {where}", f"{name!r} and {other!r}", "Use names or whole numbers for all.")
+            expected(f"labels of one kind in {where}", f"{name!r} and {other!r}", "Use names or integers for all.")
         )
     if str in kinds and not all(_NUMBER.fullmatch(value) for value in values):
         return _from_names(values)
@@ -209,17 +207,17 @@ def _from_numbers(values: Sequence[Any], where: str) -> list[int]:
             whole = False
         if not whole:
             raise DataError(
-                expected(f"whole numbers from 0, or names, as labels in {where}", value, "Pass label_key='...'.")
+                expected(f"integers from 0, or names, as labels in {where}", value, "Pass label_key='...'.")
             )
         numbers.append(int(value.partition(".")[0]) if isinstance(value, str) else int(value))
     return numbers
 
 
-# -- images inside the list --------------------------------------------------------------------------------
+# -- images stored in the list ------------------------------------------------------------------------------
 
 
 class _EncodedImages:
-    """A column of image files, or of records {"bytes", "path"} as HF `datasets` writes them."""
+    """A column of encoded images, or of records {"bytes", "path"} as HF `datasets` writes them."""
 
     def __init__(self, column: Any) -> None:
         kind = column.type
@@ -229,7 +227,7 @@ class _EncodedImages:
         self._has_paths = "path" in fields
 
     def data(self, row: int) -> bytes | None:
-        """The encoded image, or None if only a path is there."""
+        """The encoded image, or None if there is only a path."""
         value = self._column[row]
         return (value["bytes"] if self._in_records and value.is_valid else value).as_py()
 
@@ -243,7 +241,7 @@ class _EncodedImages:
 
 
 def _encoded_images(column: Any) -> _EncodedImages | None:
-    """The images of a column that holds images and not their paths."""
+    """The images of a column, unless it holds paths."""
     kind = str(getattr(column, "type", ""))
     holds_images = kind in ("binary", "large_binary") or (kind.startswith("struct<") and "bytes:" in kind)
     return _EncodedImages(column) if holds_images else None
@@ -253,7 +251,7 @@ def _encoded_images(column: Any) -> _EncodedImages | None:
 
 
 class _Table(NamedTuple):
-    """Columns by name, the number of rows, and names of classes that the file itself declares for a column."""
+    """Columns by name, the number of rows, and class names the file declares for a column."""
 
     columns: Mapping[str, Any]
     size: int
@@ -264,28 +262,12 @@ def _read_table(path: Path) -> _Table:
     suffix = path.suffix.lower()
     try:
         return _READERS[suffix](path)
-    except (csv.Error, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"Expected a list that can be read as {suffix}, received '{path}': {error}.") from error
 
 
 def _read_csv(path: Path) -> _Table:
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        header = file.readline()
-        file.seek(0)
-        # The sign that separates columns is the one that the header has most of.
-        delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else max(",;\t|", key=header.count)
-        rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
-    if not rows:
-        return _Table({}, 0, {})
-    names = [name.strip() for name in rows[0]]
-    ragged = next((number for number, row in enumerate(rows[1:]) if len(row) != len(names)), None)
-    if ragged is not None:
-        raise DataError(
-            f"Expected {len(names)} values in every row of '{path}' ({', '.join(names)}), received "
-            f"{len(rows[1 + ragged])} in row {ragged}: {rows[1 + ragged]}. Rows count from 0, without the header."
-        )
-    columns = zip(*rows[1:], strict=True) if len(rows) > 1 else [()] * len(names)
-    return _Table(dict(zip(names, map(list, columns), strict=True)), len(rows) - 1, {})
+    return _from_records(read_csv(path).records, path)
 
 
 def _read_json_lines(path: Path) -> _Table:
@@ -298,7 +280,7 @@ def _read_json(path: Path) -> _Table:
     try:
         content = json.loads(text)
     except json.JSONDecodeError:
-        return _read_json_lines(path)  # which many call .json all the same
+        return _read_json_lines(path)  # often named .json too
     if isinstance(content, Mapping) and content and all(isinstance(column, list) for column in content.values()):
         lengths = {len(column) for column in content.values()}
         if len(lengths) == 1:
@@ -309,7 +291,7 @@ def _read_json(path: Path) -> _Table:
 def _from_records(records: Any, path: Path) -> _Table:
     if not isinstance(records, list) or not all(isinstance(record, Mapping) for record in records):
         raise DataError(
-            f"Expected '{path}' to hold one record per image, such as "
+            f"Expected '{path}' to contain one record per image, such as "
             '{"image": "cat/1.png", "label": "cat"}, received something else.'
         )
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -332,7 +314,7 @@ def _read_parquet(path: Path) -> _Table:
 
 
 def _declared_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
-    """Names of classes as HF `datasets` writes them into the file."""
+    """Class names in the metadata HF `datasets` writes."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         return {name: list(kind["names"]) for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
@@ -349,7 +331,7 @@ _READERS: dict[str, Callable[[Path], _Table]] = {
 
 
 def is_list(path: str | Path) -> bool:
-    """Whether a path looks like a list of images by its ending.
+    """Whether a path has the extension of an image list.
 
     >>> is_list("train.csv"), is_list("train.tar")
     (True, False)

@@ -1,7 +1,8 @@
-"""Sources of batches for torch: resumable loading of data sets, in worker processes where that pays, and of streams.
+"""Sources of torch batches: datasets with a length, loaders that users bring, and iterable-style datasets.
 
-The order of an epoch is a function of (seed, epoch); the position in it is a number of samples. To resume is to start
-at that number: no batch is read in vain, and another batch size or number of workers sees the same samples.
+The order of an epoch is a pure function of (seed, epoch), and the position in it is a number of samples. Resuming a
+dataset with a length starts at that number: no batch is read twice, and the batch size and the number of workers may
+change. Loaders and streams resume through their own `state_dict`, or are read again up to the position.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -20,35 +22,26 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from trainformer.core.errors import DataError
+from trainformer.core.types import HostBatch, Origin
 from trainformer.data.fetcher import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
-from trainformer.data.given_loaders import Count, LoaderSource, StatefulLoaderSource, batch_length, loader_source
-from trainformer.data.sharding import ALL, Shard, undivided
-from trainformer.data.source import EpochOrder, OrderedSource, insist_on_samples
-
-__all__ = [
-    "Count",
-    "DatasetSource",
-    "EpochOrder",
-    "LoaderSource",
-    "StatefulLoaderSource",
-    "StreamSource",
-    "batch_length",
-    "loader_source",
-    "stream_source",
-    "suitable_workers",
-]
+from trainformer.data.hub import has_state
+from trainformer.data.order import preserved_generators, sample_key, seed_generators
+from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, unsharded
+from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch, require_samples
 
 logger = logging.getLogger("trainformer")
 
-_MOST_DEATHS = 3
+_MAX_RESTARTS = 3  # of the worker processes, per epoch
+
+CountSamples = Callable[[Any], int]
 
 
-class DatasetSource(OrderedSource):
-    """Batches of a data set with a length. `num_workers=None` chooses: none for data in memory.
+class DatasetSource(MapStyleSource):
+    """Batches of a dataset with a length. `num_workers=None` chooses: none for data in memory.
 
-    A `sampler` says which samples an epoch holds and in which order; without one it is every sample once. With
-    `drop_last` the last batch is left out if it is smaller than the others. `batch_size` is that of all ranks; of each
-    batch only the part of the `shard` is read.
+    A `sampler` decides which samples an epoch holds and in which order; by default every sample comes once.
+    `drop_last` drops a smaller last batch. `batch_size` counts the samples of all ranks; each rank reads only its
+    `shard` of a batch.
     """
 
     def __init__(
@@ -65,13 +58,13 @@ class DatasetSource(OrderedSource):
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         skip_bad: bool = False,
-        shard: Shard = ALL,
+        shard: Shard = WHOLE,
     ) -> None:
-        insist_on_samples(dataset)
+        require_samples(dataset)
         rows = tensor_rows(dataset) if collate is None else None
         fetch = Fetcher(dataset, collate or default_collate, seed, skip_bad, rows)
         super().__init__(dataset, batch_size, fetch, shuffle=shuffle, sampler=sampler, drop_last=drop_last, shard=shard)
-        self.num_workers = suitable_workers(dataset) if num_workers is None else num_workers
+        self.num_workers = default_num_workers(dataset) if num_workers is None else num_workers
         self._plan = _EpochPlan()
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
@@ -82,50 +75,50 @@ class DatasetSource(OrderedSource):
             for chunk in chunks:
                 yield self._fetch(epoch, chunk)
             return
-        done = deaths = 0
+        done = restarts = 0
         while done < len(chunks):
             self._plan.set(epoch, chunks[done:])
             self._loader = self._loader or self._make_loader()
-            iterator = _quiet_iter(self._loader)
+            iterator = _iter_without_sigchld_handler(self._loader)
             try:
                 for fetched in iterator:
                     done += 1
                     yield fetched
             except (RuntimeError, EOFError, OSError) as error:
-                # A worker may die anywhere, also while it hands over a batch; samples may raise the same errors.
+                # A worker can die anywhere, even while it sends a batch; samples may raise the same errors.
                 if not _has_dead_worker(iterator):
                     raise
-                deaths += 1
-                self._mourn(deaths, error)
+                restarts += 1
+                self._restart_workers(restarts, error)
 
-    def _mourn(self, deaths: int, error: Exception) -> None:
-        """Start workers anew: samples and their random numbers do not depend on who reads them."""
+    def _restart_workers(self, restarts: int, error: Exception) -> None:
+        """Start new workers: samples and their random numbers do not depend on the process that reads them."""
         self._loader = None
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        if deaths > _MOST_DEATHS:
+        if restarts > _MAX_RESTARTS:
             raise DataError(
-                f"Data-loading workers died {deaths} times in one epoch, the last time with: {reason} This is often a "
-                "lack of memory: lower num_workers or batch_size. The same command goes on from the last checkpoint."
+                f"DataLoader workers died {restarts} times in one epoch, last with: {reason} Often this is a lack of "
+                "memory: lower num_workers or batch_size. The same command resumes from the last checkpoint."
             ) from error
-        logger.warning("a data-loading worker died (%s) New ones go on from the same sample.", reason)
+        logger.warning("DataLoader worker died (%s); restarting", reason)
 
     def _make_loader(self) -> DataLoader:
         return DataLoader(
-            _Remote(self._fetch),
+            _BatchFetcher(self._fetch),
             sampler=self._plan,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=self.num_workers,
             persistent_workers=True,
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
-            # Given explicitly: else torch draws a seed from the global generator, and so changes what follows.
+            # Without it torch draws a seed from the global generator, which changes every later draw.
             generator=torch.Generator().manual_seed(self.seed),
         )
 
 
 def tensor_rows(dataset: Any) -> Callable[[np.ndarray], Any] | None:
-    """Whole batches at once, of data that are nothing but tensors; None for all others."""
+    """A function that indexes whole batches out of a `TensorDataset` (or a subset of one); None for other datasets."""
     tensors = tensors_of(unwrap_subsets(dataset)[0])
     return None if tensors is None else partial(_select, tensors)
 
@@ -135,16 +128,16 @@ def _select(tensors: Sequence[torch.Tensor], indices: np.ndarray) -> tuple[torch
     return tuple(tensor.index_select(0, index) for tensor in tensors)
 
 
-def _as_it_is(fetched: Any) -> Any:
-    """Instead of torch's conversion, which would make tensors of arrays, and only where there are workers."""
+def _identity(fetched: Any) -> Any:
+    """Replaces torch's default conversion, which turns arrays into tensors, and only where there are workers."""
     return fetched
 
 
-def _quiet_iter(loader: DataLoader) -> Iterator[Any]:
-    """Iterate without torch's handler for SIGCHLD.
+def _iter_without_sigchld_handler(loader: DataLoader) -> Iterator[Any]:
+    """Iterate without torch's SIGCHLD handler.
 
-    That handler raises the moment a worker dies, wherever the main thread happens to be: in the middle of an optimizer
-    step, or of a save. Without it torch notices within five seconds, when it waits for the next batch.
+    That handler raises the moment a worker dies, wherever the main thread is: in the middle of an optimizer step or a
+    save. Without it torch notices within five seconds, while it waits for the next batch.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         return iter(loader)
@@ -155,7 +148,7 @@ def _quiet_iter(loader: DataLoader) -> Iterator[Any]:
 
 
 def _has_dead_worker(iterator: Any) -> bool:
-    deadline = time.monotonic() + 1.0  # a process that has just closed its pipes needs a moment to be gone
+    deadline = time.monotonic() + 1.0  # a process that has just closed its pipes needs a moment to exit
     while True:
         if any(not worker.is_alive() for worker in getattr(iterator, "_workers", [])):
             return True
@@ -163,12 +156,12 @@ def _has_dead_worker(iterator: Any) -> bool:
             return False
         try:
             time.sleep(0.05)
-        except RuntimeError:  # torch's own handler of SIGCHLD, if another loader has set it: a worker was killed
+        except RuntimeError:  # torch's SIGCHLD handler, if another loader has set it: a worker was killed
             return True
 
 
 class _EpochPlan(Sampler[tuple[int, np.ndarray]]):
-    """Tells workers what to read: the epoch goes along, since they live on from one epoch to the next."""
+    """Tells the workers what to read. The epoch is part of the index, since workers persist across epochs."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -184,8 +177,8 @@ class _EpochPlan(Sampler[tuple[int, np.ndarray]]):
         return len(self._chunks)
 
 
-class _Remote(Dataset):
-    """The fetcher as a worker sees it: an index is a whole batch."""
+class _BatchFetcher(Dataset):
+    """The fetcher as a dataset for workers: one index is a whole batch."""
 
     def __init__(self, fetch: Fetcher) -> None:
         self._fetch = fetch
@@ -194,21 +187,135 @@ class _Remote(Dataset):
         return self._fetch(*index, in_worker=True)
 
 
-class StreamSource(StatefulLoaderSource):
-    """A stream that can say where it is, read in this process: resuming reads nothing twice."""
+def default_num_workers(dataset: Any) -> int:
+    """0 for data in memory, where sending a batch costs more than indexing it; else one per core but one, up to 8."""
+    if is_in_memory(dataset):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores - 1))
 
-    def __init__(self, loader: DataLoader, seed: int = 0, shard: Shard = ALL) -> None:
-        super().__init__(loader, seed, shard=shard)
-        self.stream: Any = loader.dataset
+
+# -- loaders and streams -----------------------------------------------------------------------------------
+
+
+class LoaderSource:
+    """Batches of a loader the user brings: a `DataLoader`, or any iterable that can be iterated again.
+
+    Its sampler, collate function and workers are kept. The random order of an epoch is seeded by (seed, epoch).
+    Resuming inside an epoch reads and drops the batches that were seen, since only the loader could skip them.
+
+    Several ranks read the same batches and take their shard of each, unless the loader shards the data itself
+    (`is_sharded`): then each rank takes its batches as they are. `count` returns the number of samples in a batch.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], seed: int = 0, count: CountSamples | None = None, shard: Shard = WHOLE
+    ) -> None:
+        self.loader = loader
+        self.seed = seed
+        self.shard = shard
+        self.is_sharded = is_sharded(loader)
+        self._slices = not shard.is_whole and not self.is_sharded
+        self._count = count or batch_length
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
+        announce_epoch(self.loader, epoch)
+        if batch:
+            logger.info("resuming inside epoch %d: reading %d batches again to find the position", epoch, batch)
+        if self._slices:
+            yield from self._host_batches(epoch, islice(self._same_on_all_ranks(epoch), batch, None), position)
+            return
+        with preserved_generators():
+            # Samplers draw their seed at the first `next`, not at `iter`. The batches after those that were seen are
+            # read outside this block, with the generators as the checkpoint left them.
+            seed_generators(sample_key(self.seed, epoch, 0))
+            iterator = iter(self.loader)
+            for _ in islice(iterator, batch):
+                pass
+            head = list(islice(iterator, 1)) if batch == 0 else []
+        yield from self._host_batches(epoch, chain(head, iterator), position)
+
+    def _same_on_all_ranks(self, epoch: int, first: int = 0) -> Iterator[Any]:
+        """Batches read with generators seeded by the batch number: whatever the loader draws, all ranks draw."""
+        iterator: Iterator[Any] | None = None
+        for number in count(first):
+            with preserved_generators():
+                seed_generators(sample_key(self.seed, epoch, number))
+                iterator = iter(self.loader) if iterator is None else iterator
+                found = list(islice(iterator, 1))
+            if not found:
+                return
+            yield found[0]
+
+    def _host_batches(self, epoch: int, batches: Iterable[Any], position: int) -> Iterator[HostBatch]:
+        """The loader alone knows which samples these are, so their positions in the epoch stand for them."""
+        for data in batches:
+            size = self._count(data)
+            batch = HostBatch(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
+            position += size
+            if self.shard.is_whole:
+                yield batch
+            elif self.is_sharded:
+                yield batch._replace(consumed=size * self.shard.count)
+            else:
+                check_sliceable(batch)
+                yield self.shard.slice(batch)
+
+
+class StatefulLoaderSource(LoaderSource):
+    """A loader that saves and restores its own position (`state_dict`, `load_state_dict`): nothing is read twice."""
+
+    _restored = False
+
+    @property
+    def _stateful(self) -> Any:
+        return self.loader
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's own position."""
-        return self.stream.state_dict()
+        return self._stateful.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there; the next epoch begins in the middle."""
-        self.stream.load_state_dict(state)
+        self._stateful.load_state_dict(state)
         self._restored = True
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
+        restored, self._restored = self._restored, False
+        if restored:
+            announce_epoch(self.loader, epoch)
+            if self._slices:
+                rest = self._same_on_all_ranks(epoch, batch)
+            else:
+                # A DataLoader draws a seed when it is iterated; the next draws are those of the checkpoint.
+                with preserved_generators():
+                    rest = iter(self.loader)
+            first = list(islice(rest, 1))
+            # At the very end of an epoch a loader has nothing left; the next epoch then starts as usual.
+            if first or batch:
+                yield from self._host_batches(epoch, chain(first, rest), position)
+                return
+        yield from super().batches(epoch, batch, position)
+
+
+class StatefulStreamSource(StatefulLoaderSource):
+    """An iterable-style dataset that saves and restores its own position, read in this process."""
+
+    @property
+    def _stateful(self) -> Any:
+        return self.loader.dataset  # type: ignore[attr-defined]
+
+
+def loader_source(
+    loader: Iterable[Any], seed: int, count: CountSamples | None = None, shard: Shard = WHOLE
+) -> LoaderSource:
+    """The source for a loader the user brings."""
+    return (StatefulLoaderSource if has_state(loader) else LoaderSource)(loader, seed, count, shard)
 
 
 def stream_source(
@@ -218,23 +325,11 @@ def stream_source(
     seed: int,
     collate: Collate | None,
     num_workers: int,
-    shard: Shard = ALL,
+    shard: Shard = WHOLE,
 ) -> LoaderSource:
-    """Batches of a data set that can only be iterated. Streams in worker processes are read again to find the place."""
-    if not shard.is_all:
-        dataset = undivided(dataset)
+    """Batches of an iterable-style dataset. With worker processes, resuming reads the stream again."""
+    if not shard.is_whole:
+        dataset = unsharded(dataset)
     loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
-    stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and num_workers == 0
-    return StreamSource(loader, seed, shard) if stateful else LoaderSource(loader, seed, shard=shard)
-
-
-def suitable_workers(dataset: Any) -> int:
-    """Worker processes that suit the data and the machine.
-
-    None for data in memory: handing a batch to another process costs more than indexing. Else one per core but one,
-    at most eight.
-    """
-    if is_in_memory(dataset):
-        return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores - 1))
+    kind = StatefulStreamSource if has_state(dataset) and num_workers == 0 else LoaderSource
+    return kind(loader, seed, shard=shard)

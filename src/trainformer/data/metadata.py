@@ -1,7 +1,6 @@
-"""What a data set says of itself: size, classes, shape of its inputs, statistics of its targets.
+"""Metadata of a dataset (`DatasetInfo`): size, classes, input shape, target statistics.
 
-Owns `DatasetInfo` and how it is filled in. Classes come from `targets`, without loading samples; at most one sample is
-read, for the shape of the input. Importing this module does not import torch.
+Classes come from the labels, without loading samples; at most one sample is read, for the input shape.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from trainformer.data.labels import (
     CONCATENATION,
     HF_DATASET,
     concatenated,
-    is_a,
+    is_instance_of,
     is_stream,
     is_subset,
-    labels_of,
     length,
     targets_of,
 )
@@ -28,14 +26,12 @@ from trainformer.data.labels import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DatasetInfo", "extract_info", "labels_of"]
-
 _INPUT_KEYS = ("image", "img", "pixel_values", "x", "input")
 
 
 @dataclass
 class DatasetInfo:
-    """Metadata of a data set. What is not known is None; an unknown number of samples is 0."""
+    """Metadata of a dataset. Unknown fields are None; an unknown number of samples is 0."""
 
     num_samples: int = 0
 
@@ -45,7 +41,7 @@ class DatasetInfo:
     class_counts: list[int] | None = None
 
     # Images
-    input_shape: tuple[int, ...] | None = None  # (C, H, W); of other inputs, the shape of one
+    input_shape: tuple[int, ...] | None = None  # (C, H, W) for images, else the shape of one input
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
 
@@ -61,7 +57,7 @@ class DatasetInfo:
 
     @property
     def class_weights(self) -> Tensor | None:
-        """Weights for a class-balanced loss, inverse to the frequencies; 0 for a class without samples.
+        """Inverse-frequency weights for a class-balanced loss; 0 for a class without samples.
 
         >>> DatasetInfo(class_counts=[1, 3, 0]).class_weights
         tensor([1.3333, 0.4444, 0.0000])
@@ -75,10 +71,10 @@ class DatasetInfo:
 
 
 def extract_info(dataset: Any) -> DatasetInfo:
-    """Everything that can be learnt from a data set by reading its metadata and at most one sample.
+    """Extract metadata from a dataset's attributes and at most one sample.
 
-    Random generators are left as they were, and nothing is taken from an iterable data set: of such a one is known
-    what it says of itself (`classes`, `num_classes`, `class_counts`, `input_shape`, and its length).
+    Random generators are preserved. An iterable-style dataset is not read: only its attributes count (`classes`,
+    `num_classes`, `class_counts`, `input_shape`, and its length).
 
     >>> info = extract_info([(0.5, 0), (0.1, 2), (0.3, 2)])
     >>> info.num_samples, info.num_classes, info.class_counts
@@ -94,7 +90,7 @@ def extract_info(dataset: Any) -> DatasetInfo:
         info.num_targets = 1 if values.ndim == 1 else values.shape[1]
         info.target_mean, info.target_std = float(values.mean()), float(values.std())
     if is_stream(dataset):
-        _ask_stream(dataset, info)
+        _read_stream_attributes(dataset, info)
     elif info.num_samples:
         sample = _first_sample(dataset)
         info.input_shape = _shape(_input_of(sample))
@@ -102,8 +98,7 @@ def extract_info(dataset: Any) -> DatasetInfo:
     return info
 
 
-def _ask_stream(stream: Any, info: DatasetInfo) -> None:
-    """What a stream has counted already, by itself."""
+def _read_stream_attributes(stream: Any, info: DatasetInfo) -> None:
     counts, shape = getattr(stream, "class_counts", None), getattr(stream, "input_shape", None)
     info.class_counts = list(counts) if isinstance(counts, list | tuple) else None
     info.input_shape = tuple(shape) if isinstance(shape, list | tuple) else None
@@ -111,13 +106,9 @@ def _ask_stream(stream: Any, info: DatasetInfo) -> None:
 
 def _count(labels: np.ndarray, num_classes: int) -> list[int]:
     if labels.size and labels.max() >= num_classes:
-        raise DataError(
-            expected(
-                f"labels from 0 to {num_classes - 1} in a data set of {num_classes} classes",
-                int(labels.max()),
-                "Let labels count from 0, and let `classes` (or `num_classes`) cover all of them.",
-            )
-        )
+        what = f"labels from 0 to {num_classes - 1} in a dataset of {num_classes} classes"
+        do = "Number labels from 0, and let `classes` (or `num_classes`) cover all of them."
+        raise DataError(expected(what, int(labels.max()), do))
     return np.bincount(labels, minlength=num_classes).tolist()
 
 
@@ -133,13 +124,8 @@ def _first_sample(dataset: Any) -> Any:
         except TrainformerError:
             raise
         except Exception as error:
-            raise DataError(
-                expected(
-                    f"the first sample of {type(dataset).__name__} to be readable",
-                    error,
-                    "Read dataset[0] yourself to see where it fails.",
-                )
-            ) from error
+            what = f"the first sample of {type(dataset).__name__} to be readable"
+            raise DataError(expected(what, error, "Read dataset[0] yourself to see where it fails.")) from error
 
 
 def _input_of(sample: Any) -> Any:
@@ -151,14 +137,14 @@ def _input_of(sample: Any) -> Any:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    if is_a(value, "PIL.Image.Image"):
+    if is_instance_of(value, "PIL.Image.Image"):
         return (len(value.getbands()), value.height, value.width)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return None
     shape = tuple(int(size) for size in value.shape)
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and len(shape) == 3 and shape[2] in (1, 3, 4):
-        return (shape[2], shape[0], shape[1])  # images that were decoded into NumPy have their channels last
-    # Whole numbers of another rank are tokens or indices, whose number says nothing about a model's input.
+        return (shape[2], shape[0], shape[1])  # images decoded into NumPy arrays are channels-last
+    # Integers of another rank are tokens or indices, whose number says nothing about a model's input.
     is_input = len(shape) == 3 or (len(shape) > 0 and "float" in str(value.dtype))
     return shape if is_input else None
 
@@ -167,7 +153,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _max_length(dataset: Any, sample: Any) -> int | None:
-    """The longest sequence where lengths are known without loading samples, else the length of the first."""
+    """The longest sequence if lengths are known without loading samples, else the length of the first one."""
     lengths = _token_lengths(dataset)
     if lengths is not None and lengths.size:
         return int(lengths.max())
@@ -178,9 +164,9 @@ def _token_lengths(dataset: Any) -> np.ndarray | None:
     if is_subset(dataset):
         lengths = _token_lengths(dataset.dataset)
         return None if lengths is None else lengths[np.asarray(dataset.indices, dtype=np.int64)]
-    if is_a(dataset, CONCATENATION):
+    if is_instance_of(dataset, CONCATENATION):
         return concatenated([_token_lengths(part) for part in dataset.datasets])
-    if is_a(dataset, HF_DATASET):
+    if is_instance_of(dataset, HF_DATASET):
         return _list_lengths(dataset, "input_ids")
     if isinstance(dataset, list | tuple):
         found = [_token_length(sample) for sample in dataset]
@@ -203,7 +189,7 @@ def _list_lengths(dataset: Any, column: str) -> np.ndarray | None:
     values = dataset.data.column(column)
     if not (pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type)) or values.null_count:
         return None
-    # Lengths are in the offsets alone, so not a token is read, however large the file.
+    # Lengths come from the offsets: no token is read, however large the file.
     lengths = pyarrow.compute.list_value_length(values).to_numpy()
     chosen = getattr(dataset, "_indices", None)  # after select or shuffle
     return lengths if chosen is None else lengths[chosen.column(0).to_numpy()]

@@ -1,8 +1,7 @@
 """Images with text: captions, conversations about images, questions with answers.
 
-Owns `ImageTextDataset`: which files hold the records, what their parts are called, and the one form of an item that
-tasks read. Reading lines and tables is left to `text`, tar shards to `webdataset`, decoding images to `folder`. Of a
-JSON Lines file only the places of its lines are in memory; a record is parsed and its image decoded when it is read.
+`ImageTextDataset` finds the records, knows the common names of their fields, and yields one standard item for tasks.
+Records are parsed and images decoded when a sample is read; of a JSON Lines file only line offsets are in memory.
 """
 
 from __future__ import annotations
@@ -20,25 +19,23 @@ from torch.utils.data import Dataset
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.folder import decode_image, read_image
-from trainformer.data.hub import is_saved_by_hf
+from trainformer.data.hub import is_hf_saved
 from trainformer.data.lists import IMAGE_COLUMNS
 from trainformer.data.order import sample_key
 from trainformer.data.pixels import is_pil, with_channels
-from trainformer.data.shards import RawSample, names_shards
+from trainformer.data.tar_shards import RawSample, is_shard_path
 from trainformer.data.text.files import TextFile, content_suffix
-from trainformer.data.text.schemas import Form, conversation, expected_value, text_value
+from trainformer.data.text.schemas import Schema, conversation, expected_value, require_text
 from trainformer.data.text.sources import load_text
-from trainformer.data.text.tables import JSON, MOST_PARSED, RecordList, position, where
+from trainformer.data.text.tables import JSON, MAX_PARSED_BYTES, RecordList, location_of, normalize_index
 from trainformer.data.webdataset import WebDataset
 
 logger = logging.getLogger("trainformer")
 
-__all__ = ["IMAGE_MARK", "ImageTextDataset", "ImageTextStream", "holds_captions"]
-
-IMAGE_MARK = "<image>"  # where an image belongs in a text, as LLaVA writes it
+IMAGE_MARK = "<image>"  # the placeholder of an image in a text, as in LLaVA
 TEXT_COLUMNS = ("text", "caption", "captions", "texts", "sentence", "sentences", "title", "alt_text", "description")
 _MESSAGES = ("messages", "conversations", "conversation")
-_ASKED = (
+_PROMPT_KEYS = (
     *(("prompt", "completion"), ("prompt", "response"), ("prompt", "answer"), ("question", "answer")),
     *(("query", "response"), ("query", "answer"), ("instruction", "output"), ("instruction", "response")),
 )
@@ -46,36 +43,35 @@ _CAPTION_FILES = (
     *("captions.json", "captions.jsonl", "captions.csv", "captions.tsv"),
     *("metadata.jsonl", "metadata.csv", "metadata.parquet"),
 )
-_LOOKED_AT = 100  # records that are checked when a set is opened: a millisecond
+_CHECKED = 100  # records checked when a dataset is opened: a millisecond
 
 Opener = Callable[[Any], Any]
 
 
 class ImageTextDataset(Dataset):
-    """Images with text: ``{"image": PIL image (RGB), "text": str}``, from nearly any file that people keep them in.
+    """Images with text: ``{"image": PIL image (RGB), "text": str}``, from the common file formats:
 
     - `.jsonl`, `.json` (a list of records), `.csv`, `.tsv`, `.parquet`: records with the path of an image under
       `image_key`, relative to `image_dir` (the file's folder by default), and a text under `text_key`. JSON Lines are
-      read lazily, so a file of 10 GB may be used; JSON and CSV up to 1 GB.
-    - a `.json` file that maps files to captions, ``{"1.jpg": "a cat"}``, or one of COCO's captions;
-    - a folder of images with `captions.json` (any of these forms), `captions.jsonl`, `captions.csv`, or with
-      `metadata.jsonl` or `metadata.csv` with the column `file_name`, as HF's "imagefolder" has them;
-    - tar shards (see `WebDataset`) with an image and a `.txt` or `.json` per sample: a stream, not a set with a length;
-    - a folder that HF `datasets` saved, a set of the hub as `"hf:name:split"`, or a list of records.
+      read lazily, so 10 GB are fine; JSON and CSV files are limited to 1 GB.
+    - a `.json` file that maps files to captions, ``{"1.jpg": "a cat"}``, or COCO captions;
+    - a folder of images with `captions.json` (any of these formats), `captions.jsonl`, `captions.csv`, or with
+      `metadata.jsonl` or `metadata.csv` and the column `file_name`, as in HF's "imagefolder";
+    - tar shards (see `WebDataset`) with an image and a `.txt` or `.json` per sample: a stream without a length;
+    - a folder written by HF's `save_to_disk`, a dataset of the hub as `"hf:name:split"`, or a list of records.
 
-    Where the default keys are missing, usual other names (`caption`, `file_name`, ...) are looked for. A text may be a
-    list of captions: the item then has all of them under `captions`, and one of them, drawn anew in every epoch, under
-    `text`. (The loader seeds Python's generator by seed, epoch and sample.)
+    If the default keys are missing, other common names (`caption`, `file_name`, ...) are tried. A text may be a list of
+    captions: the item then has all of them in `captions`, and a random one, different in every epoch, in `text`. (The
+    loader seeds Python's generator by seed, epoch and sample.)
 
-    Records for models that talk carry, instead of `text`, either `messages` (from `messages`, or LLaVA's
-    `conversations`) or `prompt` and `completion` (also from `question` and `answer`). Messages are those of
-    transformers: a mark ``<image>`` in a text becomes a part ``{"type": "image"}``. Several images are a list, under
-    `images`. Errors name file and line.
+    For chat models, records have `messages` (or LLaVA's `conversations`), or `prompt` and `completion` (or `question`
+    and `answer`) instead of `text`. Messages are in the format of transformers: ``<image>`` in a text becomes a part
+    ``{"type": "image"}``. Several images are a list in `images`. Errors name file and line.
     """
 
     def __new__(cls, path: Any = "", *args: Any, **options: Any) -> Any:
-        """Shards are a stream, which is another class. (Copies and worker processes call this without a path.)"""
-        if isinstance(path, str | Path) and names_shards(path) and _caption_file(path) is None:
+        """Shards become an `ImageTextStream`. (Copies and worker processes call this without a path.)"""
+        if isinstance(path, str | Path) and is_shard_path(path) and _caption_file(path) is None:
             return ImageTextStream(path, *args, **options)
         return super().__new__(cls)
 
@@ -89,47 +85,47 @@ class ImageTextDataset(Dataset):
         self.path = path
         self.image_key = image_key
         self.text_key = text_key
-        self._records, beside = _open_records(path, image_key, text_key)
-        self.image_dir = Path(beside if image_dir is None else image_dir).expanduser()
+        self._records, folder = _open_records(path, image_key, text_key)
+        self.image_dir = Path(folder if image_dir is None else image_dir).expanduser()
         if not len(self._records):
             raise DataError(f"Expected at least one record in '{path}', received none.")
         self._reader = RecordReader(image_key, text_key)
-        self.has_several_captions = self._look_at_first()
+        self.has_several_captions = self._check_first()
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        index = position(index, len(self))
+        index = normalize_index(index, len(self))
         item = self._converted(index, self._open)
         if "captions" in item:
             item["text"] = random.choice(item["captions"])
         return item
 
-    def undecoded(self, index: int) -> dict[str, Any]:
-        """The item with the paths of its images instead of the images, where they have one: to look through many."""
-        return self._converted(position(index, len(self)), self._find)
+    def without_decoding(self, index: int) -> dict[str, Any]:
+        """The item with image paths instead of images where possible: to scan many items."""
+        return self._converted(normalize_index(index, len(self)), self._find)
 
-    def where(self, index: int) -> str:
-        """The place of a record, for messages: file and line where it is known."""
-        return where(self._records, index)
+    def location(self, index: int) -> str:
+        """Where a record is, for error messages: file and line if known."""
+        return location_of(self._records, index)
 
     def _converted(self, index: int, opener: Opener) -> dict[str, Any]:
         record = self._records[index]
         try:
             return self._reader.item(record, opener)
         except DataError as error:
-            raise DataError(f"{self.where(index)}: {error}") from error.__cause__
+            raise DataError(f"{self.location(index)}: {error}") from error.__cause__
 
-    def _look_at_first(self) -> bool:
-        """Check the first records but for the images themselves; whether any of them has several captions."""
-        # What says where a record stands is text; HF `datasets` would decode an image for each record.
-        most = _LOOKED_AT if hasattr(self._records, "where") else 1
-        items = [self._converted(index, self._find) for index in range(min(len(self), most))]
+    def _check_first(self) -> bool:
+        """Check the first records without decoding images; whether any has several captions."""
+        # HF datasets, which have no `location`, would decode an image for each record.
+        count = _CHECKED if hasattr(self._records, "location") else 1
+        items = [self._converted(index, self._find) for index in range(min(len(self), count))]
         return any("captions" in item for item in items)
 
     def _open(self, image: Any) -> Any:
-        """The image that a record means: a path, an image, or the bytes of one as HF `datasets` keeps them."""
+        """The image of a record: a path, an image, or encoded bytes as in HF datasets."""
         if is_pil(image):
             return with_channels(image, 3)
         if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes):
@@ -143,7 +139,7 @@ class ImageTextDataset(Dataset):
             image = image["path"]
         if isinstance(image, Mapping | bytes) or is_pil(image):
             return image
-        name = text_value(image, self.image_key)
+        name = require_text(image, self.image_key)
         if "://" in name:
             raise DataError(expected("the path of a local file", name, "Download the images first."))
         path = os.path.join(self.image_dir, os.path.expanduser(name))
@@ -154,11 +150,11 @@ class ImageTextDataset(Dataset):
 
 
 class ImageTextStream(WebDataset):
-    """What `ImageTextDataset` makes of tar shards: items as they come, in the order and with the position of shards.
+    """`ImageTextDataset` for tar shards: a stream of items, with the order and position of `WebDataset`.
 
     A sample is an image with a `.txt` (its caption) or a `.json` (a record, as in a JSON Lines file). `options` are
-    those of `WebDataset`: `shuffle`, `seed`, `length`, `skip_bad`. Which of several captions is drawn depends on seed,
-    epoch and sample alone.
+    those of `WebDataset`: `shuffle`, `seed`, `length`, `skip_bad`. Seed, epoch and sample decide which of several
+    captions is used.
     """
 
     def __init__(
@@ -170,7 +166,7 @@ class ImageTextStream(WebDataset):
         **options: Any,
     ) -> None:
         if image_dir is not None:
-            raise BadArgument(expected("no image_dir with tar shards, which hold their images", str(image_dir)))
+            raise BadArgument(expected("no image_dir with tar shards, which contain their images", str(image_dir)))
         super().__init__(urls, label_key=("txt", "text", "caption", "json"), **options)
         self._reader = RecordReader(image_key, text_key)
         self._text_key = text_key
@@ -181,13 +177,13 @@ class ImageTextStream(WebDataset):
         self.length = sum(1 for shard in range(len(self.shards)) for _ in self._samples(shard, 0, set()))
         return self
 
-    def _numbered(self, cursor: Any) -> Iterator[tuple[int, Any]]:
-        numbered: Iterator[tuple[int, Any]] = super()._numbered(cursor)
-        for number, item in numbered:
+    def _with_ids(self, cursor: Any) -> Iterator[tuple[int, Any]]:
+        items: Iterator[tuple[int, Any]] = super()._with_ids(cursor)
+        for identity, item in items:
             if "captions" in item:
-                key = sample_key(self.seed, self.epoch, number)
+                key = sample_key(self.seed, self.epoch, identity)
                 item["text"] = item["captions"][key % len(item["captions"])]
-            yield number, item
+            yield identity, item
 
     def _read(self, raw: RawSample) -> Any:
         try:
@@ -195,20 +191,20 @@ class ImageTextStream(WebDataset):
             image = decode_image(data, 3, self._where(raw))
             return self._reader.item({**self._record(raw), self._reader.image_key: image}, lambda found: found)
         except DataError as error:
-            place = self._where(raw)
-            told = error if place in str(error) else DataError(f"{place}: {error}")
+            where = self._where(raw)
+            located = error if where in str(error) else DataError(f"{where}: {error}")
             if not self.skip_bad:
-                raise told from error.__cause__
-            logger.warning("a sample is left out: %s", told)
+                raise located from error.__cause__
+            logger.warning("skipping a sample: %s", located)
             return None
 
     def _record(self, raw: RawSample) -> dict[str, Any]:
-        """What is said of the image: a JSON file as it is, and the text, which goes before one in the JSON file."""
+        """The fields of the JSON file and the text file; the text file wins."""
         record: dict[str, Any] = {}
         for ending in (ending for ending in reversed(self.label_keys) if ending in raw.files):
             try:
-                said = raw.files[ending].decode("utf-8")
-                value = json.loads(said) if ending == "json" else said.strip()
+                text = raw.files[ending].decode("utf-8")
+                value = json.loads(text) if ending == "json" else text.strip()
             except ValueError as error:
                 raise DataError(f"Expected UTF-8 text or JSON in '.{ending}', received: {error}.") from error
             record |= value if isinstance(value, Mapping) else {self._text_key: value}
@@ -216,26 +212,26 @@ class ImageTextStream(WebDataset):
 
 
 class RecordReader:
-    """Records into items. What opening an image means is told by the caller."""
+    """Converts records to items. The caller passes the function that opens an image."""
 
     def __init__(self, image_key: str, text_key: str) -> None:
         self.image_key = image_key
         self.text_key = text_key
 
     def item(self, record: Any, opener: Opener) -> dict[str, Any]:
-        """The item of a record, checked."""
+        """The checked item of a record."""
         if not isinstance(record, Mapping):
             raise DataError(expected_value("a record with an image and a text", record))
         images = self._images(record)
-        said = self._said(record, images)
-        marks = _marks(said)
+        text = self._text_fields(record, images)
+        marks = _count_marks(text)
         if marks and marks != len(images):
-            raise DataError(expected(f"as many images as marks {IMAGE_MARK}, which are {marks}", len(images)))
-        if not images and "text" in said:
+            raise DataError(expected(f"{marks} images, one for each {IMAGE_MARK}", len(images)))
+        if not images and "text" in text:
             raise DataError(self._missing(record, "image", self.image_key, IMAGE_COLUMNS))
         opened = [opener(image) for image in images]
         one = len(opened) == 1 and not isinstance(record.get("images"), list)
-        return {"image": opened[0], **said} if one else {"images": opened, **said}
+        return {"image": opened[0], **text} if one else {"images": opened, **text}
 
     def _images(self, record: Mapping[str, Any]) -> list[Any]:
         key = _key(record, self.image_key, "image", IMAGE_COLUMNS)
@@ -244,51 +240,51 @@ class RecordReader:
             return list(value)
         return [] if value is None or value == "" else [value]
 
-    def _said(self, record: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
-        """What is said of the images; images that messages name are added to them."""
-        if not (self.text_key != "text" and self.text_key in record):  # a key that the user chose decides
+    def _text_fields(self, record: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
+        """Text, messages or prompt and completion; images named in messages are added to `images`."""
+        if not (self.text_key != "text" and self.text_key in record):  # a key chosen by the user wins
             for key in _MESSAGES:
                 if isinstance(record.get(key), list):
                     return {"messages": _messages(record[key], images)}
-            for asked, answered in _ASKED:
-                if asked in record and answered in record:
-                    prompt, completion = text_value(record[asked], asked), text_value(record[answered], answered)
+            for question, answer in _PROMPT_KEYS:
+                if question in record and answer in record:
+                    prompt, completion = require_text(record[question], question), require_text(record[answer], answer)
                     return {"prompt": prompt, "completion": completion}
         found = _key(record, self.text_key, "text", TEXT_COLUMNS)
         if found is None:
             raise DataError(self._missing(record, "text", self.text_key, TEXT_COLUMNS))
         if not isinstance(record[found], list):
-            return {"text": text_value(record[found], found)}
-        captions = [text_value(caption, found) for caption in record[found]]
+            return {"text": require_text(record[found], found)}
+        captions = [require_text(caption, found) for caption in record[found]]
         if not captions:
             raise DataError(f"Expected at least one caption in {found!r}, received an empty list.")
         return {"text": captions[0], "captions": captions}
 
     @staticmethod
-    def _missing(record: Mapping[str, Any], what: str, wanted: str, usual: Sequence[str]) -> str:
-        others = f", nor one of the usual names {', '.join(usual[:4])}, ..." if wanted == usual[0] else ""
+    def _missing(record: Mapping[str, Any], what: str, wanted: str, common: Sequence[str]) -> str:
+        others = f", or one of {', '.join(common[:4])}, ..." if wanted == common[0] else ""
         keys = ", ".join(map(repr, record)) or "no key"
         do = f"{did_you_mean(wanted, map(str, record))} Pass {what}_key='...'.".strip()
         return f"Expected the key {wanted!r}{others}, received a record with: {keys}. {do}"
 
 
-def _key(record: Mapping[str, Any], wanted: str, default: str, usual: Sequence[str]) -> str | None:
-    """The key that is meant: the one that is wanted, or where that is the default, the first of the usual names."""
+def _key(record: Mapping[str, Any], wanted: str, default: str, common: Sequence[str]) -> str | None:
+    """The wanted key, or if it is the default, the first common name in the record."""
     if wanted in record or wanted != default:
         return wanted if wanted in record else None
-    return next((name for name in usual if name in record), None)
+    return next((name for name in common if name in record), None)
 
 
 # -- conversations -----------------------------------------------------------------------------------------
 
 
 def _messages(raw: Sequence[Any], images: list[Any]) -> list[dict[str, Any]]:
-    """Messages with standard roles, whose contents are texts, or lists of parts where there are images.
+    """Messages with standard roles. Contents are texts, or lists of parts if there are images.
 
-    They are checked as texts, with a mark for every image: so a conversation is one and the same thing everywhere.
+    They are checked by `schemas.conversation` as texts with a mark for every image.
     """
     as_text = [_as_text(message, images) for message in raw]
-    checked = conversation({"messages": as_text}, Form("chat", {"messages": "messages"}))["messages"]
+    checked = conversation({"messages": as_text}, Schema("chat", {"messages": "messages"}))["messages"]
     return [{**message, "content": image_parts(message["content"])} for message in checked]
 
 
@@ -304,14 +300,14 @@ def _as_text(message: Any, images: list[Any]) -> Any:
             if named is not None:
                 images.append(named)
         elif isinstance(part, Mapping) and part.get("type") == "text":
-            pieces.append(text_value(part.get("text"), "text"))
+            pieces.append(require_text(part.get("text"), "text"))
         else:
             raise DataError(expected_value("parts of the type text or image", part))
     return {**message, "content": "".join(pieces)}
 
 
 def image_parts(content: str) -> str | list[dict[str, str]]:
-    """A text with marks as parts; one without as it is. LLaVA puts the mark on a line of its own, which is dropped."""
+    """A text with image marks as parts; without marks unchanged. LLaVA's line break around a mark is dropped."""
     if IMAGE_MARK not in content:
         return content
     parts: list[dict[str, str]] = []
@@ -323,29 +319,29 @@ def image_parts(content: str) -> str | list[dict[str, str]]:
     return parts
 
 
-def _marks(said: Mapping[str, Any]) -> int:
-    contents = [message["content"] for message in said.get("messages", [])]
+def _count_marks(text: Mapping[str, Any]) -> int:
+    contents = [message["content"] for message in text.get("messages", [])]
     found = sum(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
-    return found + str(said.get("prompt", "")).count(IMAGE_MARK)
+    return found + str(text.get("prompt", "")).count(IMAGE_MARK)
 
 
 # -- files -------------------------------------------------------------------------------------------------
 
 
-def holds_captions(path: str | Path) -> bool:
-    """Whether there are images with text behind a path, as far as names tell.
+def has_captions(path: str | Path) -> bool:
+    """Whether a path names images with text, by its file name.
 
-    >>> holds_captions("pairs.jsonl"), holds_captions("nowhere")
+    >>> has_captions("pairs.jsonl"), has_captions("nowhere")
     (True, False)
     """
-    if _caption_file(path) is not None or names_shards(path):
+    if _caption_file(path) is not None or is_shard_path(path):
         return True
     path = Path(path).expanduser()
-    return content_suffix(path) != "" if not path.is_dir() else is_saved_by_hf(path)
+    return content_suffix(path) != "" if not path.is_dir() else is_hf_saved(path)
 
 
 def _caption_file(path: str | Path) -> Path | None:
-    """The file in a folder of images that holds what is said of them."""
+    """The file with captions in a folder of images."""
     folder = Path(path).expanduser()
     if not str(path) or not folder.is_dir():
         return None
@@ -353,44 +349,44 @@ def _caption_file(path: str | Path) -> Path | None:
 
 
 def _open_records(path: Any, image_key: str, text_key: str) -> tuple[Any, Path]:
-    """The records, and the folder that the paths of images in them are relative to."""
+    """The records, and the folder their image paths are relative to."""
     if not isinstance(path, str | Path):
         return RecordList(list(path)), Path()
     found = _caption_file(path)
     file = Path(path).expanduser() if found is None else found
-    if found is None and file.is_dir() and not is_saved_by_hf(file):
-        held = ", ".join(sorted(name for name in islice(os.listdir(file), 5))) or "nothing"
+    if found is None and file.is_dir() and not is_hf_saved(file):
+        content = ", ".join(sorted(name for name in islice(os.listdir(file), 5))) or "nothing"
         raise DataError(
-            f"Expected a folder with one of {', '.join(_CAPTION_FILES)}, received '{file}', which holds {held}."
+            f"Expected a folder with one of {', '.join(_CAPTION_FILES)}, received '{file}', which contains {content}."
         )
     if content_suffix(file) in JSON and file.is_file():
         records = _parse_mapping(TextFile(file), image_key, text_key)
         if records is not None:
             return records, file.parent
-    # Names such as "hf:name:split" are no paths, and go through as they are.
+    # Names such as "hf:name:split" are not paths.
     records = load_text(file if file.exists() else path)
     return records, file if file.is_dir() else file.parent
 
 
 def _parse_mapping(file: TextFile, image_key: str, text_key: str) -> RecordList | None:
-    """The records of a JSON file that maps files to captions, or of COCO's; None for all others."""
+    """The records of a JSON file that maps files to captions, or of COCO captions; None for other files."""
     head = file.read(file.begin, min(file.size, file.begin + 4096)).lstrip()
-    if not head.startswith(b"{") or file.size > MOST_PARSED or _begins_with_a_record(head):
+    if not head.startswith(b"{") or file.size > MAX_PARSED_BYTES or _is_json_lines(head):
         return None
     try:
         content = json.loads(file.decode(file.read(file.begin, file.size), file.begin))
     except json.JSONDecodeError:
-        return None  # JSON Lines by another name, or an error that is told with its line
+        return None  # JSON Lines, or an error that is reported with its line later
     if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
-        return RecordList(_of_coco(content, image_key, text_key), file)
+        return RecordList(_coco_records(content, image_key, text_key), file)
     is_record = image_key in content or text_key in content or any(key in content for key in _MESSAGES)
     if is_record or not all(_is_caption(value) for value in content.values()):
         return None
-    return RecordList([{image_key: name, text_key: said} for name, said in content.items()], file)
+    return RecordList([{image_key: name, text_key: caption} for name, caption in content.items()], file)
 
 
-def _begins_with_a_record(head: bytes) -> bool:
-    """Whether JSON Lines go by the name of JSON: the first line is an object, and not the last one."""
+def _is_json_lines(head: bytes) -> bool:
+    """Whether a .json file contains JSON Lines: the first line is an object, and another line follows."""
     first, _, rest = head.partition(b"\n")
     try:
         return bool(rest.strip()) and isinstance(json.loads(first), Mapping)
@@ -402,8 +398,8 @@ def _is_caption(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
 
 
-def _of_coco(content: Mapping[str, Any], image_key: str, text_key: str) -> list[dict[str, Any]]:
-    """Every image of COCO's annotations that has captions, with all of them."""
+def _coco_records(content: Mapping[str, Any], image_key: str, text_key: str) -> list[dict[str, Any]]:
+    """The images with captions, each with all of its captions."""
     captions: dict[Any, list[str]] = {}
     try:
         for note in content["annotations"]:
@@ -411,7 +407,7 @@ def _of_coco(content: Mapping[str, Any], image_key: str, text_key: str) -> list[
         named = [(image["file_name"], image["id"]) for image in content["images"]]
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"Expected images with 'id' and 'file_name', and annotations with 'image_id' and 'caption', as COCO has "
-            f"them, received some without {error}."
+            f"Expected images with 'id' and 'file_name', and annotations with 'image_id' and 'caption', as in COCO, "
+            f"received some without {error}."
         ) from error
     return [{image_key: name, text_key: captions[number]} for name, number in named if number in captions]

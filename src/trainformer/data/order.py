@@ -1,7 +1,6 @@
-"""The order of an epoch, and the random numbers of a sample: pure functions of (seed, epoch, sample).
+"""The order of an epoch and the random numbers of a sample: pure functions of (seed, epoch, sample).
 
-Nothing here imports torch. Its generator is seeded and preserved with the others where a program has loaded it: as long
-as it has not, nothing draws from it.
+Nothing here imports torch. If the program has imported it, its CPU generator is seeded and preserved with the others.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import numpy as np
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the step of splitmix64
 
-# Stands in for NumPy's generator where that must stay as it is: to swap two costs nothing, to save a state 250 us.
+# Swapped in for NumPy's global generator to preserve it: swapping costs nothing, saving a state takes 250 us.
 _spare = np.random.MT19937(0)
 
-# Of the sample that a thread reads: its key, and its generator once somebody has asked for it.
+# The key of the sample a thread is reading, and its generator once `sample_rng` was called.
 _reading = threading.local()
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Indices of all samples in the order in which an epoch visits them.
+    """Indices of all samples in the order of an epoch.
 
     >>> sorted(epoch_order(5, seed=1, epoch=0, shuffle=True).tolist())
     [0, 1, 2, 3, 4]
@@ -39,7 +38,7 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def sample_key(seed: int, epoch: int, index: int) -> int:
-    """A 64-bit number that belongs to one sample of one epoch (splitmix64 over the three).
+    """A 64-bit key for one sample of one epoch (splitmix64 over the three numbers).
 
     >>> len({sample_key(0, 0, 1), sample_key(0, 1, 0), sample_key(1, 0, 0)})
     3
@@ -70,9 +69,9 @@ def sample_keys(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
 
 
 def distinct_draws(order: np.ndarray, size: int) -> np.ndarray:
-    """Mark repetitions: the n-th occurrence (from 0) of a sample among `size` becomes ``sample + n * size``.
+    """Number repeated samples: the n-th occurrence (from 0) of a sample becomes ``sample + n * size``.
 
-    A sample that is drawn twice in an epoch is to be augmented in two ways, so each draw needs a number of its own.
+    A sample drawn twice in an epoch is augmented in two ways, so each draw needs its own number.
 
     >>> distinct_draws(np.array([2, 0, 2, 2]), size=10).tolist()
     [2, 0, 12, 22]
@@ -88,29 +87,29 @@ def distinct_draws(order: np.ndarray, size: int) -> np.ndarray:
 
 
 def seed_generators(key: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generator: some 15 us, which decoding an image dwarfs."""
-    begin_sample(key)
+    """Seed Python's, NumPy's and torch's CPU generators: about 15 us, far less than decoding an image."""
+    set_sample_key(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     if (torch := _torch()) is not None:
-        # torch.manual_seed would also seed every accelerator, which a sample has no business with.
+        # torch.manual_seed would also seed every accelerator.
         torch.default_generator.manual_seed(key)
 
 
-def begin_sample(key: int | None) -> None:
-    """Say which sample this thread reads from now on: where `sample_rng` gets its numbers from."""
+def set_sample_key(key: int | None) -> None:
+    """Set the key of the sample this thread reads next, which seeds `sample_rng`."""
     _reading.key, _reading.generator = key, None
 
 
 def sample_rng() -> np.random.Generator:
-    """The generator of the sample that is being read, for random augmentation in a data set of your own.
+    """The generator of the sample being read, for random augmentation in your own dataset.
 
-    Its numbers belong to (seed, epoch, sample). Unlike those of `random` and `np.random`, which are seeded for each
-    sample as well, they are right also where several threads read at once. Outside of a loader nobody has seeded it.
+    It is seeded by (seed, epoch, sample). `random` and `np.random` are seeded for each sample too, but they are shared
+    by threads; this generator is not. Outside of a loader it is not seeded.
 
-    >>> begin_sample(sample_key(0, 0, 7))
+    >>> set_sample_key(sample_key(0, 0, 7))
     >>> first = sample_rng().random(2).tolist()
-    >>> begin_sample(sample_key(0, 0, 7))
+    >>> set_sample_key(sample_key(0, 0, 7))
     >>> [float(sample_rng().random()), float(sample_rng().random())] == first
     True
     """
@@ -119,8 +118,8 @@ def sample_rng() -> np.random.Generator:
     return _reading.generator
 
 
-def global_draws() -> tuple[Any, ...]:
-    """Something that changes when anybody draws from the process's generators."""
+def global_rng_state() -> tuple[Any, ...]:
+    """The state of the process's generators, to find out whether something drew from them."""
     name, numbers, place, *rest = np.random.get_state(legacy=True)
     torch = _torch()
     cpu = None if torch is None else torch.get_rng_state().numpy().tobytes()
@@ -133,7 +132,7 @@ def _torch() -> Any:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leave the process's CPU generators as they were, whatever happens inside."""
+    """Restore the process's CPU generators on exit."""
     torch = _torch()
     python, numpy = random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
     cpu = None if torch is None else torch.get_rng_state()

@@ -1,8 +1,7 @@
-"""Images of any kind as tensors: PIL images, arrays and tensors in, (C, H, W) out.
+"""Converting PIL images, arrays and tensors to (C, H, W) tensors: channels, bit depth, order of dimensions.
 
-Owns the conversions alone: which channels, which depth, which order of dimensions. Pixels stay whole numbers from
-0 to 255 (uint8) as long as they are pixels; a float image is one that somebody has scaled and normalised already,
-and its values are never touched. That is what makes normalising twice impossible further on.
+Pixels stay uint8. A float image counts as normalised already, and its values are never changed: that makes it
+impossible to normalise twice later.
 """
 
 from __future__ import annotations
@@ -21,25 +20,22 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-_DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # 16 bits per pixel, which PIL's own conversions may clip at 255
+_DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # 16 bits per pixel, which PIL's conversions may clip at 255
 _GRAY_MODES = ("1", "L", "LA", "La", *_DEEP_MODES)
 _MODE_OF_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 _PLAUSIBLE_CHANNELS = (1, 3, 4)
-_RED, _GREEN, _BLUE = 19595, 38470, 7471  # ITU-R 601 luma in 1/65536, the very numbers PIL uses
+_RED, _GREEN, _BLUE = 19595, 38470, 7471  # ITU-R 601 luma in 1/65536, as in PIL
 
 
 class ImageTensors(TensorDataset):
-    """Images in memory, (N, C, H, W), with their labels and class names where there are any.
-
-    Being nothing but tensors, whole batches are read with one index operation.
-    """
+    """Images in memory, (N, C, H, W), with optional labels and class names. Batches take one index operation."""
 
     classes: list[str]
     targets: Tensor
 
     def __init__(self, images: Tensor, labels: Tensor | None = None, classes: Sequence[str] | None = None) -> None:
         super().__init__(*((images,) if labels is None else (images, labels)))
-        # Absent rather than None, so that hasattr() tells the truth, as with torchvision's data sets.
+        # Absent rather than None, so that hasattr() works as with torchvision's datasets.
         if labels is not None:
             self.targets = labels
         if classes is not None:
@@ -47,11 +43,10 @@ class ImageTensors(TensorDataset):
 
     @property
     def images(self) -> Tensor:
-        """All images."""
         return self.tensors[0]
 
     def with_images(self, images: Tensor) -> ImageTensors:
-        """The same labels and names with other images."""
+        """A copy with other images."""
         return ImageTensors(images, getattr(self, "targets", None), getattr(self, "classes", None))
 
 
@@ -61,9 +56,9 @@ def is_pil(image: Any) -> bool:
 
 
 def with_channels(image: Any, channels: int | None = None) -> Image.Image | Tensor:
-    """The image with so many channels: PIL stays PIL (8 bits deep), all else becomes a (C, H, W) tensor.
+    """Convert to this number of channels: PIL images stay PIL (8 bits), anything else becomes a (C, H, W) tensor.
 
-    ``None`` keeps what the image has, less an alpha channel that PIL knows to be one.
+    ``None`` keeps the channels of the image, except for an alpha channel of a PIL image.
     """
     if is_pil(image):
         return _convert_pil(image, channels)
@@ -71,32 +66,27 @@ def with_channels(image: Any, channels: int | None = None) -> Image.Image | Tens
 
 
 def image_tensor(image: Any) -> Tensor:
-    """An image as a (C, H, W) tensor: uint8 if it has pixels, float32 if its values are real numbers.
+    """An image as a (C, H, W) tensor: uint8 for pixels, float32 for real values.
 
     >>> image_tensor(np.zeros((5, 7, 3), dtype=np.uint8)).shape
     torch.Size([3, 5, 7])
     """
     if is_pil(image):
         image = _convert_pil(image, None) if image.mode not in ("L", "RGB", "RGBA") else image
-        array = np.array(image)  # a copy: PIL's buffer is read-only, and torch wants to own what it writes to
+        array = np.array(image)  # a copy: PIL's buffer is read-only
         return _channels_first(torch.from_numpy(array), last_preferred=True)
     if isinstance(image, np.ndarray):
-        # NumPy has more kinds of strides and dtypes than torch takes.
+        # NumPy has strides and dtypes that torch refuses.
         tensor = torch.from_numpy(np.ascontiguousarray(image))
         return _channels_first(_eight_bits(tensor), last_preferred=True)
     if isinstance(image, torch.Tensor):
         return _channels_first(_eight_bits(image), last_preferred=False)
-    raise DataError(
-        expected(
-            "an image to be a PIL image, a tensor or a NumPy array",
-            type(image).__name__,
-            "Let the data set return (image, label), a dict with 'image' and 'label', or the image alone.",
-        )
-    )
+    do = "Return (image, label), a dict with 'image' and 'label', or the image alone from the dataset."
+    raise DataError(expected("an image to be a PIL image, a tensor or a NumPy array", type(image).__name__, do))
 
 
 def channels_in(shape: Sequence[int]) -> int:
-    """Number of channels of an image of this shape, whichever way its dimensions are ordered.
+    """Number of channels of an image of this shape, channels first or last.
 
     >>> channels_in((3, 32, 32)), channels_in((32, 32, 3)), channels_in((28, 28))
     (3, 3, 1)
@@ -107,9 +97,8 @@ def channels_in(shape: Sequence[int]) -> int:
 
 
 def tensor_channels(image: Tensor, channels: int | None) -> Tensor:
-    """A tensor (..., C, H, W) with another number of channels.
-
-    Gray is repeated, colour becomes its luma (bit for bit as PIL does it), alpha is dropped.
+    """A (..., C, H, W) tensor with another number of channels: gray is repeated, colour becomes luma (bitwise as in
+    PIL), alpha is dropped.
     """
     have = image.shape[-3]
     if channels is None or channels == have:
@@ -120,13 +109,8 @@ def tensor_channels(image: Tensor, channels: int | None) -> Tensor:
         return tensor_channels(image[..., : have - 1, :, :], channels)
     if have == 3 and channels == 1:
         return _luma(image)
-    raise DataError(
-        expected(
-            f"images with {channels} channels",
-            f"images with {have}",
-            f"Pass in_chans={have}, or convert the images.",
-        )
-    )
+    what = f"images with {channels} channels"
+    raise DataError(expected(what, f"images with {have}", f"Pass in_chans={have}, or convert the images."))
 
 
 def _luma(image: Tensor) -> Tensor:
@@ -138,7 +122,7 @@ def _luma(image: Tensor) -> Tensor:
 
 
 def _eight_bits(tensor: Tensor) -> Tensor:
-    """uint8 for pixels of any depth, float32 for real numbers."""
+    """uint8 for pixels of any depth, float32 for real values."""
     if tensor.dtype == torch.uint8:
         return tensor
     if tensor.is_floating_point():
@@ -147,13 +131,9 @@ def _eight_bits(tensor: Tensor) -> Tensor:
         return tensor.to(torch.uint8) * 255
     if tensor.dtype == torch.uint16:
         return _from_sixteen_bits(tensor)
-    raise DataError(
-        expected(
-            "pixels as uint8 (0 to 255), uint16 or bool, or a float image that is normalised already",
-            str(tensor.dtype),
-            "If the values are 0 to 255, convert them with .to(torch.uint8) (NumPy: .astype('uint8')).",
-        )
-    )
+    what = "pixels as uint8 (0 to 255), uint16 or bool, or a float image that is normalised already"
+    do = "If the values are 0 to 255, convert them with .to(torch.uint8) (NumPy: .astype('uint8'))."
+    raise DataError(expected(what, str(tensor.dtype), do))
 
 
 def _from_sixteen_bits(tensor: Tensor) -> Tensor:
@@ -173,7 +153,7 @@ def _channels_first(image: Tensor, last_preferred: bool) -> Tensor:
 
 
 def _is_channels_last(shape: Sequence[int], last_preferred: bool) -> bool:
-    """Arrays have their channels last by custom and tensors first; the other order is taken if only that fits."""
+    """Arrays are usually channels-last and tensors channels-first; the other order applies if only that fits."""
     first, last = shape[0] in _PLAUSIBLE_CHANNELS, shape[-1] in _PLAUSIBLE_CHANNELS
     return last and (last_preferred or not first)
 
@@ -190,14 +170,9 @@ def _convert_pil(image: Image.Image, channels: int | None) -> Image.Image:
     if channels is None:
         channels = 1 if image.mode in _GRAY_MODES else 3
     if channels not in _MODE_OF_CHANNELS:
-        raise DataError(
-            expected(
-                "in_chans to be 1, 3 or 4 for images from files",
-                channels,
-                "Images with other channels can be given as tensors.",
-            )
-        )
+        what = "in_chans to be 1, 3 or 4 for images from files"
+        raise DataError(expected(what, channels, "Images with other channels can be given as tensors."))
     if image.mode in ("P", "PA") and "transparency" in image.info:
-        image = image.convert("RGBA")  # PIL warns otherwise: the palette's transparency has nowhere to go
+        image = image.convert("RGBA")  # otherwise PIL warns that the palette's transparency is lost
     mode = _MODE_OF_CHANNELS[channels]
     return image if image.mode == mode else image.convert(mode)

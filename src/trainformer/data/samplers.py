@@ -1,11 +1,10 @@
-"""Which samples an epoch holds, and in which order: classes balanced, batches of P classes with K samples, repetitions.
+"""Samplers: class-balanced, P classes with K samples each, repeated augmentation; and samplers by name.
 
-Owns the samplers; their names are in `sampler_names`. Every order is a pure function of (seed, epoch), made from labels
-alone: no image is read. Batches, workers and the random numbers of a sample are the loader's business.
+Every order is a pure function of (seed, epoch) and of the labels: no sample is read.
 
-A sampler serves two masters. The engine asks for `order(epoch, seed)`, the whole epoch, and divides it itself. In a
-`DataLoader` of the user's own it is an ordinary torch sampler that yields the share of this rank; torch asks no more
-of one than to be iterated, so nothing here imports it.
+A sampler works in two places. The engine calls `order(epoch, seed)` for the whole epoch and shards it itself. In a
+user's own `DataLoader` it is an ordinary torch sampler that yields the indices of its rank. torch only iterates over
+samplers, so nothing here imports it.
 """
 
 from __future__ import annotations
@@ -13,36 +12,36 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
 
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.labels import is_stream, labels_of, length
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 
 REPEATS = 3  # as in the paper on repeated augmentation for image classifiers, and in DeiT
-# Each sampler has a stream of random numbers of its own, apart from those of plain shuffling with the same seed.
+# Each sampler has its own stream of random numbers, independent of plain shuffling with the same seed.
 _BALANCED, _PK, _REPEATED = 0xBA1A, 0x9C, 0x4E9
 
 
 class EpochSampler(ABC):
-    """What the samplers share: epochs, ranks, and a position that can be saved.
+    """Base of the samplers: epochs, ranks, and a position that can be saved.
 
-    `order(epoch)` holds the whole epoch, over all ranks. Iterating gives the share of this rank in the epoch that
-    `set_epoch` named, in blocks of `block` neighbours, which stay together; the shares of all ranks are disjoint and
-    make up the whole. So that ranks have equally much to do, let the number of blocks be divisible by their number.
+    `order(epoch)` is the whole epoch, over all ranks. Iterating yields this rank's indices of the epoch given to
+    `set_epoch`, in blocks of `block` neighbours that stay together; the ranks' indices are disjoint and complete. Ranks
+    get the same number of samples if the number of blocks is divisible by the world size.
 
-    `state_dict` says how far the latest iteration came, and after `load_state_dict` the next one goes on from there. A
-    `DataLoader` with workers asks for indices ahead of time: then it is the loader's position that counts.
+    `state_dict` holds how far the current iteration came, and after `load_state_dict` the next iteration resumes there.
+    A `DataLoader` with workers draws indices ahead of time, so save the loader's position instead.
     """
 
     block = 1
 
     def __init__(self, seed: int = 0, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.seed = seed
-        this_rank, world_size = _place()
+        this_rank, world_size = _rank_and_world_size()
         self.num_replicas = world_size if num_replicas is None else num_replicas
         self.rank = this_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
@@ -61,12 +60,12 @@ class EpochSampler(ABC):
         """Indices of the whole epoch, over all ranks. `seed=None` is the seed of the sampler."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next. A position that was restored belongs to its own epoch and is then dropped."""
+        """Set the epoch of the next iteration. A restored position is dropped if it belongs to another epoch."""
         if epoch != self.epoch:
             self.epoch, self._position, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[int]:
-        # Not at the first `next`: from now on, state_dict() speaks of this iteration.
+        # Not at the first `next`: state_dict() refers to this iteration from now on.
         self._position, self._start = self._start, 0
         order = self.order(self.epoch)
         return self._counted(order[self._is_mine(len(order))][self._position :].tolist())
@@ -77,23 +76,21 @@ class EpochSampler(ABC):
             yield index
 
     def __len__(self) -> int:
-        """Indices that this rank gets."""
+        """Number of indices of this rank."""
         whole, rest = divmod(self.num_samples, self.block)
         mine = len(range(self.rank, whole, self.num_replicas)) * self.block
         return mine + (rest if whole % self.num_replicas == self.rank else 0)
 
     def whole(self) -> Self:
-        """The same sampler for somebody who divides the epoch over ranks himself, as the engine does."""
+        """A copy that yields the whole epoch, for callers that shard it themselves, as the engine does."""
         other = copy.copy(self)
         other.num_replicas, other.rank = 1, 0
         return other
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many indices of it were given out."""
         return {"epoch": self.epoch, "position": self._start or self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go there: the next iteration gives the rest of that epoch."""
         self.epoch = state["epoch"]
         self._position = self._start = state["position"]
 
@@ -104,8 +101,7 @@ class EpochSampler(ABC):
         return np.random.Generator(np.random.PCG64([self.seed if seed is None else seed, stream, epoch]))
 
 
-def _place() -> tuple[int, int]:
-    """The number of this process, and of all that train together, as torch knows them."""
+def _rank_and_world_size() -> tuple[int, int]:
     if "torch" not in sys.modules:
         return 0, 1
     from trainformer.utils.distributed import rank, world_size
@@ -114,10 +110,10 @@ def _place() -> tuple[int, int]:
 
 
 class ClassBalancedSampler(EpochSampler):
-    """Equally many samples of every class, in random order; `num_samples` in all, as many as the data has by default.
+    """The same number of samples of every class, in random order; `num_samples` in total (default: as the dataset).
 
-    Where that is no multiple of the number of classes, the lot decides in every epoch which classes get one more.
-    Of a class with too few samples all are used before one is used again. A class without samples is no class.
+    If that is not a multiple of the number of classes, each epoch draws at random which classes get one more. All
+    samples of a small class are used before one repeats. Classes without samples are ignored.
 
     >>> sampler = ClassBalancedSampler([("a", 0), ("b", 0), ("c", 0), ("d", 2)])
     >>> sorted(sampler.order(epoch=0).tolist()).count(3)
@@ -140,16 +136,14 @@ class ClassBalancedSampler(EpochSampler):
 
     @property
     def num_samples(self) -> int:
-        """Length of an epoch over all ranks."""
         return self._num_samples
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
-        """Indices of the whole epoch, over all ranks."""
         rng = self._random(_BALANCED, epoch, seed)
         classes = len(self._counts)
         due = np.full(classes, self._num_samples // classes)
         due[rng.permutation(classes)[: self._num_samples % classes]] += 1
-        # Every sample once per pass, the passes of a class one after the other, each in an order of its own.
+        # Every sample once per pass; the passes of a class follow each other, each in a new order.
         passes = -(-due // self._counts)
         samples = np.repeat(np.arange(len(self._classes)), passes[self._classes])
         pass_number = np.arange(len(samples)) - np.repeat(_starts(passes[self._classes]), passes[self._classes])
@@ -157,7 +151,7 @@ class ClassBalancedSampler(EpochSampler):
         drawn = passes * self._counts
         rank_in_class = np.arange(len(samples)) - np.repeat(_starts(drawn), drawn)
         chosen = samples[by_class][rank_in_class < np.repeat(due, drawn)]
-        # Shuffle whose turn it is, and let each class keep its own sequence.
+        # Shuffle the order of the classes; each class keeps its own sequence.
         turns = rng.permutation(np.repeat(np.arange(classes), due))
         order = np.empty(self._num_samples, dtype=np.int64)
         order[np.argsort(turns, kind="stable")] = chosen
@@ -165,11 +159,11 @@ class ClassBalancedSampler(EpochSampler):
 
 
 class PKSampler(EpochSampler):
-    """Batches of `p` classes with `k` samples each, as metric learning wants them: consecutive `p * k` are a batch.
+    """Batches of `p` classes with `k` samples each, for metric learning: `p * k` consecutive indices are a batch.
 
-    The classes of a batch differ, and so do the samples of a class where it has `k`. Over an epoch of `num_batches`
-    (as many as the data fill, by default) every class has its turn before one comes again, and so has every sample of
-    a class. A rank gets whole batches. In a `DataLoader`, pass `batch_size=sampler.batch_size` along.
+    The classes of a batch are distinct, and so are the samples of a class if it has `k`. Over an epoch of `num_batches`
+    (default: as many as the data fill) every class is used before one repeats, and so is every sample of a class. A
+    rank gets whole batches. In a `DataLoader`, also pass `batch_size=sampler.batch_size`.
 
     >>> sampler = PKSampler([(x, x % 3) for x in range(12)], p=2, k=2)
     >>> (sampler.order(epoch=0)[:4] % 3).tolist()  # the classes of the first batch
@@ -193,13 +187,9 @@ class PKSampler(EpochSampler):
         by_class = np.argsort(labels, kind="stable")
         self._members = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
         if p > len(self._members):
-            raise BadArgument(
-                expected(
-                    f"p to be at most {len(self._members)}, the number of classes in the data",
-                    p,
-                    f"Pass p={len(self._members)} or less, and a larger k for a batch of the same size.",
-                )
-            )
+            what = f"p to be at most {len(self._members)}, the number of classes in the data"
+            do = f"Pass p={len(self._members)} or less, and a larger k for a batch of the same size."
+            raise BadArgument(expected(what, p, do))
         fits = max(1, len(labels) // self.batch_size)
         self.num_batches = fits if num_batches is None else _positive("num_batches", num_batches)
 
@@ -210,16 +200,13 @@ class PKSampler(EpochSampler):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """What one rank gets at a time: a batch."""
         return self.batch_size
 
     @property
     def num_samples(self) -> int:
-        """Length of an epoch over all ranks."""
         return self.num_batches * self.batch_size
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
-        """Indices of the whole epoch, over all ranks; every `batch_size` of them are a batch."""
         rng = self._random(_PK, epoch, seed)
         classes = _Cycle(np.arange(len(self._members)), rng)
         samples: dict[int, _Cycle] = {}
@@ -233,10 +220,10 @@ class PKSampler(EpochSampler):
 
 
 class _Cycle:
-    """Draws from a set over and over: in random order, and all of it before anything comes again.
+    """Draws from a set in random rounds: all items before any repeats.
 
-    Where a draw begins with the end of one round and goes on into the next, what it has already is put last in that
-    round. So a draw repeats nothing unless the set is smaller than the draw, and then as little as can be.
+    If a draw spans two rounds, the items it already has come last in the second one. So a draw only repeats items if
+    the set is smaller than the draw, and then as few as possible.
     """
 
     def __init__(self, items: np.ndarray, rng: np.random.Generator) -> None:
@@ -250,7 +237,7 @@ class _Cycle:
             if not self._left:
                 self._left = self._rng.permutation(self._items).tolist()
                 if drawn:
-                    self._left.sort(key=drawn.count)  # stable: else as random as before
+                    self._left.sort(key=drawn.count)  # stable: otherwise still random
             missing = count - len(drawn)
             drawn += self._left[:missing]
             self._left = self._left[missing:]
@@ -258,12 +245,11 @@ class _Cycle:
 
 
 class RepeatedAugmentSampler(EpochSampler):
-    """Every sample `repeats` times in a row, so that a batch holds it several times, augmented differently each time.
+    """Every sample `repeats` times in a row, so that a batch holds several augmentations of it (repeated augmentation).
 
-    An epoch stays as long as the data, and so holds a share of 1/`repeats` of the samples. They are dealt out in rounds
-    of `repeats` epochs, and over a round (epochs 0 to `repeats - 1`, and so on) every sample is seen. Where the length
-    is no multiple of `repeats`, the last sample of an epoch occurs less often; where the batch size is none, a sample
-    at the border of two batches is divided between them.
+    An epoch stays as long as the dataset, so it holds 1/`repeats` of the samples; every `repeats` epochs each sample is
+    seen. If the length is not a multiple of `repeats`, the last sample of an epoch is repeated less often; if the batch
+    size is not, the repetitions of a sample may fall into two batches.
 
     >>> RepeatedAugmentSampler(4, repeats=2).order(epoch=0).tolist()
     [0, 0, 2, 2]
@@ -287,16 +273,13 @@ class RepeatedAugmentSampler(EpochSampler):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """What stays together on one rank: the repetitions of a sample."""
         return self.repeats
 
     @property
     def num_samples(self) -> int:
-        """Length of an epoch over all ranks."""
         return self._size
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
-        """Indices of the whole epoch, over all ranks."""
         round_number, part = divmod(epoch, self.repeats)
         dealt = self._random(_REPEATED, round_number, seed).permutation(self._size)
         share = -(-self._size // self.repeats)
@@ -305,11 +288,11 @@ class RepeatedAugmentSampler(EpochSampler):
 
 
 class ListedSampler(EpochSampler):
-    """Any sampler of single indices as a function of (seed, epoch).
+    """Wraps any sampler of single indices as a pure function of (seed, epoch).
 
-    A copy of it is told the epoch (`set_epoch`) and listed with all generators seeded, its own torch generator too. The
-    process's generators are left as they were, and so is the sampler: some shuffle their own lists in place, and their
-    second epoch would depend on the first.
+    A copy of the sampler gets `set_epoch` and is listed with all generators seeded, its own torch generator included.
+    The process's generators stay untouched, and so does the sampler: some shuffle their own lists in place, which would
+    make the second epoch depend on the first.
 
     >>> from torch.utils.data import RandomSampler
     >>> sampler = ListedSampler(RandomSampler(range(5)), size=5)
@@ -332,11 +315,9 @@ class ListedSampler(EpochSampler):
 
     @property
     def num_samples(self) -> int:
-        """Length of an epoch over all ranks, as the sampler says it."""
         return len(self.sampler)  # type: ignore[arg-type]
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
-        """Indices of the whole epoch, over all ranks."""
         key = sample_key(self.seed if seed is None else seed, epoch, 0)
         sampler = self._copy()
         if hasattr(sampler, "set_epoch"):
@@ -344,7 +325,7 @@ class ListedSampler(EpochSampler):
         own: Any = getattr(sampler, "generator", None)
         with preserved_generators():
             seed_generators(key)
-            if not hasattr(own, "manual_seed"):  # as torch's have, and NumPy's have not
+            if not hasattr(own, "manual_seed"):  # torch generators have it, NumPy's do not
                 return self._checked(list(sampler))
             before = own.get_state()
             own.manual_seed(key)
@@ -354,11 +335,11 @@ class ListedSampler(EpochSampler):
                 own.set_state(before)
 
     def _copy(self) -> Any:
-        """The sampler with state of its own, except for the data, which may be large, and its generator."""
+        """A deep copy that shares the data, which may be large, and the generator."""
         shared = [getattr(self.sampler, name, None) for name in ("data_source", "dataset", "generator")]
         try:
             return copy.deepcopy(self.sampler, {id(part): part for part in shared if part is not None})
-        except Exception:  # something in it cannot be copied: then it is listed itself
+        except Exception:  # something in it cannot be copied: list the original
             return self.sampler
 
     def _checked(self, listed: list[Any]) -> np.ndarray:
@@ -370,7 +351,7 @@ class ListedSampler(EpochSampler):
                 expected(
                     f"{name} to give one index at a time",
                     listed[0] if listed else listed,
-                    "A sampler of whole batches belongs into a DataLoader of your own: "
+                    "Put a batch sampler into your own DataLoader: "
                     "DataLoader(dataset, batch_sampler=...), which can be passed as data.",
                 )
             ) from error
@@ -382,35 +363,115 @@ class ListedSampler(EpochSampler):
         return order
 
 
-# -- arguments ---------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------
 
 
 def known_labels(dataset: Any, who: str) -> np.ndarray:
-    """The labels, without reading a sample, or what to do about it."""
+    """The labels, without reading samples, else an error."""
     labels = None if is_stream(dataset) else labels_of(dataset)
     if labels is None:
         raise DataError(
             f"Expected data whose labels are known without reading every sample for {who}, received "
-            f"{type(dataset).__name__}, which does not say them. Give it an attribute `targets` with one whole number "
-            "from 0 for every sample."
+            f"{type(dataset).__name__}. Give it an attribute `targets` with one integer from 0 for every sample."
         )
     if not len(labels):
-        raise DataError(expected("a data set with at least one sample", "an empty one"))
+        raise DataError(expected("a dataset with at least one sample", "an empty one"))
     return labels
 
 
 def known_size(dataset: Any) -> int:
     size = None if is_stream(dataset) else length(dataset)
     if size is None:
-        raise DataError(expected("a data set with a length to sample from", type(dataset).__name__))
+        raise DataError(expected("a dataset with a length to sample from", type(dataset).__name__))
     return size
 
 
 def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise BadArgument(expected(f"{name} to be a whole number from 1", value))
+        raise BadArgument(expected(f"{name} to be a positive integer", value))
     return int(value)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
     return np.cumsum(counts) - counts
+
+
+_K = 4  # samples per class for "pk" without a number
+_FORMS = {
+    "balanced": "'balanced'",
+    "length": "'length'",
+    "pk": "'pk', 'pk:K' (K samples per class)",
+    "repeated": "'repeated', 'repeated:N' (N times each)",
+}
+
+
+def make_sampler(spec: Any, dataset: Any, *, batch_size: int, seed: int, accumulation: int = 1) -> Any:
+    """The sampler that `spec` describes, with `order(epoch, seed)` and a length; None for None.
+
+    `spec` is `"balanced"`, `"pk"` or `"pk:K"` (batches of `batch_size // K` classes with K samples each; by default K
+    is at least 4 and leaves enough classes), `"repeated"` or `"repeated:N"`, `"length"` (batches of tokenised sequences
+    of similar lengths), a sampler of this package or of torch, or a function of the dataset that returns one.
+
+    >>> sampler = make_sampler("pk:2", [(x, x % 3) for x in range(12)], batch_size=4, seed=0)
+    >>> sampler.p, sampler.k
+    (2, 2)
+    """
+    if spec is None:
+        return None
+    if isinstance(spec, str):
+        if spec == "length":
+            from trainformer.data.text.collate import LengthGroupedSampler
+
+            # Grouped by optimizer step: its content does not depend on the micro-batch size.
+            return LengthGroupedSampler(dataset, batch_size * accumulation, seed=seed, num_replicas=1, rank=0)
+        return _named(spec, dataset, batch_size, seed)
+    if hasattr(spec, "order") and not isinstance(spec, type):
+        if isinstance(spec, PKSampler) and spec.batch_size != batch_size:
+            what = f"batch_size={spec.batch_size}, for a PKSampler of p={spec.p} classes with k={spec.k} samples each"
+            do = f"Pass batch_size={spec.batch_size}, or sampler='pk:{spec.k}', which chooses p by the batch size."
+            raise BadArgument(expected(what, batch_size, do))
+        return spec.whole() if isinstance(spec, EpochSampler) else spec
+    if isinstance(spec, Iterable) and not isinstance(spec, type) and hasattr(spec, "__len__"):
+        return ListedSampler(spec, known_size(dataset), seed=seed, num_replicas=1, rank=0)
+    if callable(spec):
+        return _made_by(spec, dataset, batch_size, seed)
+    what = f"sampler to be one of {', '.join(map(repr, _FORMS))}, a sampler with a length, or a function of the data"
+    raise BadArgument(expected(what, type(spec).__name__))
+
+
+def _named(spec: str, dataset: Any, batch_size: int, seed: int) -> EpochSampler:
+    word, _, number = spec.partition(":")
+    if word not in _FORMS or (number and word in ("balanced", "length")):
+        forms = f"{did_you_mean(word, _FORMS)} Known: {', '.join(_FORMS.values())}."
+        raise BadArgument(expected("the name of a sampler", spec, forms.strip()))
+    if number and not (number.isascii() and number.isdigit() and int(number) > 0):
+        raise BadArgument(expected(f"a positive integer in '{word}:N'", spec, f"Pass '{word}:4', for instance."))
+    if word == "balanced":
+        return ClassBalancedSampler(dataset, seed=seed, num_replicas=1, rank=0)
+    if word == "repeated":
+        repeats = int(number) if number else REPEATS
+        return RepeatedAugmentSampler(known_size(dataset), repeats, seed=seed, num_replicas=1, rank=0)
+    classes = len(np.unique(known_labels(dataset, "PKSampler")))
+    k = int(number) if number else _default_k(batch_size, classes)
+    if batch_size % k:
+        what = f"batch_size to be a multiple of {k}, the number of samples per class of sampler={spec!r}"
+        raise BadArgument(expected(what, batch_size, f"Pass batch_size={max(1, batch_size // k) * k}, for instance."))
+    if batch_size // k > classes:
+        what = f"at least {batch_size // k} classes for sampler={spec!r} with batch_size={batch_size}"
+        do = f"Pass sampler='pk:{_default_k(batch_size, classes)}', or batch_size={classes * k}."
+        raise BadArgument(expected(what, classes, do))
+    return PKSampler(dataset, batch_size // k, k, seed=seed, num_replicas=1, rank=0)
+
+
+def _default_k(batch_size: int, classes: int) -> int:
+    """The smallest K from 4 on that divides the batch, else the largest below; a batch needs at least two classes."""
+    fitting = [k for k in range(2, batch_size) if batch_size % k == 0 and 2 <= batch_size // k <= classes]
+    return min((k for k in fitting if k >= _K), default=max(fitting, default=_K))
+
+
+def _made_by(spec: Callable[[Any], Any], dataset: Any, batch_size: int, seed: int) -> Any:
+    made = spec(dataset)
+    if made is None or isinstance(made, str) or (callable(made) and not hasattr(made, "__iter__")):
+        name = getattr(spec, "__name__", type(spec).__name__)
+        raise BadArgument(expected(f"{name}(dataset) to return a sampler", made))
+    return make_sampler(made, dataset, batch_size=batch_size, seed=seed)

@@ -1,8 +1,8 @@
-"""Which part of a batch is whose: one order for all ranks, divided batch by batch.
+"""Which part of a batch belongs to which rank: one order for all ranks, sliced batch by batch.
 
-Every batch is cut into contiguous parts whose sizes differ by at most one, so that the samples of a step, and their
-order, do not depend on the number of ranks. A rank that is left without a sample gets one all the same, to take part
-with; it counts nothing.
+Every batch is cut into contiguous parts whose sizes differ by at most one, so the samples of a step and their order do
+not depend on the world size. A rank that would get no sample receives one anyway, with size 0: it takes part in the
+step, and the sample counts for nothing.
 """
 
 from __future__ import annotations
@@ -31,75 +31,75 @@ class Shard:
     count: int = 1
 
     @property
-    def is_all(self) -> bool:
-        """Whether there is but one part."""
+    def is_whole(self) -> bool:
+        """Whether there is only one part."""
         return self.count == 1
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Where the part begins and ends."""
+        """Where this part of `size` samples starts and ends."""
         return size * self.index // self.count, size * (self.index + 1) // self.count
 
-    def of(self, samples: np.ndarray) -> np.ndarray:
-        """The part of the samples; where it is empty, one that belongs to another rank."""
+    def take(self, samples: np.ndarray) -> np.ndarray:
+        """This part of the samples; if it is empty, one sample of another rank."""
         low, high = self.bounds(len(samples))
         return samples[low:high] if high > low else samples[:1]
 
-    def cut(self, batch: HostBatch) -> HostBatch:
-        """This rank's part of a batch that is made already."""
-        if self.is_all:
+    def slice(self, batch: HostBatch) -> HostBatch:
+        """This part of a collated batch."""
+        if self.is_whole:
             return batch
         low, high = self.bounds(batch.size)
         data = slice_batch(batch.data, low, max(high, low + 1) if low < batch.size else batch.size, batch.size)
         if low >= batch.size:
             data = slice_batch(batch.data, 0, 1, batch.size)
-        bad = batch.bad if self.index == 0 else 0  # ranks add up theirs
-        return HostBatch(data, high - low, bad, _part(batch.origin, low, high), batch.size, batch.size + batch.bad)
+        bad = batch.bad if self.index == 0 else 0  # counts are summed over ranks
+        origin = _slice_origin(batch.origin, low, high)
+        return HostBatch(data, high - low, bad, origin, batch.size, batch.size + batch.bad)
 
 
-#: The part of one rank alone.
-ALL = Shard()
+#: All samples, for a single process.
+WHOLE = Shard()
 
 
-def check_divisible(batch: HostBatch) -> None:
-    """Raise if ranks could not tell which samples of a batch are theirs."""
-    half = slice_batch(batch.data, 0, 1, batch.size)
-    if batch.size > 1 and not _holds_rows(half, 1):
-        raise BadArgument(
-            expected(
-                f"batches whose tensors have one row per sample ({batch.size} here), to divide them over ranks",
-                f"a {type(batch.data).__name__} without such tensors",
-                "Give the loader a DistributedSampler, which divides the data itself.",
-            )
-        )
+def check_sliceable(batch: HostBatch) -> None:
+    """Raise if a batch has no tensors with one row per sample, so that ranks could not take their part."""
+    first = slice_batch(batch.data, 0, 1, batch.size)
+    if batch.size > 1 and not _has_rows(first, 1):
+        what = f"batches whose tensors have one row per sample ({batch.size} here), to shard them over ranks"
+        do = "Give the loader a DistributedSampler, which shards the data itself."
+        raise BadArgument(expected(what, f"a {type(batch.data).__name__} without such tensors", do))
 
 
-def is_divided(loader: Any) -> bool:
-    """Whether a loader gives each rank data of its own: its sampler or its data set says for how many ranks it is.
+def is_sharded(loader: Any) -> bool:
+    """Whether a loader gives each rank its own data: its sampler or its dataset has `num_replicas`.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> data = [1, 2]
-    >>> is_divided(DataLoader(data)), is_divided(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
+    >>> is_sharded(DataLoader(data)), is_sharded(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
     (False, True)
     """
     parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "dataset", "batch_sampler"))]
     parts.append(getattr(parts[-1], "sampler", None))
-    by_node = getattr(parts[2], "_distributed", None)  # as HF `datasets` note it
+    by_node = getattr(parts[2], "_distributed", None)  # set by HF's split_dataset_by_node
     return by_node is not None or any(getattr(part, "num_replicas", 1) != 1 for part in parts)
 
 
-def undivided(stream: Any) -> Any:
-    """A stream that would divide itself over ranks as it is for one rank alone; any other as it is."""
+def unsharded(stream: Any) -> Any:
+    """A copy of a stream that would shard itself over ranks, set to one rank; other streams unchanged."""
     if hasattr(stream, "num_replicas") and hasattr(stream, "rank"):
         stream = copy.copy(stream)
         stream.num_replicas, stream.rank = 1, 0
-    elif (source := getattr(stream, "source", None)) is not None and undivided(source) is not source:
+    elif (source := getattr(stream, "source", None)) is not None and unsharded(source) is not source:
         stream = copy.copy(stream)
-        stream.source = undivided(source)
+        stream.source = unsharded(source)
     return stream
 
 
+# -- nested batches ----------------------------------------------------------------------------------------
+
+
 def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
-    """Samples `low` to `high` of a nested batch; what has no sample dimension is passed on as it is."""
+    """Samples `low` to `high` of a nested batch; values without a sample dimension pass unchanged."""
     if is_array(data):
         return data[low:high] if len(data) == size else data
     if isinstance(data, Mapping):
@@ -107,22 +107,39 @@ def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(slice_batch(value, low, high, size) for value in data))
     if isinstance(data, (list, tuple)):
-        holds_parts = any(is_array(value) or isinstance(value, (Mapping, list, tuple)) for value in data)
-        if not holds_parts and len(data) == size:
+        is_nested = any(is_array(value) or isinstance(value, (Mapping, list, tuple)) for value in data)
+        if not is_nested and len(data) == size:
             return data[low:high]
         return type(data)(slice_batch(value, low, high, size) for value in data)
     return data
 
 
-def _holds_rows(data: Any, size: int) -> bool:
+def batch_length(data: Any) -> int:
+    """Number of samples in a nested batch.
+
+    >>> batch_length({"input_ids": np.zeros((4, 7)), "labels": np.zeros(4)})
+    4
+    """
+    if is_array(data):
+        return len(data)
+    if isinstance(data, Mapping):
+        return batch_length(next(iter(data.values()), None))
+    if isinstance(data, (list, tuple)) and data:
+        first = data[0]
+        return batch_length(first) if is_array(first) or isinstance(first, (Mapping, list, tuple)) else len(data)
+    do = "Return Loss(sum, weight) from train_step and tensors from the loader."
+    raise BadArgument(expected("a batch made of tensors whose first dimension is the sample", type(data).__name__, do))
+
+
+def _has_rows(data: Any, size: int) -> bool:
     if is_array(data):
         return len(data) == size
     if isinstance(data, Mapping):
-        return any(_holds_rows(value, size) for value in data.values())
-    return isinstance(data, (list, tuple)) and (len(data) == size or any(_holds_rows(value, size) for value in data))
+        return any(_has_rows(value, size) for value in data.values())
+    return isinstance(data, (list, tuple)) and (len(data) == size or any(_has_rows(value, size) for value in data))
 
 
-def _part(origin: Origin | None, low: int, high: int) -> Origin | None:
+def _slice_origin(origin: Origin | None, low: int, high: int) -> Origin | None:
     if origin is None:
         return None
     samples = origin.samples[low:high] if high > low else origin.samples[:1]

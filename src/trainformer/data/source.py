@@ -1,7 +1,8 @@
-"""Batches of data that are read by index: which samples make up a batch, and whose part of it is whose.
+"""What data sources share: the arithmetic of an epoch over indexed data, and wrappers that shard a source over ranks.
 
-Owns the arithmetic of an epoch, which is the same for torch and JAX: the order is a function of (seed, epoch), and the
-position in it is a number of samples. How samples are read, here or in workers, is left to the sources made from this.
+A data source (`core.types.DataSource`) yields the batches of an epoch from any position on. `MapStyleSource` is the
+base for data with a length, for torch and NumPy alike: the order is a pure function of (seed, epoch), and the position
+in it is a number of samples. How samples are read (here, in workers, in threads) is up to the subclasses.
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.core.types import HostBatch, Origin
+from trainformer.core.types import DataSource, HostBatch, Origin
 from trainformer.data.fetcher import Fetched, Fetcher
 from trainformer.data.order import distinct_draws, epoch_order
-from trainformer.data.sharding import Shard
+from trainformer.data.sharding import Shard, check_sliceable
 
 logger = logging.getLogger("trainformer")
 
+_FALLBACK_SAMPLES = 64  # tried for a rank that could read none of its own
+
 
 class EpochOrder(Protocol):
-    """What a sampler must have: the samples of an epoch, in order, as a pure function of (epoch, seed)."""
+    """What the engine asks of a sampler: the samples of an epoch, in order, as a pure function of (epoch, seed)."""
 
     def order(self, epoch: int, seed: int) -> np.ndarray:
-        """Numbers of samples; one may occur several times."""
+        """Indices of samples; an index may occur several times."""
         ...
 
     def __len__(self) -> int: ...
 
 
-class OrderedSource(ABC):
-    """What sources of data with a length share; see `DatasetSource` and `NumpySource`."""
+class MapStyleSource(ABC):
+    """Base of the sources of data with a length; see `DatasetSource` (torch) and `NumpySource`."""
 
     def __init__(
         self,
@@ -46,8 +49,8 @@ class OrderedSource(ABC):
         drop_last: bool,
         shard: Shard,
     ) -> None:
-        if drop_last and len(dataset if sampler is None else sampler) < batch_size:
-            size = len(dataset if sampler is None else sampler)
+        size = len(dataset if sampler is None else sampler)
+        if drop_last and size < batch_size:
             advice = "Pass a smaller batch_size, or drop_last=False."
             raise BadArgument(expected(f"at least {batch_size} samples for one batch with drop_last", size, advice))
         self.dataset = dataset
@@ -62,47 +65,48 @@ class OrderedSource(ABC):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of batches, the last and perhaps smaller one included, unless it is dropped."""
         samples = len(self.dataset if self.sampler is None else self.sampler)
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
-        """What is left of an epoch after `position` samples."""
+        """The rest of an epoch after `position` samples."""
         order = self._order(epoch)[position:]
         chunks = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        if not self.shard.is_all:
-            yield from self._parts(epoch, chunks)
+        if not self.shard.is_whole:
+            yield from self._sharded(epoch, chunks)
             return
-        passed_over = 0  # samples of batches in which none could be read; they count with the next batch
+        skipped = 0  # samples of batches of which none could be read: counted with the next batch
         for data, size, bad, draws in self._fetched(epoch, chunks):
-            self._report(bad)
+            self._warn_about(bad)
             if size:
-                yield HostBatch(data, size, len(bad) + passed_over, Origin(self.seed, epoch, draws))
-                passed_over = 0
+                yield HostBatch(data, size, len(bad) + skipped, Origin(self.seed, epoch, draws))
+                skipped = 0
             else:
-                passed_over += len(bad)
+                skipped += len(bad)
 
-    def _parts(self, epoch: int, chunks: list[np.ndarray]) -> Iterator[HostBatch]:
-        """This rank's part of each batch. Every rank gets as many batches as the others, whatever it can read."""
-        mine = [self.shard.of(chunk) for chunk in chunks]
-        for chunk, (data, size, bad, draws) in zip(chunks, self._fetched(epoch, mine), strict=True):
-            self._report(bad)
+    def _sharded(self, epoch: int, chunks: list[np.ndarray]) -> Iterator[HostBatch]:
+        """This rank's part of each batch. All ranks get the same number of batches, whatever they can read."""
+        own = [self.shard.take(chunk) for chunk in chunks]
+        for chunk, (data, size, bad, draws) in zip(chunks, self._fetched(epoch, own), strict=True):
+            self._warn_about(bad)
             low, high = self.shard.bounds(len(chunk))
             if low == high:
-                bad = []  # of another rank, which tells of it
+                bad = []  # belongs to another rank, which counts it
             if size == 0:
-                data, draws = self._something_of(epoch, chunk)
+                data, draws = self._any_readable(epoch, chunk)
             whole = None if self._fetch.skip_bad else len(chunk)
             origin = Origin(self.seed, epoch, draws)
             yield HostBatch(data, size if high > low else 0, len(bad), origin, whole, len(chunk))
 
-    def _something_of(self, epoch: int, chunk: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Any sample that can be read, to take part with."""
-        for draw in [*chunk, *self._order(epoch)[:64]]:
+    def _any_readable(self, epoch: int, chunk: np.ndarray) -> tuple[Any, np.ndarray]:
+        """A sample for a rank that could read none of its own, so that it can take part in the step."""
+        for draw in [*chunk, *self._order(epoch)[:_FALLBACK_SAMPLES]]:
             fetched = self._fetch(epoch, np.asarray([draw]))
             if fetched.size:
                 return fetched.data, fetched.draws
-        raise DataError("Expected at least one sample that can be read, received none in this batch or the first 64.")
+        raise DataError(
+            f"Expected at least one readable sample, received none in this batch or the first {_FALLBACK_SAMPLES}."
+        )
 
     def _order(self, epoch: int) -> np.ndarray:
         if self.sampler is None:
@@ -113,16 +117,102 @@ class OrderedSource(ABC):
 
     @abstractmethod
     def _fetched(self, epoch: int, chunks: list[np.ndarray]) -> Iterator[Fetched]:
-        """The batches of these draws, in order."""
+        """Read the batches of these draws, in order."""
 
-    def _report(self, bad: list[tuple[int, str]]) -> None:
+    def _warn_about(self, bad: list[tuple[int, str]]) -> None:
         for index, reason in bad:
             if index not in self._reported:
                 self._reported.add(index)
-                logger.warning("sample %d cannot be read and is left out: %s", index, reason)
+                logger.warning("sample %d cannot be read and is skipped: %s", index, reason)
 
 
-def insist_on_samples(dataset: Any) -> None:
-    """Raise for a data set without samples."""
+def require_samples(dataset: Any) -> None:
+    """Raise for a dataset without samples."""
     if len(dataset) == 0:
-        raise DataError(expected("a data set with at least one sample", "an empty one"))
+        raise DataError(expected("a dataset with at least one sample", "an empty one"))
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` on a loader, its samplers and its dataset, where they have it."""
+    for part in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+# -- sources over several ranks ----------------------------------------------------------------------------
+
+
+class _WrappedSource:
+    """Passes everything but the batches on to another source, its `state_dict` included."""
+
+    def __init__(self, source: DataSource) -> None:
+        self.source = source
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # not set yet while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        return self.source.batches_per_epoch
+
+
+class SlicedSource(_WrappedSource):
+    """A source that every rank reads in full; each takes its shard of every batch."""
+
+    def __init__(self, source: DataSource, shard: Shard) -> None:
+        super().__init__(source)
+        self.shard = shard
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
+        for whole in self.source.batches(epoch, batch, position):
+            check_sliceable(whole)
+            yield self.shard.slice(whole)
+
+
+class ScatterGroup(Protocol):
+    """The part of a process group that `DispatchedSource` needs."""
+
+    dp_world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    def scatter(self, parts: list[Any] | None) -> Any:
+        """Rank 0 passes one value per shard, and every rank receives its own."""
+        ...
+
+
+class DispatchedSource(_WrappedSource):
+    """A source that only rank 0 reads: it scatters each batch to the other ranks."""
+
+    def __init__(self, source: DataSource, process_group: ScatterGroup) -> None:
+        super().__init__(source)
+        self.process_group = process_group
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
+        if self.process_group.is_main:
+            yield from self._read_and_scatter(self.source.batches(epoch, batch, position))
+            return
+        while (part := self.process_group.scatter(None)) is not None:
+            if isinstance(part, str):
+                raise DataError(f"Rank 0, which reads the data for all ranks, failed. {part}")
+            yield part
+
+    def _read_and_scatter(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+        count = self.process_group.dp_world_size
+        while True:
+            try:
+                batch = next(batches, None)
+                if batch is not None:
+                    check_sliceable(batch)
+            except Exception as error:
+                self.process_group.scatter([f"{type(error).__name__}: {error}"] * count)
+                raise
+            if batch is None:
+                self.process_group.scatter([None] * count)
+                return
+            yield self.process_group.scatter([Shard(index, count).slice(batch) for index in range(count)])

@@ -1,7 +1,4 @@
-"""A training and a validation set out of one.
-
-Owns which samples go where: a pure function of the labels, the share and the seed. Nothing is loaded or copied.
-"""
+"""Splitting one dataset into training and validation data: a pure function of the labels, the share and the seed."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ from trainformer.data.labels import is_stream, labels_of, length
 
 logger = logging.getLogger(__name__)
 
-# Sets this stream of random numbers apart from those of the epochs, which begin with the same seed.
+# A stream of random numbers independent of the epochs' orders, which use the same seed.
 _STREAM = 0x5B117
 
 
 def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Any, Any]:
     """Split into (train, val), both in the order of `dataset`. The same seed gives the same split.
 
-    A float is the share of the validation set, an integer its number of samples. Where labels are known without
-    loading samples, every class is split in proportion, and never so that none of it is left to train on. Both are
-    torch's `Subset`s, or ours in a program without torch.
+    A float is the share of the validation data, an integer its number of samples. If labels are known without loading
+    samples, the split is stratified, and every class keeps at least one training sample. Both results are torch's
+    `Subset`, or ours in a program without torch.
 
     >>> train, val = split_dataset([(x, x % 2) for x in range(10)], 0.2, seed=0)
     >>> len(train), sorted(label for _, label in val)
@@ -35,13 +32,8 @@ def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Any,
     """
     size = length(dataset)
     if size is None or is_stream(dataset):
-        raise DataError(
-            expected(
-                "a data set with a length and samples that can be read by index",
-                type(dataset).__name__,
-                "Pass the validation set as val_data.",
-            )
-        )
+        what = "a dataset with a length and samples that can be read by index"
+        raise DataError(expected(what, type(dataset).__name__, "Pass the validation data as val_data."))
     val_size = _val_size(size, val_split)
     rng = np.random.default_rng([seed, _STREAM])
     labels = labels_of(dataset)
@@ -52,7 +44,6 @@ def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Any,
 
 
 def _val_size(size: int, val_split: float | int) -> int:
-    """The number of validation samples, refused where one of the two sets would be empty."""
     if isinstance(val_split, bool) or not isinstance(val_split, Real):
         raise BadArgument(expected("val_split to be a share such as 0.1 or a number of samples", val_split))
     if isinstance(val_split, Integral):
@@ -72,31 +63,31 @@ def _val_size(size: int, val_split: float | int) -> int:
 
 
 def _stratified(labels: np.ndarray, val_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Indices of `val_size` samples with the classes in proportion, one sample of each class left out at least."""
+    """Indices of `val_size` samples, stratified; at least one sample of each class stays for training."""
     _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     room = counts - 1
     order = rng.permutation(len(labels))
     if val_size > room.sum():
         logger.warning(
-            "%d validation samples cannot be drawn from %d samples of %d classes and leave one of each class to train "
-            "on: the split ignores the classes.",
+            "%d validation samples out of %d cannot leave one training sample for each of %d classes: the split is not "
+            "stratified.",
             val_size,
             len(labels),
             len(counts),
         )
         return order[:val_size]
     taken = _apportion(counts, room, val_size, rng)
-    # Shuffled samples, sorted by class: the first of each class, as many as it is due, are taken.
+    # Shuffled samples, sorted by class: take the first of each class, as many as it is due.
     order = order[np.argsort(classes[order], kind="stable")]
     rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     return order[rank < np.repeat(taken, counts)]
 
 
 def _apportion(counts: np.ndarray, room: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
-    """Divide `total` over the classes by largest remainder, in whole numbers so that no rounding can go wrong.
+    """Distribute `total` over the classes by largest remainder, in integer arithmetic.
 
-    Classes of one sample take no part. Equal remainders are decided by lot, or else, of many classes with few
-    samples each, always the first would be validated.
+    Classes with one sample get none. Ties are broken at random: otherwise, with many small classes, validation would
+    always use the first ones.
     """
     shares = np.where(room > 0, counts, 0).astype(np.int64)
     taken = total * shares // shares.sum()

@@ -15,13 +15,13 @@ from itertools import chain, islice
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import DeviceBatch, Entry, StepResult
+from trainformer.core.types import DataSource, DeviceBatch, Entry, StepResult
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
 from trainformer.engine.metrics import LazyScalar, RunningMetrics, weighted_means
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
-from trainformer.engine.protocols import Backend, Services, Source
+from trainformer.engine.protocols import Backend, Services
 from trainformer.engine.request_sync import RequestSync
 from trainformer.engine.state import RunState
 
@@ -55,7 +55,7 @@ class Loop:
         state: RunState,
         *,
         backend: Backend,
-        source: Source,
+        source: DataSource,
         bus: EventBus,
         control: Control,
         services: Services,

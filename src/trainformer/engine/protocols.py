@@ -8,19 +8,6 @@ from typing import Any, Protocol
 from trainformer.core.types import DeviceBatch, EvalResult, HostBatch, StepResult
 
 
-class Source(Protocol):
-    """Yields batches. The order of an epoch is a pure function of the epoch number."""
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """Number of batches, or None for a stream of unknown length."""
-        ...
-
-    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
-        """The rest of an epoch after `batch` batches with `position` samples."""
-        ...
-
-
 class Backend(Protocol):
     """The framework. One optimizer step is: `accumulate` per micro-batch, `finish`, `update`, `end_step`."""
 

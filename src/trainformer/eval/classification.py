@@ -161,7 +161,7 @@ def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
     return (precision[ends] * found).sum() / hits[-1].clamp(min=1)
 
 
-# -- numbers -----------------------------------------------------------------------------------------------
+# -- regression --------------------------------------------------------------------------------------------
 
 
 def pearson(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class EntityScores(NamedTuple):
 
 
 class TagScheme:
-    """Reads entities from tags. IOB (`B-PER I-PER O`), IOBES and BILOU are told apart by the tags themselves.
+    """Reads entities from tags. The scheme (IOB `B-PER I-PER O`, IOBES or BILOU) is inferred from the tags.
 
     They are read leniently, as conlleval does: an entity also begins where the type changes. Tags without a prefix
     (`PER PER O`) join neighbours of the same type into one entity. `types` is empty if there are no prefixes and no

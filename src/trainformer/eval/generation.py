@@ -28,7 +28,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _DISCOUNT = 0.75  # absolute discount of each seen bigram; the usual value
 
 
-# -- perplexity ------------------------------------------------------------------------------------------------
+# -- perplexity --------------------------------------------------------------------------------------------
 
 
 def perplexity(loss_sum: float | Tensor, tokens: int | Tensor) -> float:
@@ -214,7 +214,7 @@ def repetition(texts: Sequence[str | Sequence[Hashable]], n: int = 4) -> float:
     return math.fsum(shares) / len(shares)
 
 
-# -- helpers -------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------
 
 
 def _best_mean(hypotheses: Texts, references: References, score: Callable[[str, str], float]) -> float:

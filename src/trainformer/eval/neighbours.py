@@ -249,7 +249,7 @@ def check_labels(labels: Tensor, rows: int, name: str = "labels") -> Tensor:
     """The labels as int64, if there is one integer per row, else an error."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
         what = f"{str(labels.dtype).removeprefix('torch.')} of shape {tuple(labels.shape)}"
-        raise BadArgument(expected(f"{name} to be whole numbers of shape (N,)", what))
+        raise BadArgument(expected(f"{name} to be integers of shape (N,)", what))
     if len(labels) != rows:
         raise DataError(expected(f"{name}, one per row of the embeddings ({rows})", len(labels)))
     return labels.long()

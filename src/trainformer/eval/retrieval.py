@@ -65,7 +65,7 @@ def retrieval_metrics(
     {'recall@1': 1.0, 'precision@1': 1.0, 'r_precision': 1.0, 'map@r': 1.0, 'queries_without_match': 1.0}
     """
     if not recall_at or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in recall_at):
-        raise BadArgument(expected("recall_at to be positive whole numbers", recall_at, "Pass recall_at=(1, 5, 10)."))
+        raise BadArgument(expected("recall_at to be positive integers", recall_at, "Pass recall_at=(1, 5, 10)."))
     search = _prepare(embeddings, labels, gallery, gallery_labels, index)
     relevant = _relevant(search)
     answerable = relevant > 0

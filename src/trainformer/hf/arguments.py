@@ -318,7 +318,7 @@ class TrainingArguments(BaseTrainingArguments):
 
 
 def is_greater_better(metric: str) -> bool:
-    """Whether a higher value of a metric is better, judging by its name.
+    """Whether a higher value of a metric is better, inferred from its name.
 
     >>> is_greater_better("eval_loss"), is_greater_better("perplexity"), is_greater_better("accuracy")
     (False, False, True)

@@ -79,7 +79,7 @@ class BaseTrainer(ScriptMixin, ABC):
             raise BadArgument("Expected a model or model_init, received neither. Pass one of them.")
         if model is not None and not isinstance(model, nn.Module):
             raise BadArgument(expected("model to be a torch Module", type(model).__name__))
-        self.args: Any = arguments_from(args)
+        self.args: BaseTrainingArguments = arguments_from(args)
         self.model = model
         self.data_collator = data_collator
         self.train_dataset = train_dataset
@@ -395,7 +395,7 @@ class CallableBool(int):
         return repr(bool(self))
 
 
-def arguments_from(args: Any) -> Any:
+def arguments_from(args: Any) -> BaseTrainingArguments:
     """`TrainingArguments` from None, from our own classes, or from those of transformers."""
     if args is None:
         return TrainingArguments()

@@ -10,11 +10,15 @@ import json
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainformer.checkpointing.manifest import MANIFEST
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from trainformer.callbacks.compat.huggingface_types import TrainerState
+    from trainformer.hf.arguments import BaseTrainingArguments
 
 _LOADER = "Override get_train_dataloader or get_eval_dataloader."
 _STEP = "Override compute_loss or prediction_step, or use a callback."
@@ -74,11 +78,14 @@ def reject_hf_checkpoint(*folders: Path) -> None:
 class ScriptMixin:
     """Methods and attributes that the example scripts of transformers use."""
 
-    args: Any
+    args: BaseTrainingArguments
     model: Any
     processing_class: Any
-    state: Any
     is_world_process_zero: Any
+
+    @property
+    def state(self) -> TrainerState:
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         message = f"{type(self).__name__!r} object has no attribute {name!r}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.distributed import Launch, TorchProcessGroup, make_strategy
+
+if TYPE_CHECKING:
+    from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments
 
 #: Options of `accelerator_config` besides `dispatch_batches`, and the values that match what we do anyway.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
@@ -49,7 +52,7 @@ def run_first(process_group: TorchProcessGroup, is_first: bool) -> Iterator[None
             process_group.all_gather_object(failure)
 
 
-def strategy_spec(strategy: Any, args: Any) -> Any:
+def strategy_spec(strategy: Any, args: BaseTrainingArguments) -> Any:
     """The strategy of a trainer class with the options in its arguments, as `make_strategy` accepts it."""
     given = dict(args.strategy_options or {})
     if not isinstance(strategy, (str, Mapping)):  # a strategy object or an Accelerator
@@ -72,7 +75,7 @@ def strategy_spec(strategy: Any, args: Any) -> Any:
 _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers")
 
 
-def _ddp_options(args: Any) -> dict[str, Any]:
+def _ddp_options(args: BaseTrainingArguments) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if args.ddp_find_unused_parameters is not None:
         options["find_unused_parameters"] = args.ddp_find_unused_parameters
@@ -84,7 +87,7 @@ def _ddp_options(args: Any) -> dict[str, Any]:
     return options
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: MinimalTrainingArguments) -> None:
     """Raise for distributed arguments that cannot work."""
     if args.ddp_backend not in (None, "gloo", "nccl"):
         what = "ddp_backend to be 'gloo' (used on CPUs), 'nccl' (used on GPUs) or None"

@@ -10,6 +10,7 @@ from trainformer.run import TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
 
 if TYPE_CHECKING:
+    from trainformer.hf.arguments import BaseTrainingArguments
     from trainformer.hf.trainer import Trainer
 
 
@@ -28,7 +29,7 @@ class HfRun(TorchRun):
         self._last_metrics = metrics = front.evaluate_during_training()
         return metrics
 
-    def _is_delayed(self, args: Any) -> bool:
+    def _is_delayed(self, args: BaseTrainingArguments) -> bool:
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
         return done < args.eval_delay
 
@@ -48,8 +49,6 @@ class HfHandle(TorchTrainerApi):
     args = property(lambda self: self.front.args)
     processing_class = property(lambda self: self.front.processing_class)
     task = property(lambda self: self._run.task)
-    train_dataloader = property(lambda self: self.front.train_dataloader)
-    val_dataloader = property(lambda self: self.front.eval_dataloader)
     lr = property(lambda self: self._run.settings.lr)
     monitor_metric = property(lambda self: self._run.settings.monitor_metric)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,37 +22,22 @@ from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Mean
-from trainformer.data.loader import batch_length
+from trainformer.data.sharding import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
 from trainformer.hf.outputs import logits_from_outputs
 from trainformer.models.language import declare_packing
 from trainformer.tasks.base import TaskBase
 
+if TYPE_CHECKING:
+    from trainformer.hf.evaluation import EvaluatingTrainer
+
 IGNORE_INDEX = -100
-
-
-class Front(Protocol):
-    """The methods of the trainer that the task calls. Users override some of them."""
-
-    args: Any
-    data_collator: Any
-    processing_class: Any
-
-    @property
-    def state(self) -> Any: ...
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any: ...
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any: ...
-    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]: ...
-    def save_checkpoint_assets(self, folder: Path) -> None: ...
-    def sum_over_replicas(self, samples: int) -> float: ...
 
 
 class ModelTask(TaskBase):
     """The task that trains the model of a trainer."""
 
-    def __init__(self, front: Front, model: nn.Module, label_names: Sequence[str]) -> None:
+    def __init__(self, front: EvaluatingTrainer, model: nn.Module, label_names: Sequence[str]) -> None:
         self.front = front
         self.model = model
         self.title = type(inner_model(model)).__name__
@@ -70,7 +55,9 @@ class ModelTask(TaskBase):
     @property
     def collate_fn(self) -> Collator:
         """Collates examples, without unused columns."""
-        return Collator(self.front.data_collator, self._accepted)
+        collator = self.front.data_collator
+        assert collator is not None  # every trainer with data has one
+        return Collator(collator, self._accepted)
 
     # -- steps ---------------------------------------------------------------------------------------------
 

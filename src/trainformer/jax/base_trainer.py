@@ -27,7 +27,7 @@ from trainformer.backends.jax.step_metrics import telling
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.numpy_inputs import numpy_source
+from trainformer.data.numpy_loader import numpy_source
 from trainformer.engine import Event
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.naming import refuse_unknown, settings_passed
@@ -56,7 +56,7 @@ class BaseTrainer(TrainerApi):
 
     `model` is a module, a function that builds one (``lambda rngs: MyModel(rngs=rngs)``; its weights are then drawn
     where they belong, and no device ever holds all of them), or the folder of a model in HuggingFace's format.
-    `model_state` is a state to go on from instead. Data are anything `trainformer.data.numpy_inputs.as_data` takes.
+    `model_state` is a state to go on from instead. Data are anything `trainformer.data.numpy_loader.as_data` takes.
 
     Say what the loss is by `compute_loss`, or return functions of your own from `configure_functions`.
 
@@ -218,7 +218,7 @@ class BaseTrainer(TrainerApi):
                 drop_last=train and arguments.drop_last,
                 shard=self._rows,
                 threads=arguments.dataloader_num_workers,
-                kept=2,  # the backend takes one ahead
+                lookahead=2,  # the backend takes one ahead
             )
 
         return TrainerConfigureDataloaderOutput(source(self.dataset_train, True), source(self.dataset_eval, False))

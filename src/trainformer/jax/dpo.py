@@ -19,9 +19,8 @@ from flax import nnx
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import Loss
-from trainformer.data.text.preferences import PairEncoder
-from trainformer.data.text.prepare import preference_tokens
-from trainformer.data.text.rows import pair_batch
+from trainformer.data.text.collate import pair_batch
+from trainformer.data.text.prepare import PairEncoder, preference_tokens
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.outputs import TrainerConfigureModelOutput

@@ -20,13 +20,13 @@ from flax import nnx
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Loss
-from trainformer.data.dataset import Arrays, Indexed
+from trainformer.data.builtin import builtin_arrays
+from trainformer.data.dataset import ArrayDataset, IndexedDataset
 from trainformer.data.labels import is_stream, labels_of
-from trainformer.data.numpy_inputs import as_data
-from trainformer.data.samples import sample_arrays
+from trainformer.data.numpy_loader import as_data
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.losses.jax.tokens import IGNORED, TokenLoss, row_sums
+from trainformer.losses.jax.tokens import IGNORE_INDEX, TokenLoss, row_sums
 from trainformer.models.jax.base import Model
 from trainformer.models.jax.vit import ViT, ViTConfig
 
@@ -120,7 +120,7 @@ class ImageClassificationTrainer(BaseTrainer):
             what = f"logits (rows, {self.num_classes}) from {type(model).__name__}"
             raise BadArgument(expected(what, tuple(logits.shape), "Build it with one output for each class."))
         if VALID in batch:
-            labels = jnp.where(batch[VALID], labels, IGNORED)
+            labels = jnp.where(batch[VALID], labels, IGNORE_INDEX)
         return row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing).total()
 
     def normalised(self, images: jax.Array) -> jax.Array:
@@ -194,15 +194,15 @@ def _named(data: Any) -> Any:
         if Path(data).exists():
             do = "Read the files into arrays: {'image': (N, height, width, channels), 'label': (N,)}."
             raise BadArgument(expected("arrays, samples, or the name of a built-in sample", str(data), do))
-        return sample_arrays(str(data))
+        return builtin_arrays(str(data))
     data = as_data(data)
-    if not isinstance(data, Arrays) or not isinstance(data.arrays, (Mapping, tuple)):
+    if not isinstance(data, ArrayDataset) or not isinstance(data.arrays, (Mapping, tuple)):
         return data if is_stream(data) else _ImageSamples(data)
     images, labels = _parts(data.arrays)
-    return Arrays({"image": images, "label": labels})
+    return ArrayDataset({"image": images, "label": labels})
 
 
-class _ImageSamples(Indexed):
+class _ImageSamples(IndexedDataset):
     """Samples of any data set as dicts of an `image` and a `label`."""
 
     def __init__(self, samples: Any) -> None:

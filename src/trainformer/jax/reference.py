@@ -28,8 +28,8 @@ from trainformer.backends.jax.state import TrainState, flat, joined
 from trainformer.backends.jax.step import JittedStep
 from trainformer.core.errors import DataError
 from trainformer.data.numpy_loader import NumpySource
-from trainformer.data.text.preferences import Pairs
-from trainformer.data.text.store import OverStore
+from trainformer.data.text.prepare import Pairs
+from trainformer.data.text.store import StoreView
 
 logger = logging.getLogger("trainformer")
 
@@ -37,7 +37,7 @@ _ADAPTER = ("lora_a", "lora_b")
 _SAMPLED = 7  # elements of each dimension of a parameter by which a model is known again
 
 
-class ScoredPairs(OverStore):
+class ScoredPairs(StoreView):
     """Pairs of answers, each with what the reference says of it once `scores` (pairs, 2) are there."""
 
     def __init__(self, pairs: Pairs) -> None:

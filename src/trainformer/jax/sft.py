@@ -18,12 +18,12 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Loss
-from trainformer.data.dataset import Indexed
+from trainformer.data.dataset import IndexedDataset
 from trainformer.data.labels import is_stream
+from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.records import TextDataset
-from trainformer.data.text.rows import token_batch
 from trainformer.data.text.sources import load_text
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.text_trainer import TextArguments, TextTrainer
@@ -176,7 +176,7 @@ def _formatted(data: Any, function: Callable[[Any], Any]) -> Any:
     return _FormattedStream(data, function) if is_stream(data) else _Formatted(data, function)
 
 
-class _Formatted(Indexed):
+class _Formatted(IndexedDataset):
     """Records as a function makes them."""
 
     def __init__(self, records: Any, function: Callable[[Any], Any]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainformer.data.numpy_inputs import numpy_source
+from trainformer.data.collate import stack_samples
+from trainformer.data.numpy_loader import numpy_source
 from trainformer.data.sharding import Shard
-from trainformer.data.stacking import stack_samples
 
 
 def stacking(collect: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -24,4 +24,4 @@ def as_source(loader: Any, batch_size: int, seed: int, rows: Shard) -> Any:
     """A source as it is; any other loader as a source of the batches it gives."""
     if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
         return loader
-    return numpy_source(loader, batch_size, seed=seed, batched=True, shard=rows, kept=2)
+    return numpy_source(loader, batch_size, seed=seed, batched=True, shard=rows, lookahead=2)

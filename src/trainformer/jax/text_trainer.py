@@ -26,7 +26,7 @@ from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.saving import new_files, save_trainer, save_weights
-from trainformer.losses.jax.tokens import IGNORED, Head, RowSums, row_sums
+from trainformer.losses.jax.tokens import IGNORE_INDEX, Head, RowSums, row_sums
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_lora
@@ -301,7 +301,7 @@ def labels_of(batch: Mapping[str, Any]) -> jax.Array:
     labels = batch["labels"]
     if VALID not in batch:
         return labels
-    return jnp.where(batch[VALID].reshape(-1, *[1] * (labels.ndim - 1)), labels, IGNORED)
+    return jnp.where(batch[VALID].reshape(-1, *[1] * (labels.ndim - 1)), labels, IGNORE_INDEX)
 
 
 def _build(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:

@@ -1,4 +1,4 @@
-"""The chunked output layer behind `losses.tokens`: cross-entropy with the logits of a few tokens at a time.
+"""The chunked output layer of `losses.tokens`: cross-entropy with the logits of a few tokens at a time.
 
 Owns the autograd functions that turn hidden states into losses and gradients chunk by chunk, and their precision.
 `losses.tokens` owns the user-facing arguments, shifting and labels.

@@ -317,7 +317,7 @@ def _wrap_module(loss: nn.Module, miner: str | nn.Module | None, settings: dict[
     """A user's module with the signature of all others."""
     if settings:
         do = "Configure the module when you build it."
-        raise BadArgument(expected("no settings beside a module", ", ".join(sorted(settings)), do))
+        raise BadArgument(expected("no settings for a module", ", ".join(sorted(settings)), do))
     if hasattr(loss, "per_sample"):
         if miner is not None:
             raise BadArgument(expected("no miner for a loss that has the signature already", miner))

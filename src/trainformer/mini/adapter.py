@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Mean
-from trainformer.data.loader import batch_length
+from trainformer.data.sharding import batch_length
 from trainformer.distributed import Strategy
 from trainformer.mini.utils import checked_records, flattened
 

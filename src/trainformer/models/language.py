@@ -37,7 +37,7 @@ ModelSource = Any  # a hub name, a folder, a configuration, or a model
 def load_model(source: ModelSource, kind: str, *, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
     """A model of a kind (`causal_lm`, `seq2seq`, ...), pretrained or, from a configuration, with random weights.
 
-    Weights are loaded in float32 unless `dtype` is given, whatever they were saved in, for the sake of the optimizer.
+    Weights are loaded in float32 unless `dtype` is given, whatever dtype they were saved in.
     """
     if isinstance(source, nn.Module):
         return source

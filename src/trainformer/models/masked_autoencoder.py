@@ -140,14 +140,6 @@ class MaskedAutoencoder(nn.Module):
         self.backbone.set_grad_checkpointing(enable)
         self.decoder.grad_checkpointing = enable
 
-    def patchify(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to patches (N, L, pixels): patches and pixels in row-major order, channels last."""
-        return patchify(images, self.patch_size)
-
-    def unpatchify(self, patches: Tensor, size: tuple[int, int]) -> Tensor:
-        """The inverse of `patchify` for images of `size` (H, W)."""
-        return unpatchify(patches, size, self.patch_size)
-
     @torch.no_grad()
     def reconstruct(
         self,
@@ -160,8 +152,8 @@ class MaskedAutoencoder(nn.Module):
         output = self(images, noise)
         _, mean_of_patch, spread = self._target(images)
         size = (images.shape[-2], images.shape[-1])
-        predicted = self.unpatchify(output.prediction.float() * spread + mean_of_patch, size)
-        holes = self.unpatchify(output.mask.unsqueeze(-1).expand_as(output.prediction), size)
+        predicted = unpatchify(output.prediction.float() * spread + mean_of_patch, size, self.patch_size)
+        holes = unpatchify(output.mask.unsqueeze(-1).expand_as(output.prediction), size, self.patch_size)
 
         def denormalized(image: Tensor) -> Tensor:
             return (image.float() * _per_channel(std, 1.0, image) + _per_channel(mean, 0.0, image)).clamp(0, 1)
@@ -173,7 +165,7 @@ class MaskedAutoencoder(nn.Module):
 
     def _target(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Targets in float32, and the mean and standard deviation that turn them back into pixels."""
-        patches = self.patchify(images).float()
+        patches = patchify(images, self.patch_size).float()
         if not self.norm_pix:
             return patches, patches.new_zeros(()), patches.new_ones(())
         mean = patches.mean(-1, keepdim=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class MomentumCopy(nn.Module):
         if moved:
             torch._foreach_lerp_(local_tensors(moved), local_tensors(towards), 1 - momentum)
 
-    def _precision(self) -> Any:
+    def _precision(self) -> AbstractContextManager[object]:
         first = next(self.module.parameters(), None)
         if self.half_dtype is None or first is None:
             return nullcontext()

@@ -150,11 +150,11 @@ def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) ->
         notes.append(f"the checkpoints cannot be read: {error.strerror}.")
         return []
     name, mode = (best["name"], best["mode"]) if best else ("", "min")
-    best_checkpoint = None
+    best_checkpoint, best_value = None, None
     for checkpoint in found:
         value = checkpoint.manifest.metrics.get(name)
-        if value is not None and is_better(value, best_checkpoint and best_checkpoint.manifest.metrics[name], mode):
-            best_checkpoint = checkpoint
+        if value is not None and is_better(value, best_value, mode):
+            best_checkpoint, best_value = checkpoint, value
     return [
         {
             "name": checkpoint.path.name,

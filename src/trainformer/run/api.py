@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.context import PipelineContext
-from trainformer.engine import Control, RunState, Source
+from trainformer.engine import Control, DataSource, RunState
 
 
 class BatchLoader:
     """The batches of a source, as callbacks written for other trainers expect them: a loader with a length."""
 
-    def __init__(self, source: Source, batch_size: int) -> None:
+    def __init__(self, source: DataSource, batch_size: int) -> None:
         self._source = source
         self.batch_size = batch_size
 

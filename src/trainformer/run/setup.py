@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trainformer.callbacks.base import CallbackList
 from trainformer.checkpointing import StateFiles
-from trainformer.engine import Backend, Source
+from trainformer.engine import Backend, DataSource
 from trainformer.engine.process_group import ProcessGroup
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.settings import CommonSettings, FrontOptions
@@ -51,8 +51,8 @@ class RunParts:
     backend: RunBackend
     files: StateFiles
     callbacks: CallbackList
-    train_source: Source
-    val_source: Source | None
+    train_source: DataSource
+    val_source: DataSource | None
     train_size: int | None
     data: Any
     passed: frozenset[str]

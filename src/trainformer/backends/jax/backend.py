@@ -129,7 +129,7 @@ class JaxBackend:
         return StepResult(
             entries,
             None if rate is None else LazyScalar(lambda: float(rate(step))),
-            batch.size if batch.whole is None else batch.whole,
+            batch.size if batch.global_size is None else batch.global_size,
             batch.tokens,
             batch.bad,
             batch.consumed,

@@ -72,12 +72,14 @@ class Placer:
     def place(self, batch: HostBatch, accumulation: int = 1) -> DeviceBatch:
         """One batch. The copy has begun when this returns, and may still be under way."""
         data = self._arrays(batch.data)
-        if batch.whole is not None and not self._whole_shards and jax.process_count() > 1:
-            check_rows(batch.whole, self.mesh)  # processes whose parts differ in size would not agree on the shape
+        if batch.global_size is not None and not self._whole_shards and jax.process_count() > 1:
+            check_rows(
+                batch.global_size, self.mesh
+            )  # processes whose parts differ in size would not agree on the shape
         divides = self._divides(data, accumulation)
         tokens = count_tokens(data) if batch.size else 0
         placed = {name: self._put(array, divides) for name, array in data.items()}
-        return DeviceBatch(placed, batch.size, tokens, batch.bad, False, batch.whole, batch.consumed)
+        return DeviceBatch(placed, batch.size, tokens, batch.bad, False, batch.global_size, batch.consumed)
 
     def _arrays(self, data: Any) -> dict[str, np.ndarray | jax.Array]:
         """The columns of a batch that a device can hold; texts and other objects stay behind."""

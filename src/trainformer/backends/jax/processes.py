@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainformer.backends.jax.mesh import data_shards
 from trainformer.backends.jax.sharding import batch_sharding
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.sharding import ALL, Shard
+from trainformer.data.sharding import WHOLE, Shard
 from trainformer.engine.process_group import ProcessGroup, SingleProcess, run_on_main
 
 _FIRST = 1024  # bytes of a first exchange; what is longer needs a second
@@ -35,7 +35,7 @@ class Processes:
 
     monitor = None
 
-    def __init__(self, part: Shard = ALL) -> None:
+    def __init__(self, part: Shard = WHOLE) -> None:
         self.rank = self.local_rank = jax.process_index()
         self.world_size = jax.process_count()
         self.part = part
@@ -174,7 +174,7 @@ def peers_on(mesh: Mesh) -> ProcessGroup:
 def rows_of_process(mesh: Mesh) -> Shard:
     """Which part of each batch the devices of this process hold."""
     if jax.process_count() == 1:
-        return ALL
+        return WHOLE
     shards = data_shards(mesh)
     held = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
     places = sorted({index[0].start or 0 for index in held if index is not None})

@@ -56,10 +56,10 @@ class AccumulationWindow:
         self.tokens += batch.tokens
         self.bad += batch.bad
         self.consumed += batch.size + batch.bad if batch.consumed is None else batch.consumed
-        if not isinstance(output, Tensor) or batch.whole is None or self.global_samples is None:
+        if not isinstance(output, Tensor) or batch.global_size is None or self.global_samples is None:
             self.global_samples = None
         else:
-            self.global_samples += batch.whole
+            self.global_samples += batch.global_size
         if batch.size == 0:
             output = _zero_weight(output)
         if isinstance(output, Tensor):

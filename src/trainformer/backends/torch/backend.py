@@ -1,14 +1,15 @@
-"""Training with torch: the step, evaluation, and state in and out. How ranks share them is a strategy's business.
+"""The torch backend: the training step, evaluation and state. Strategies handle several ranks.
 
-One optimizer step is `accumulate` per micro-batch, `finish`, `update`, `end_step`; the loop calls them. Gradients of
-a window are sums divided once by the weight of the whole window, so that its slicing does not matter:
+One optimizer step is `accumulate` per micro-batch, `finish`, `update`, `end_step`; the loop calls them. With gradient
+accumulation, gradients are sums divided once by the total weight of all micro-batches (the window), so that the size of
+a micro-batch does not matter:
 
     each micro-batch:   backward(sum_i / reference)       reference: weight of the window's first micro-batch
     at the end:         gradients * (reference / total weight)
 
-For a window of one micro-batch the factor is 1 and is left out; the step is then, bit for bit, that of a
-hand-written loop over the mean. Where ranks share a step, the reference is a number that all of them know, and the
-weight is that of all of them. Nothing in a step waits for the device.
+For a window of one micro-batch the factor is 1 and is left out; the step is then bitwise that of a hand-written loop
+over the mean. With several ranks, the reference is a constant that all of them know, and the weight is summed over
+ranks. Nothing in a step syncs with the device.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from trainformer.utils.distributed import padding
 logger = logging.getLogger("trainformer")
 
 _OUT_OF_MEMORY = (
-    "One rank ran out of memory; a step cannot be repeated in smaller pieces by one of several alone. Raise "
+    "One rank ran out of memory; with several ranks a step cannot be repeated in smaller pieces. Raise "
     "accumulation_steps and lower batch_size, or use gradient_checkpointing=True or strategy='fsdp'."
 )
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class TorchBackend:
-    """The torch side of a run. `reduces_rows` says whether the task reduces per-sample rows itself."""
+    """The torch side of a run. `reduces_rows`: whether the task reduces per-sample rows itself."""
 
     def __init__(self, task: Any, settings: RunSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
         self.task = task
@@ -55,14 +56,14 @@ class TorchBackend:
         self.strategy = strategy
         self.device = self.strategy.setup_environment(settings.device, settings.rank_timeout)
         self.process_group = self.strategy.process_group
-        self._is_alone = self.process_group.is_single_process
+        self._is_single = self.process_group.is_single_process
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
         self.precision = make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
         if self.fp8 is not None:
             quantize.check_fp8_device(self.device)
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
-        # One rank that ran out of memory cannot repeat its step alone: the others have gone on to exchange gradients.
-        self.splitter = MemorySplitter(settings.oom if self._is_alone else "raise")
+        # A rank that runs out of memory cannot repeat its step alone: the others are waiting in the all-reduce.
+        self.splitter = MemorySplitter(settings.oom if self._is_single else "raise")
         self.replaced = self._replace_layers()
         self._place_model()
         self.optimizer = self.strategy.prepare_optimizer(
@@ -74,7 +75,7 @@ class TorchBackend:
                 "some in fp16. Load the model in fp32 or bf16, or pass precision='no'."
             )
         self.names = {id(p): name for name, p in named_parameters(task).items()}
-        # Trainable parameters outside an optimizer the user gave would pile up gradients: those are dropped too.
+        # Trainable parameters outside a user's optimizer would accumulate gradients: those are dropped too.
         optimized = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         self.parameters = list(({id(p): p for p in named_parameters(task).values()} | optimized).values())
         self.schedule = Schedule(self.optimizer, lambda step: 1.0)
@@ -87,22 +88,22 @@ class TorchBackend:
         self._forget = getattr(task, "on_step_skipped", None)
         no_sync = getattr(task, "no_sync", None)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = (
-            no_sync if self._is_alone else self.strategy.no_sync
+            no_sync if self._is_single else self.strategy.no_sync
         )
-        # The same on all ranks, and for a full batch the weight of each: nothing is then left to multiply with.
-        self._reference = None if self._is_alone else settings.batch_size / self.process_group.dp_world_size
+        # The same on all ranks, and for a full batch the weight of each: no scaling is left to do then.
+        self._reference = None if self._is_single else settings.batch_size / self.process_group.dp_world_size
         self.strategy.reference = self._reference or 1.0
         self._shared_step = self.strategy.train_step()
         self._request_flag = RequestFlag(self.device)
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
         self._reduces_rows = reduces_rows
-        # Fused optimizers skip an update themselves when `found_inf` is 1; for others the host has to look.
-        obeys_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        self._skips_on_device = obeys_flag and not self.guard.on_host
+        # Fused optimizers skip an update themselves if `found_inf` is 1; for others the host has to check.
+        reads_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._skips_on_device = reads_found_inf and not self.guard.on_host
         self._uniform = gradients.are_uniform(self.parameters)
-        # Under "raise" the run ends anyway; to watch over a hundred small tensors in every step would cost time.
-        watched = self.guard.policy != "raise"
-        self._statistics = RunningStatistics(modules_of(task).values()) if watched else None
+        # With "raise" the run ends anyway; saving a hundred small tensors in every step would cost time.
+        keeps_running = self.guard.policy != "raise"
+        self._statistics = RunningStatistics(modules_of(task).values()) if keeps_running else None
         self._window = AccumulationWindow(self._reference)
         self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
@@ -116,19 +117,19 @@ class TorchBackend:
         if settings.gradient_checkpointing:
             memory.enable_gradient_checkpointing(model)
         if settings.compile:
-            # In place: the module keeps its class and its keys, so checkpoints of compiled and plain runs are equal.
+            # In place: class and state dict keys stay, so checkpoints of compiled and eager runs are the same.
             model.compile(**compile_options(settings.compile))
         self.strategy.precision = self.precision.name
         self.strategy.prepare(self.task, self.device)
 
     def _replace_layers(self) -> str:
-        """Put layers of fewer bits into the model, before anything is made of its layers; what was done, in words."""
+        """Replace linear layers by fp8 or fake-quantized ones. Returns a description."""
         settings, model = self.settings, self.task.model
         if self.fp8 is not None:
             return f"fp8 ({self.fp8}) in {quantize.use_fp8(model, self.fp8, settings.fp8_dim_alignment)}"
         if settings.qat_recipe is not None:
             recipe = quantize.recipe_named(settings.qat_recipe, "qat_recipe")
-            return f"trained for {recipe.name}: {quantize.prepare_qat(model, recipe)}"
+            return f"quantization-aware training for {recipe.name}: {quantize.prepare_qat(model, recipe)}"
         return ""
 
     def _transform(self, train: bool) -> nn.Module | None:
@@ -137,24 +138,24 @@ class TorchBackend:
         return transform.to(self.device) if isinstance(transform, nn.Module) else transform
 
     def schedule_for(self, total_steps: int | None) -> None:
-        """Stretch the schedule over so many steps. A scheduler made by the user is made once and kept."""
+        """Build the schedule for this many steps. A user's scheduler is created once and kept."""
         if self._decay is not None and total_steps is None:
             raise BadArgument(
                 "weight_decay_end needs the number of steps, but the data have no length. Pass max_steps."
             )
         self._total_steps = total_steps or 0
-        made_by_us = isinstance(self.settings.scheduler, str) or self.settings.scheduler is None
-        if self._scheduled_for is None or (made_by_us and self._scheduled_for != total_steps):
+        is_ours = isinstance(self.settings.scheduler, str) or self.settings.scheduler is None
+        if self._scheduled_for is None or (is_ours and self._scheduled_for != total_steps):
             old = self.schedule
             self.schedule = make_schedule(
                 self.settings.scheduler, self.optimizer, total_steps, self.settings.warmup_ratio
             )
-            if made_by_us:
+            if is_ours:
                 self.schedule.configured, self.schedule.base = old.configured, old.base
             self._scheduled_for = total_steps if total_steps is not None else -1
 
     def run_context(self) -> ExitStack:
-        """Process-wide settings of a run; leaving the context puts them back."""
+        """Process-wide settings of a run, restored on exit."""
         if self.replaced:
             logger.info(self.replaced)
         stack = ExitStack()
@@ -165,22 +166,22 @@ class TorchBackend:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether a window may be needed again: to retry it, or to compute it in smaller pieces."""
+        """Whether a window may be repeated, to retry it or to compute it in smaller pieces."""
         return self.guard.retries > 0 or (self.device.type != "cpu" and self.splitter.policy == "split")
 
     @property
     def wants_lookahead(self) -> bool:
-        """Whether it matters which micro-batch is the last of a step: ranks then exchange gradients there only."""
-        return self._no_sync is not None  # also where ranks share a step
+        """Whether it matters which micro-batch is the last of a step: only that one all-reduces gradients."""
+        return self._no_sync is not None
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""
-        if train not in self._transforms:  # not before the first batch: by then the task has seen its data
+        if train not in self._transforms:  # not before the first batch: the task may need to see its data first
             self._transforms[train] = self._transform(train)
         return self._feeder.feed(batches, self._transforms[train])
 
     def begin_training(self) -> None:
-        """Training mode for the model and whatever else the task trains."""
+        """Set training mode on all modules of the task."""
         self._set_mode(True)
 
     def _set_mode(self, train: bool) -> None:
@@ -192,46 +193,46 @@ class TorchBackend:
                 module.train(train)
 
     def accumulate(self, batch: DeviceBatch) -> bool:
-        """Forward and backward of one micro-batch. False: it did not fit, and will come again in smaller pieces."""
+        """Forward and backward pass of one micro-batch. False: out of memory, repeat it in smaller pieces."""
         scaler = self.precision.scaler
         if self._statistics is not None and not self._window.entries:
             self._statistics.keep()
         try:
             for piece in self.splitter.split(batch):
-                with self._apart(piece):
+                with self._sync_context(piece):
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
-                    if not self._is_alone and not piece.more:
-                        loss = self._tell_others(loss, output)
+                    if not self._is_single and not piece.more:
+                        loss = self._send_stats(loss, output)
                     if loss is not None:
                         self.strategy.backward(loss, scaler)
         except torch.OutOfMemoryError as error:
             self.drop_step()
             if not self.splitter.shrink(batch, self.task.model):
-                if not self._is_alone:
+                if not self._is_single:
                     error.add_note(_OUT_OF_MEMORY)
                 raise
             return False
         return True
 
-    def _tell_others(self, loss: Tensor | None, output: Any) -> Tensor | None:
-        """With the last micro-batch of a step goes what the other ranks have to know of it."""
+    def _send_stats(self, loss: Tensor | None, output: Any) -> Tensor | None:
+        """With the last micro-batch of a step, all-reduce its weight, loss and pending requests."""
         if isinstance(output, Mean) and output.value is None:
             raise BadArgument(
-                "Expected a loss from every step where several processes train together, received none: the others "
-                "would wait for its gradients. Return a loss of weight 0 instead."
+                "Expected a loss from every step with several processes, received none: the other ranks would wait for "
+                "its gradients. Return a loss of weight 0 instead."
             )
         sums = self._window.weight_and_sum(self.device)
-        asks = torch.full((1,), float(self.has_request()), dtype=sums.dtype, device=self.device)
-        return self.strategy.piggyback_stats(loss, torch.cat([sums, asks]))
+        requests = torch.full((1,), float(self.has_request()), dtype=sums.dtype, device=self.device)
+        return self.strategy.piggyback_stats(loss, torch.cat([sums, requests]))
 
-    def _apart(self, piece: DeviceBatch) -> AbstractContextManager[Any]:
-        """The context of a micro-batch that is not the last of its step: ranks keep their gradients to themselves."""
+    def _sync_context(self, piece: DeviceBatch) -> AbstractContextManager[Any]:
+        """`no_sync` for every micro-batch but the last of a step: skip the gradient all-reduce."""
         return self._no_sync() if piece.more and self._no_sync is not None else nullcontext()
 
     def _forward(self, size: int) -> AbstractContextManager[object]:
-        """The context of a forward pass; of no sample, if it is only there so that this rank takes part."""
+        """Context of a forward pass; a batch of size 0 is padding."""
         if not self.settings.activation_offload and size:
             return self.precision.forward()
         stack = ExitStack()
@@ -243,7 +244,7 @@ class TorchBackend:
         return stack
 
     def finish(self) -> bool:
-        """Make the gradients those of the window's mean, clip them, and look whether they are finite."""
+        """Scale gradients to those of the mean loss, clip them, and check that they are finite."""
         scaler = self.precision.scaler
         if self._window.is_idle:
             self.grad_norm = None
@@ -259,10 +260,10 @@ class TorchBackend:
             )
         norm = self.strategy.total_norm(grads, self._uniform)
         losses = self._window.losses()
-        if self._is_alone:
+        if self._is_single:
             factor = self._window.gradient_scale()
         else:
-            factor, losses = self._hear_others()
+            factor, losses = self._receive_stats()
         if factor is not None:
             norm = norm * factor
         self.guard.inspect(norm if scaler is None else norm.new_zeros(()), losses)
@@ -277,21 +278,21 @@ class TorchBackend:
             return False
         return True
 
-    def _hear_others(self) -> tuple[Tensor | float | None, list[Tensor]]:
-        """What gradients are to be multiplied with, and the loss, of all ranks."""
+    def _receive_stats(self) -> tuple[Tensor | float | None, list[Tensor]]:
+        """The factor to scale gradients by, and the loss over all ranks."""
         sums = self.strategy.reduced_stats(self.precision.scaler)
-        assert sums is not None, "every strategy for several ranks tells what they sent"
-        weight, total, asking = sums.unbind()
-        self._request_flag.record(asking)
+        assert sums is not None, "every strategy for several ranks reduces the stats"
+        weight, total, requests = sums.unbind()
+        self._request_flag.record(requests)
         self._shared_loss = self._window.replace_loss(weight, total, record=self.process_group.is_main)
         return self._window.reduced_gradient_scale(self.strategy.gradient_divide_factor, weight), [total]
 
     def any_rank_has_request(self) -> bool:
-        """Whether a rank asks something of all of them, as far as it is known by now: the same answer on each."""
+        """Whether any rank has a request, as far as known by now: the same answer on every rank."""
         return self._request_flag.pop()
 
     def update(self, step: int) -> StepResult:
-        """Take the optimizer step, unless the gradients are not finite, or there are none on purpose."""
+        """Take the optimizer step, unless gradients are not finite or no micro-batch had a loss."""
         lr = self.schedule.apply(step)
         window, norm = self._window, self.grad_norm
         if self._decay is not None:
@@ -310,19 +311,19 @@ class TorchBackend:
             self._statistics.settle(self.guard)
         if norm is not None and self.process_group.is_main:
             window.entries.append(self._norm_entry(norm))
-        samples = window.samples if self._is_alone else window.consumed
+        samples = window.samples if self._is_single else window.consumed
         return StepResult(window.entries, lr, samples, window.tokens, window.bad, window.consumed, self._shared_loss)
 
     def _norm_entry(self, norm: Any) -> Entry:
-        """The norm for the log. An overflow of scaled gradients is the scaler's business, and no number to average."""
+        """The norm for the log. The scaler handles overflows of scaled gradients; they are not averaged."""
         if self.precision.scaler is None:
             return Entry("grad_norm", norm, 1, True)
         finite = norm.isfinite()
         return Entry("grad_norm", torch.where(finite, norm, 0.0), finite.to(norm.dtype), False)
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> None:
-        # An overflow of scaled gradients belongs to fp16: the scaler skips the step and lowers the scale. A loss
-        # that is itself not finite is an error; it is told to the scaler as if it had found it.
+        # Overflows of scaled gradients are normal in fp16: the scaler skips the step and lowers the scale. A
+        # non-finite loss is an error; the scaler is made to skip that step as well.
         found = scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
         for flag in found.values():
             if not self.guard.on_host:
@@ -333,14 +334,14 @@ class TorchBackend:
         scaler.update()
 
     def end_step(self) -> None:
-        """Drop gradients and everything else that belongs to one window."""
+        """Reset gradients and the accumulation window."""
         for parameter in self.parameters:
             parameter.grad = None
         self._window = AccumulationWindow(self._reference)
         self._shared_loss = None
 
     def drop_step(self) -> None:
-        """The same for a window that is given up; the task forgets what it saw of it."""
+        """Discard a window: reset it, restore BatchNorm statistics and notify the task."""
         self.end_step()
         if self._statistics is not None:
             self._statistics.restore()
@@ -348,22 +349,22 @@ class TorchBackend:
             self._forget()
 
     def reduce_window_loss(self) -> None:
-        """Make the loss that of all ranks, for somebody who looks at a step that will not be finished."""
-        if not self._is_alone:
-            self._hear_others()
+        """Replace the loss by that of all ranks, for a step that will not be finished (dry runs)."""
+        if not self._is_single:
+            self._receive_stats()
 
     def window_loss(self) -> float:
-        """The loss of the micro-batches added since the last step. Waits for the device."""
+        """The loss of the current window. Syncs with the device."""
         entries = self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
         return weighted_means({"loss": entries}, self).get("loss", float("nan"))
 
     def window_weight(self) -> float:
-        """Their weight: samples, or what the task counts. Waits for the device."""
+        """The weight of the current window: samples, or what the task counts. Syncs with the device."""
         entries = self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
         return sum(self.read([e.weight for e in entries]))
 
     def verify(self, step: int) -> dict[str, float]:
-        """Raise if a step was not finite; else counts to log."""
+        """Raise if a step was not finite; returns counters to log."""
         counts = self.guard.verify(step)
         scaler = self.precision.scaler
         if scaler is not None and scaler.is_enabled():
@@ -377,22 +378,22 @@ class TorchBackend:
         self._set_mode(False)
 
     def eval_step(self, batch: DeviceBatch) -> EvalResult:
-        """The task's metrics for one batch."""
+        """Metrics of one batch from the task's `eval_step`."""
         return self.infer(self.task.eval_step, batch)
 
     def infer(self, function: Callable[[Any], Any], batch: DeviceBatch) -> EvalResult:
-        """Any function of a batch that returns a mapping, without gradients and in the run's precision."""
+        """Call a function of a batch that returns a mapping, without gradients and in the run's precision."""
         with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(participates=True):
             outputs = self.strategy.infer(function, batch.data)
         entries: list[Entry] = []
         rows: dict[str, Tensor] = {}
-        if batch.size == 0:  # another sample's, so that this rank could take part
+        if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives
             outputs = {name: value[:0] for name, value in outputs.items() if _has_rows(value)}
         for name, value in outputs.items():
-            self._sort(name, value, batch.size, entries, rows)
+            self._add_metric(name, value, batch.size, entries, rows)
         return EvalResult(entries, rows)
 
-    def _sort(self, name: str, value: Any, size: int, entries: list[Entry], rows: dict[str, Tensor]) -> None:
+    def _add_metric(self, name: str, value: Any, size: int, entries: list[Entry], rows: dict[str, Tensor]) -> None:
         if isinstance(value, tuple) and len(value) == 2:
             entries.append(Entry(name, *value, is_mean=False))
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
@@ -416,7 +417,7 @@ class TorchBackend:
     # -- scalars and rows ----------------------------------------------------------------------------------
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
-        """Values of tensors and numbers; all tensors come over in one transfer."""
+        """Values of tensors and numbers, in one transfer to the host."""
         tensors = [s.detach().reshape(()) for s in scalars if isinstance(s, Tensor)]
         if not tensors:
             return [float(s) for s in scalars]
@@ -435,13 +436,13 @@ class TorchBackend:
         return torch.stack([t.to(self.device, wide) for t in tensors]).sum() + numbers
 
     def join_rows(self, pieces: list[Tensor]) -> Tensor:
-        """Rows of all batches, in order; a task may know how to join rows of unequal length."""
+        """Rows of all batches, in order. A task may override how rows of unequal length are joined."""
         return getattr(self.task, "join_rows", torch.cat)(pieces)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is neither in the model, nor in the optimizer, nor in the schedule."""
+        """State besides that of the model, the optimizer and the schedule."""
         scaler = self.precision.scaler
         return {
             "scaler": scaler.state_dict() if scaler is not None else {},
@@ -450,11 +451,11 @@ class TorchBackend:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load a state of `state_dict`."""
         if self.precision.scaler is not None and state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.guard.skipped = state["skipped_steps"]
-        if self._is_alone:  # ranks divide batches already
+        if self._is_single:  # with several ranks splitting is off
             self.splitter.pieces = state["pieces"]
 
 
@@ -463,7 +464,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def compile_options(choice: bool | str | Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `torch.compile`: a mode, or any of them by name."""
+    """Arguments of `torch.compile` from a flag, a mode, or a mapping."""
     if isinstance(choice, Mapping):
         return dict(choice)
     return {"mode": choice} if isinstance(choice, str) else {}

@@ -1,4 +1,4 @@
-"""Models for deployment, each written file read back and compared with the model."""
+"""Exporting models for deployment. Every exported file is loaded again and compared with the model."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from trainformer.core.errors import BadArgument, TrainformerError, expected
 
 logger = logging.getLogger("trainformer")
 
-# Different kernels sum in different orders; beyond this it is another model.
+# Kernels sum in different orders; a larger difference means another model.
 _TOLERANCE = 1e-3
 
 
 def export_model(model: nn.Module, path: Path, format: str, input_shape: tuple[int, ...] | None) -> Path:
-    """Write `model` in a format and return where. The model itself is not changed."""
+    """Write `model` in a format and return the path. The model itself is not changed."""
     if format not in _FORMATS:
         raise BadArgument(expected(f"format to be one of {', '.join(_FORMATS)}", format))
     write, suffix, needs_shape = _FORMATS[format]
     if path.suffix != suffix:
         path = path.with_name(path.name + suffix)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A copy on the CPU: exporting must not move, fuse or switch the model that is being trained.
+    # A copy on the CPU: exporting must not move, fuse or change the mode of the model being trained.
     exported = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
     if not needs_shape:
         write(exported, torch.empty(0), path)
     else:
         if input_shape is None:
             raise BadArgument(
-                f"Exporting to {format} needs the shape of one input and the data do not tell it. "
+                f"Exporting to {format} needs the shape of one input, which the data do not provide. "
                 "Pass input_shape=(3, 224, 224), for instance."
             )
-        # Two samples: with one, the exporter would take the batch size for a constant.
+        # Two samples: with one, the exporter would treat the batch size as a constant.
         example = torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0))
         write(exported, example, path)
     logger.info("exported %s to %s", format, path)
@@ -80,7 +80,7 @@ def _write_onnx(model: nn.Module, example: Tensor, path: Path) -> None:
 
 
 def _compare(model: nn.Module, other: Callable[[Tensor], Tensor], example: Tensor, format: str) -> None:
-    """Refuse a file that computes something else, for the batch it was made with and for one of another size."""
+    """Raise if the exported file computes something else, for the example batch or one of another size."""
     for batch in (example, torch.cat([example, example.flip(0), example[:1]])):
         with torch.no_grad():
             want, got = model(batch), other(batch)

@@ -1,4 +1,4 @@
-"""Process-wide and model-wide settings that trade memory, speed and accuracy. What is global is put back."""
+"""Settings that trade memory, speed and accuracy: gradient checkpointing, offloading, attention kernels, matmuls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SdpaChoice = str | SDPBackend | Sequence[str | SDPBackend] | None
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass: models of transformers and of timm know how, also as a `backbone`."""
+    """Recompute activations in the backward pass, with the methods of transformers or timm models (or a `backbone`)."""
     if not hasattr(model, "gradient_checkpointing_enable") and not hasattr(model, "set_grad_checkpointing"):
         model = getattr(model, "backbone", model)
     if hasattr(model, "gradient_checkpointing_enable"):
-        # The reentrant variant gives no gradients when the inputs need none (frozen embeddings, adapters).
+        # The reentrant variant gives no gradients if the inputs need none (frozen embeddings, adapters).
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if hasattr(model, "config"):
             model.config.use_cache = False
@@ -45,7 +45,7 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 def activation_offload(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep activations saved for the backward pass in host memory."""
+    """Keep activations that are saved for the backward pass in host memory."""
     return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
 
 
@@ -66,7 +66,7 @@ def sdpa_backends(choice: SdpaChoice) -> list[SDPBackend]:
 
 @contextmanager
 def process_settings(sdpa: SdpaChoice = None, matmul_precision: str | None = None) -> Iterator[None]:
-    """Settings of the process that hold during a run and are put back afterwards."""
+    """Process-wide settings for the duration of a run, restored afterwards."""
     if matmul_precision not in (None, "highest", "high", "medium"):
         raise BadArgument(expected("matmul_precision to be 'highest', 'high', 'medium' or None", matmul_precision))
     before = torch.get_float32_matmul_precision()

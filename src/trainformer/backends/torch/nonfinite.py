@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is not finite. No policy lets such a step reach the weights."""
+"""Handling of non-finite losses and gradients. No policy lets such a step reach the weights."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trainformer.core.errors import BadArgument, NonFiniteError, expected
 logger = logging.getLogger("trainformer")
 
 _INF = math.inf
-_HOST = ("cpu",)  # where reading a scalar waits for nothing
+_HOST = ("cpu",)  # reading a scalar needs no sync
 _DEFAULT_RETRIES = 3
 
 
 class NonFiniteGuard:
-    """Watches losses and gradient norms.
+    """Checks losses and gradient norms.
 
-    ``raise``: the bad step and all after it are not applied, and the error comes at the next log point, with the
-    number of the bad step. ``skip``: the bad step is not applied, training goes on. ``retry`` (or ``retry:5``): the
-    same batch is computed again, with the random numbers that come next, up to three (five) times; this looks at the
-    result of every step.
+    ``raise``: the bad step and all after it are not applied; the error comes at the next log point, with the number of
+    the bad step. ``skip``: the bad step is not applied, and training continues. ``retry`` (or ``retry:5``): the same
+    batch is computed again, with new random numbers, up to three (five) times; this syncs with the device in every
+    step.
 
-    On an accelerator everything stays there, as a flag that fused optimizers obey (`found_inf`), so that no step waits.
-    On the CPU a look costs half a microsecond and the flag some forty, so there it is a plain look.
+    On an accelerator the result stays on the device, as a flag that fused optimizers read (`found_inf`), so no step
+    syncs. On the CPU reading a value costs half a microsecond and the flag some forty, so the host reads it.
     """
 
     def __init__(self, policy: str, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class NonFiniteGuard:
         self._attempts = 0
 
     def inspect(self, norm: Tensor, losses: Sequence[Tensor]) -> None:
-        """Note whether norm and losses are all finite."""
+        """Record whether norm and losses are all finite."""
         if self.on_host:
             bad = not all(math.isfinite(value.item()) for value in (norm, *losses))
             self._bad = bad or (self._bad and self.policy == "raise")
@@ -55,17 +55,17 @@ class NonFiniteGuard:
             probe = torch.add(probe, loss, alpha=0)  # 0 * inf and 0 * nan are nan
         infinite = torch.logical_not(probe < _INF)
         if self.policy == "raise":
-            self.flag.masked_fill_(infinite, 1.0)  # sticky: what follows a bad step is not applied either
+            self.flag.masked_fill_(infinite, 1.0)  # sticky: steps after a bad one are not applied either
         else:
             self.flag.copy_(infinite)
         self._device_count.add_(self.flag)
 
     def forbids(self) -> bool:
-        """Whether the update must not happen. Waits for an accelerator."""
+        """Whether the update must be skipped. Syncs with an accelerator."""
         return self._bad if self.on_host else bool(self.flag.item())
 
     def must_repeat(self) -> bool:
-        """Whether the window is to be computed again; asked under ``retry`` only."""
+        """Whether to repeat the window; for ``retry`` only."""
         if not self.forbids():
             self._attempts = 0
             return False
@@ -77,13 +77,13 @@ class NonFiniteGuard:
         raise NonFiniteError(f"Loss or gradients were not finite in {attempts} attempts at the same step. {_ADVICE}")
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Reset flags and counters."""
         self.flag.zero_()
         self._device_count.zero_()
         self._bad, self._host_count, self._attempts = False, 0, 0
 
     def verify(self, step: int) -> dict[str, float]:
-        """Raise under ``raise`` if a step was bad; else how many were dropped so far. Waits for an accelerator."""
+        """With ``raise``, raise if a step was bad; else return how many were skipped. Syncs with an accelerator."""
         bad = self._host_count if self.on_host else int(self._device_count.item())
         if not bad:
             return {}
@@ -103,9 +103,9 @@ class NonFiniteGuard:
 
 
 class RunningStatistics:
-    """BatchNorm's running statistics, which a forward pass changes: kept, to be put back if the step is not made.
+    """A backup of BatchNorm's running statistics, to undo the forward pass of a skipped step.
 
-    One NaN in them never goes away again, and everything that is evaluated afterwards is NaN.
+    A NaN in them would stay forever, and make every later evaluation NaN.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -115,7 +115,7 @@ class RunningStatistics:
         self._open = False
 
     def keep(self) -> None:
-        """Before a step: remember how they are."""
+        """Back them up, before a step."""
         if not self._kept:
             self._kept = [buffer.clone() for buffer in self._live]
         elif self._live:
@@ -123,7 +123,7 @@ class RunningStatistics:
         self._open = True
 
     def settle(self, guard: NonFiniteGuard) -> None:
-        """After a step: put them back if it was not made."""
+        """After a step: restore them if it was skipped."""
         if guard.on_host:
             if guard.forbids():
                 self.restore()
@@ -134,20 +134,20 @@ class RunningStatistics:
         self._open = False
 
     def restore(self) -> None:
-        """Put them back, if a step has begun since they were settled."""
+        """Restore them if a step has started since the last `settle`."""
         if self._open and self._live:
             torch._foreach_copy_(self._live, self._kept)
         self._open = False
 
 
 _ADVICE = (
-    "Lower lr, clip gradients, look at the data of that step, or use precision='bf16'; "
-    "nonfinite='skip' drops such steps and goes on."
+    "Lower lr, clip gradients, inspect the data of that step, or use precision='bf16'; "
+    "nonfinite='skip' skips such steps and continues."
 )
 
 
 def parse_policy(policy: str) -> tuple[str, int]:
-    """The kind of policy and its number of retries.
+    """The policy and its number of retries.
 
     >>> parse_policy("retry:5")
     ('retry', 5)

@@ -1,7 +1,6 @@
-"""Optimizers by name: torch's, those of bitsandbytes with 8-bit or paged state, and timm's.
+"""Optimizers by name: those of torch, bitsandbytes (8-bit or paged state), installed plugins, and timm.
 
-Owns the names, which options each takes, and whether the device can run it. Which parameters they get is decided in
-`optimizers`.
+Owns the names, the options of each, and whether the device can run it. `optimizers` builds the param groups.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.core.plugins import load_plugin, plugin_names
 
 logger = logging.getLogger("trainformer")
 
-# Names people type. Options are those the optimizer is usually run with where torch's default is not.
-_TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
+# Built-in names, with the usual options where they differ from torch's defaults.
+TORCH_OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
@@ -32,10 +32,10 @@ _TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {}),
 }
 
-# Classes of bitsandbytes, and the options that have an effect: it takes others (nesterov, amsgrad, a momentum of
-# RMSprop) and forgets them. Its LAMB and LARS are not here: in 8 bits they leave the trust ratio out.
+# Classes of bitsandbytes, and the options that have an effect: it accepts others (nesterov, amsgrad, a momentum of
+# RMSprop) and ignores them. LAMB and LARS are missing: with 8 bits it leaves the trust ratio out.
 _ADAM, _LION = ("betas", "eps", "min_8bit_size"), ("betas", "min_8bit_size")
-_BNB: dict[str, tuple[str, tuple[str, ...]]] = {
+BITSANDBYTES_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adam_8bit": ("Adam8bit", _ADAM),
     "adamw_8bit": ("AdamW8bit", _ADAM),
     "ademamix_8bit": ("AdEMAMix8bit", (*_ADAM, "alpha", "t_alpha", "t_beta3")),
@@ -53,7 +53,7 @@ _BNB: dict[str, tuple[str, tuple[str, ...]]] = {
 _BNB_OPTIONS: dict[str, dict[str, Any]] = {"SGD8bit": {"momentum": 0.9}}
 _BNB_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# What transformers calls them.
+# Names of transformers.
 _ALIASES = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -66,41 +66,48 @@ _ALIASES = {
 Groups = list[dict[str, Any]]
 
 
-def treats_parameters_alone(name: str) -> bool:
-    """Whether the update of a parameter depends on no other one. Of timm's that is not known.
+def is_elementwise(name: str) -> bool:
+    """Whether each parameter is updated on its own. Unknown for timm and plugins, hence False.
 
-    >>> treats_parameters_alone("AdamW"), treats_parameters_alone("lamb")
+    >>> is_elementwise("AdamW"), is_elementwise("lamb")
     (True, False)
     """
     key = _canonical(name)
-    return key in _TORCH or key in _BNB
+    return key in TORCH_OPTIMIZERS or key in BITSANDBYTES_OPTIMIZERS
 
 
 def optimizer_by_name(
     name: str, groups: Groups, lr: float, weight_decay: float, given: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """The optimizer of that name, with the options given."""
+    """The optimizer of that name with options.
+
+    Packages register further names under the entry point group ``trainformer.optimizers``: a subclass of
+    `torch.optim.Optimizer`, or a function, called as ``plugin(groups, lr=..., weight_decay=..., **options)``.
+    """
     for setting in {"params", "lr", "weight_decay"} & set(given):
-        do = f"Pass {setting} to the Trainer." if setting != "params" else "The task says what is trained."
+        do = f"Pass {setting} to the Trainer." if setting != "params" else "The task decides what is trained."
         raise BadArgument(expected(f"options of {name} other than those of the run", setting, do))
     key = _canonical(name)
-    if key in _TORCH:
+    if key in TORCH_OPTIMIZERS:
         return _torch(key, groups, lr, given)
-    if key in _BNB:
+    if key in BITSANDBYTES_OPTIMIZERS:
         return _bitsandbytes(key, groups, lr, given)
-    known, hint = [*_TORCH, *_BNB], ""
+    plugin = load_plugin("optimizers", name)
+    if plugin is not None:
+        return _from_plugin(name, plugin, groups, lr, weight_decay, given)
+    known, hint = [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS, *plugin_names("optimizers")], ""
     try:
         import timm.optim
     except ModuleNotFoundError:
         hint = "More names become available with: pip install 'trainformer[vision]'"
     else:
-        timms = list(map(str, timm.optim.list_optimizers()))
-        if key in timms:
+        in_timm = list(map(str, timm.optim.list_optimizers()))
+        if key in in_timm:
             try:
                 return timm.optim.create_optimizer_v2(groups, opt=key, lr=lr, weight_decay=weight_decay, **given)
             except TypeError as error:
                 raise BadArgument(expected(f"options that {name} takes", given, f"timm says: {error}")) from error
-        known += timms
+        known += in_timm
     close = did_you_mean(key, known)
     raise BadArgument(expected("optimizer to be a known name", name, f"{close} {hint}".strip()))
 
@@ -109,28 +116,40 @@ def _canonical(name: str) -> str:
     return _ALIASES.get(name.lower(), name.lower())
 
 
-def _refuse_unknown(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+def _check_options(name: str, given: Iterable[str], known: Iterable[str]) -> None:
     unknown, known = sorted(set(given) - set(known)), sorted(known)
     if unknown:
         hint = did_you_mean(unknown[0], known) or f"It takes {', '.join(known)}."
         raise BadArgument(expected(f"options that {name} takes", ", ".join(unknown), hint))
 
 
+def _from_plugin(
+    name: str, plugin: Any, groups: Groups, lr: float, weight_decay: float, given: dict[str, Any]
+) -> torch.optim.Optimizer:
+    parameters = inspect.signature(plugin).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _check_options(name, given, set(list(parameters)[1:]) - {"lr", "weight_decay"})
+    made = plugin(groups, lr=lr, weight_decay=weight_decay, **given)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise BadArgument(expected(f"the plugin {name!r} of trainformer.optimizers to make a torch Optimizer", made))
+    return made
+
+
 # -- torch -------------------------------------------------------------------------------------------------
 
 
 def _torch(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
-    cls, options = _TORCH[key]
-    _refuse_unknown(key, given, set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"})
-    made = cls(groups, lr=lr, **{**_fastest(cls, groups), **options, **given})
+    cls, options = TORCH_OPTIMIZERS[key]
+    _check_options(key, given, set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"})
+    made = cls(groups, lr=lr, **{**_fused(cls, groups), **options, **given})
     _fill_momentum(made)
     return made
 
 
 def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Begin the momentum of a fused SGD at 0, which is what it would be.
+    """Start the momentum of a fused SGD at 0, the value it would have.
 
-    Left to itself it fails as soon as one parameter gets its first gradient later than another.
+    Otherwise it fails as soon as one parameter gets its first gradient later than another.
     """
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
@@ -138,64 +157,64 @@ def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def _fastest(cls: Any, groups: Groups) -> dict[str, bool]:
-    """`fused=True` where the optimizer and every parameter allow it.
+def _fused(cls: Any, groups: Groups) -> dict[str, bool]:
+    """`fused=True` if the optimizer and every parameter support it.
 
-    One kernel instead of a dozen per tensor (a third of the time on a small MLP on the CPU), and it can be told on
-    the device to skip a step, so that a non-finite gradient is stopped without waiting for the device.
+    One kernel instead of a dozen per tensor (a third of the time on a small MLP on the CPU). It can also skip a step on
+    the device, so that a non-finite gradient is stopped without a device sync.
     """
     parameters = [p for group in groups for p in group["params"]]
-    fits = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-    one_place = len({p.device for p in parameters}) == 1
-    return {"fused": True} if "fused" in inspect.signature(cls).parameters and fits and one_place else {}
+    supported = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+    one_device = len({p.device for p in parameters}) == 1
+    return {"fused": True} if "fused" in inspect.signature(cls).parameters and supported and one_device else {}
 
 
 # -- bitsandbytes ------------------------------------------------------------------------------------------
 
 
 def _bitsandbytes(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
-    class_name, known = _BNB[key]
-    _refuse_unknown(key, given, known)
+    class_name, known = BITSANDBYTES_OPTIMIZERS[key]
+    _check_options(key, given, known)
     package = require("bitsandbytes.optim", "adapters", f"for the optimizer {key!r}")
     cls = getattr(package, class_name)
     options = {**_BNB_OPTIONS.get(class_name, {}), **given}
     parameters = [p for group in groups for p in group["params"]]
     for device, dtype in sorted({(p.device, p.dtype) for p in parameters}, key=str):
-        _try_out(key, cls, options, device, dtype)
+        _trial_step(key, cls, options, device, dtype)
     if not key.startswith("paged"):
         return cls(groups, lr=lr, **options)
     if all(p.device.type == "cpu" for p in parameters):
-        logger.info("%s: there is no GPU memory to page out of; its state is in ordinary memory", key)
+        logger.info("%s: no GPU memory to page out of; its state is in ordinary memory", key)
     return _paged(cls)(groups, lr=lr, **options)
 
 
-def _try_out(key: str, cls: Any, options: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
-    """Make a step with one small tensor: what a device and a build of bitsandbytes can do, nobody else knows."""
+def _trial_step(key: str, cls: Any, options: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+    """Take a step with one small tensor: the only way to know what a device and a build of bitsandbytes support."""
     if dtype not in _BNB_DTYPES:
         do = "Use another optimizer, or a model in fp32 or bf16."
         raise BadArgument(expected(f"parameters in fp32, bf16 or fp16 for {key}", str(dtype), do))
-    trial = nn.Parameter(torch.zeros(4096, device=device, dtype=dtype))  # the least that is kept in 8 bits
+    trial = nn.Parameter(torch.zeros(4096, device=device, dtype=dtype))  # the smallest size that is kept in 8 bits
     trial.grad = torch.zeros_like(trial)
     optimizer = cls([trial], lr=0.0, **options)
     optimizer._cpu_paged_warned = True
     try:
         optimizer.step()
     except Exception as error:
-        # Whatever is missing (kernels, a library, support of the device), it names itself in its own kind of error.
+        # Missing kernels, libraries or device support each raise their own kind of error.
         what = f"a device on which bitsandbytes runs {key}"
         do = f"Use 'adamw' or 'adafactor', or a device of another kind. ({type(error).__name__}: {error})"
         raise BadArgument(expected(what, str(device), do)) from error
 
 
 def _paged(cls: Any) -> Any:
-    """A paged optimizer whose state is still paged after it was loaded: bitsandbytes would move it to the GPU."""
+    """A paged optimizer whose state stays paged after loading: bitsandbytes would move it to the GPU."""
 
     class Paged(cls):
-        _cpu_paged_warned = True  # said above, as one line of the log
+        _cpu_paged_warned = True  # logged above
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # Pages are never given back to the system, so those of a state that is replaced are used again.
+            # Pages are never freed, so those of a replaced state are reused.
             self._spare: dict[Tensor, list[Tensor]] = {}
 
         def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""Optimizers by name, factory or instance, and the parameter groups they get. The names are in `optimizer_names`."""
+"""Creating the optimizer from a name, factory or instance, with its param groups. Names are in `optimizer_names`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from trainformer.backends.torch.master_weights import MasterWeights, are_short
-from trainformer.backends.torch.optimizer_names import optimizer_by_name, treats_parameters_alone
+from trainformer.backends.torch.master_weights import MasterWeights, has_16bit_parameters
+from trainformer.backends.torch.optimizer_names import is_elementwise, optimizer_by_name
 from trainformer.core.errors import BadArgument, expected
 
 
 def named_parameters(task: Any) -> dict[str, nn.Parameter]:
-    """Trainable parameters of a task with names: those of the model, then those of the loss and the like."""
+    """Trainable parameters of a task with names: those of the model first, then others such as those of the loss."""
     model: nn.Module = task.model
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = getattr(task, "parameters", None)
@@ -45,17 +45,18 @@ def modules_of(task: Any) -> dict[str, nn.Module]:
 
 
 def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float) -> dict[str, float]:
-    """What the rate of each parameter is multiplied by: `decay` to the power of its layers' distance from the top.
+    """Learning rate factor of each parameter: `decay` to the power of its layer's distance from the top.
 
-    The layers are those timm's models tell of themselves (`group_matcher`). A model that holds one as its `backbone`
-    gets the scales there; its other parts are at the top.
+    The layers come from timm's `group_matcher`, of the model or its `backbone`; other parts count as the top.
     """
     candidates = [model, getattr(model, "backbone", None)]
     body = next((m for m in candidates if isinstance(m, nn.Module) and hasattr(m, "group_matcher")), None)
     if body is None:
         raise BadArgument(
             expected(
-                "layer_decay with a model that tells its layers (timm's do)", type(model).__name__, "Leave it out."
+                "layer_decay with a model that has a group_matcher (timm models do)",
+                type(model).__name__,
+                "Leave it out.",
             )
         )
     from timm.models import group_parameters
@@ -69,17 +70,17 @@ def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float)
 
 
 def scaled_groups(groups: list[dict[str, Any]], scales: dict[int, float], lr: float) -> list[dict[str, Any]]:
-    """Groups divided further, so that each has one scale of the rate; those with the full rate come first."""
-    divided = [
+    """Groups split so that each has one learning rate; those with the full rate come first."""
+    split = [
         {**group, "params": [p for p in group["params"] if scales[id(p)] == scale], "lr": lr * scale}
         for scale in sorted(set(scales.values()), reverse=True)
         for group in groups
     ]
-    return [group for group in divided if group["params"]]
+    return [group for group in split if group["params"]]
 
 
 def decay_groups(named: dict[str, nn.Parameter], weight_decay: float, skip: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; biases, norms and what the model names in `no_weight_decay` without."""
+    """Two groups: matrices with weight decay; biases, norms and the model's `no_weight_decay` without."""
     skip = set(skip)
     exempt = {name for name, p in named.items() if p.ndim <= 1 or name in skip}
     decayed = [p for name, p in named.items() if name not in exempt]
@@ -95,11 +96,11 @@ def make_optimizer(
     weight_decay: float,
     layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer from a name, a name with options, a class, a factory (called with the groups) or an instance."""
+    """An optimizer from a name, a mapping with a name and options, a class, a factory of the groups, or an instance."""
     if isinstance(spec, torch.optim.Optimizer):
         if layer_decay is not None:
             raise BadArgument(
-                "Expected the optimizer by name for layer_decay, received one that has its groups already."
+                "Expected the optimizer by name for layer_decay, received an instance, whose groups are fixed."
             )
         return spec
     named = named_parameters(task)
@@ -131,7 +132,7 @@ def make_optimizer(
 def _named(
     options: dict[str, Any], groups: list[dict[str, Any]], lr: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """One by name and options; parameters below fp32 get master weights unless ``master_weights=False`` is said."""
+    """An optimizer by name and options; 16-bit parameters get master weights unless ``master_weights=False``."""
     name, masters = options.pop("name", None), options.pop("master_weights", True)
     if not isinstance(name, str):
         raise BadArgument(expected("an optimizer with options to have a 'name'", {"name": name, **options}))
@@ -141,4 +142,6 @@ def _named(
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return optimizer_by_name(name, groups, lr, weight_decay, options)
 
-    return MasterWeights(groups, make, treats_parameters_alone(name)) if masters and are_short(groups) else make(groups)
+    return (
+        MasterWeights(groups, make, is_elementwise(name)) if masters and has_16bit_parameters(groups) else make(groups)
+    )

@@ -47,13 +47,13 @@ class Feeder:
         """Batches on the device, in order. A transform with `takes_keys` also gets the sample keys (see `keys_of`)."""
         move = self._move_on_stream if self._stream is not None else self._move
         takes_keys = getattr(transform, "takes_keys", False)
-        for data, size, bad, origin, whole, consumed in batches:
+        for data, size, bad, origin, global_size, consumed in batches:
             tokens = count_tokens(data) if size else 0
             placed = move(data)
             if transform is not None:
                 change = partial(transform, keys=keys_of(origin)) if takes_keys else transform
                 placed = apply_to_inputs(change, placed)
-            yield DeviceBatch(placed, size, tokens, bad, False, whole, consumed)
+            yield DeviceBatch(placed, size, tokens, bad, False, global_size, consumed)
 
     def _move(self, data: Any) -> Any:
         if self.device.type != "cpu":

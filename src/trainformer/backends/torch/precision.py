@@ -1,4 +1,4 @@
-"""Number formats of the forward and backward pass, one small class per kind."""
+"""Mixed precision: autocast and loss scaling, one class per precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = {
 
 
 class Precision:
-    """Parameters as they are, arithmetic as the parameters: nothing to do."""
+    """fp32: no autocast, no loss scaling."""
 
     name = "fp32"
 
@@ -32,7 +32,7 @@ class Precision:
 
 
 class BFloat16(Precision):
-    """Autocast to bfloat16. Its exponent is that of float32, so losses need no scaling."""
+    """Autocast to bfloat16. It has the exponent range of float32, so losses need no scaling."""
 
     name = "bf16"
 
@@ -41,13 +41,13 @@ class BFloat16(Precision):
 
 
 class Float8(BFloat16):
-    """bfloat16 around linear layers that multiply in fp8, which `quantize` puts into the model."""
+    """bfloat16 autocast around fp8 linear layers (see `quantize.use_fp8`)."""
 
     name = "fp8"
 
 
 class Float16(Precision):
-    """Autocast to float16, with a loss scale that is found as training goes."""
+    """Autocast to float16 with dynamic loss scaling."""
 
     name = "fp16"
 
@@ -60,9 +60,9 @@ class Float16(Precision):
 
 
 def make_precision(name: str, device: torch.device, fp8: bool = False) -> Precision:
-    """The precision of that name; ``"auto"`` is bf16 where the device computes in it natively, else fp32.
+    """The precision of that name; ``"auto"`` is bf16 if the device supports it natively, else fp32.
 
-    With `fp8`, layers of the model multiply in fp8: what is between them is then in bf16, unless the name is ``"no"``.
+    With `fp8`, linear layers multiply in fp8, and everything between them runs in bf16 unless the name is ``"no"``.
 
     >>> make_precision("auto", torch.device("cpu")).name
     'fp32'

@@ -1,8 +1,8 @@
-"""Linear layers of fewer bits, made with torchao: in fp8 to train faster, or rounded as they will be in deployment.
+"""fp8 training and quantization-aware training (QAT) of linear layers, with torchao.
 
-Owns the names of the recipes, which layers one applies to, and the change of a model in place. Parameters stay the very
-same objects under the same names, so optimizers, tied weights and checkpoints do not notice. What becomes of a trained
-model is decided in `trainformer.checkpoint.finalize`.
+Owns the names of the recipes, which layers each applies to, and converting a model in place. Parameters stay the same
+objects under the same names, so optimizers, tied weights and checkpoints are unaffected. Deployment is handled by
+`trainformer.checkpoint.finalize`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from trainformer.core.optional import require
 
 #: From the fastest to the most accurate.
 FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-#: Set to 1, fp8 is computed by other means where the device cannot: slowly, to try things out.
+#: Set to 1 to emulate fp8 on devices without it: slowly, to try things out.
 EMULATE = "TRAINFORMER_FP8_EMULATE"
 _FP8_CAPABILITY = (8, 9)
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
-_FP8_MULTIPLE = 16  # what the kernels need of both sizes of a layer
+_FP8_MULTIPLE = 16  # the kernels need multiples of this in both sizes of a layer
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to round a model for deployment; `group` is how many weights of a row share a scale, None: all of them."""
+    """A quantization recipe; `group` is how many weights of a row share a scale, None: all of them."""
 
     name: str
     group: int | None
@@ -44,7 +44,7 @@ class Recipe:
     needs_gpu: bool = False
 
     def base(self) -> Any:
-        """torchao's configuration, new each time."""
+        """A new torchao configuration."""
         return self.make(torchao(), self.group)
 
 
@@ -52,7 +52,7 @@ def _int8_activations(ao: ModuleType, group: int | None, bits: torch.dtype = _IN
     return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=bits, weight_granularity=_granularity(ao, group))
 
 
-def _weights_alone(ao: ModuleType, group: int | None, bits: torch.dtype = _INT4) -> Any:
+def _weight_only(ao: ModuleType, group: int | None, bits: torch.dtype = _INT4) -> Any:
     return ao.IntxWeightOnlyConfig(weight_dtype=bits, granularity=_granularity(ao, group))
 
 
@@ -60,14 +60,14 @@ def _granularity(ao: ModuleType, group: int | None) -> Any:
     return ao.PerAxis(0) if group is None else ao.PerGroup(group)
 
 
-#: By name. The integers of the first four are symmetric, and kept in a byte each until a runtime packs them.
+#: By name. The first four quantize symmetrically, with one byte per weight until a runtime packs them.
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("int8-dynamic-act-int4-weight", 32, _int8_activations),
         Recipe("int8-dynamic-act-int8-weight", None, lambda ao, group: _int8_activations(ao, group, torch.int8)),
-        Recipe("intx-int4-weight-only", 32, _weights_alone),
-        Recipe("int8-weight-only", None, lambda ao, group: _weights_alone(ao, group, torch.int8)),
+        Recipe("intx-int4-weight-only", 32, _weight_only),
+        Recipe("int8-weight-only", None, lambda ao, group: _weight_only(ao, group, torch.int8)),
         Recipe("int4-weight-only", 32, lambda ao, group: ao.Int4WeightOnlyConfig(group_size=group), True),
         Recipe(
             "float8-dynamic-act-float8-weight",
@@ -84,7 +84,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers that a recipe applies to, and the others with the reason why not, by name."""
+    """Names of the layers that a recipe applies to, and of the others by reason."""
 
     chosen: tuple[str, ...]
     skipped: dict[str, tuple[str, ...]]
@@ -92,11 +92,11 @@ class Layers:
     def __str__(self) -> str:
         """
         >>> str(Layers(("0", "1"), {"an output layer": ("head",)}))
-        '2 linear layers; left as they are: 1 (an output layer)'
+        '2 linear layers; left unchanged: 1 (an output layer)'
         """
         text = f"{len(self.chosen)} linear layer{'' if len(self.chosen) == 1 else 's'}"
         left = ", ".join(f"{len(names)} ({reason})" for reason, names in self.skipped.items())
-        return f"{text}; left as they are: {left}" if left else text
+        return f"{text}; left unchanged: {left}" if left else text
 
 
 # -- names -------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ Did you mean 'int8-weight-only' or 'int4-weight-only' or 'intx-int4-weight-only'
 
 
 def fp8_recipe_of(precision: str, fp8_recipe: str | None) -> str | None:
-    """The fp8 recipe that settings ask for; None without fp8.
+    """The fp8 recipe of the settings; None without fp8.
 
     >>> fp8_recipe_of("fp8", None), fp8_recipe_of("auto", None)
     ('tensorwise', None)
@@ -127,7 +127,7 @@ def fp8_recipe_of(precision: str, fp8_recipe: str | None) -> str | None:
 
 
 def check_recipes(precision: str, fp8_recipe: str | None, qat_recipe: str | None) -> None:
-    """Refuse names that are not known, and what does not go together."""
+    """Raise for unknown names and incompatible settings."""
     if fp8_recipe is not None and fp8_recipe not in FP8_RECIPES:
         hint = did_you_mean(str(fp8_recipe), FP8_RECIPES)
         raise BadArgument(expected(f"fp8_recipe to be one of {', '.join(FP8_RECIPES)} or None", fp8_recipe, hint))
@@ -136,15 +136,15 @@ def check_recipes(precision: str, fp8_recipe: str | None, qat_recipe: str | None
     fp8 = fp8_recipe_of(precision, fp8_recipe)
     if fp8 and qat_recipe:
         raise BadArgument(
-            f"Expected fp8 or qat_recipe, received both ({fp8!r} and {qat_recipe!r}): each replaces the linear layers "
-            "by others. Train in bf16 for quantisation (precision='bf16'), or leave out qat_recipe."
+            f"Expected fp8 or qat_recipe, received both ({fp8!r} and {qat_recipe!r}): each replaces the linear layers. "
+            "Train in bf16 for quantization (precision='bf16'), or leave out qat_recipe."
         )
     if fp8 and precision in ("fp16", "float16", "16"):
         raise BadArgument(
             expected(
                 "fp8 in a bf16 run",
                 precision,
-                "The gradients of fp8 layers have scales of their own; leave out precision, or pass 'fp8'.",
+                "fp8 layers have their own gradient scaling; leave out precision, or pass 'fp8'.",
             )
         )
 
@@ -153,22 +153,22 @@ def check_recipes(precision: str, fp8_recipe: str | None, qat_recipe: str | None
 
 
 def layers_for(model: nn.Module, recipe: Recipe) -> Layers:
-    """Where a recipe applies, by the structure of a model alone: so it is the same before and after training."""
-    fits = f"of a width that {recipe.group} does not divide"
-    return _sorted_out(model, lambda layer: fits if recipe.group and layer.in_features % recipe.group else None)
+    """Layers that a recipe applies to. Depends on the model structure only, so it is the same after training."""
+    reason = f"width not divisible by {recipe.group}"
+    return _select_layers(model, lambda layer: reason if recipe.group and layer.in_features % recipe.group else None)
 
 
 def _fp8_layers(model: nn.Module, alignment: int) -> Layers:
     def reason(layer: nn.Linear) -> str | None:
         if layer.in_features % alignment or layer.out_features % alignment:
-            return f"with a size that {alignment} does not divide"
+            return f"size not divisible by {alignment}"
         return None if layer.weight.requires_grad else "frozen"
 
-    return _sorted_out(model, reason)
+    return _select_layers(model, reason)
 
 
-def _sorted_out(model: nn.Module, reason: Callable[[nn.Linear], str | None]) -> Layers:
-    """Linear layers to be replaced, and why the others are not."""
+def _select_layers(model: nn.Module, reason: Callable[[nn.Linear], str | None]) -> Layers:
+    """Linear layers to replace, and why the others are not."""
     usual = set(linear_names(model))
     heads = head_names(model, kind_of(model))
     adapters = _adapter_names(model)
@@ -178,11 +178,11 @@ def _sorted_out(model: nn.Module, reason: Callable[[nn.Linear], str | None]) -> 
         if not isinstance(layer, nn.Linear):
             continue
         if type(layer) is not nn.Linear or (name not in usual and _in_attention(model, name)):
-            why: str | None = f"of the kind {type(layer).__name__}"
+            why: str | None = f"a {type(layer).__name__}"
         elif not name or name not in usual or _is_inside(name, heads):
-            why = "the output"
+            why = "an output layer"
         elif _is_inside(name, adapters):
-            why = "an adapter's"
+            why = "in an adapter"
         else:
             why = reason(layer)
         if why is None:
@@ -202,18 +202,18 @@ def _is_inside(name: str, parts: list[str]) -> bool:
 
 
 def _adapter_names(model: nn.Module) -> list[str]:
-    """Layers that an adapter was put on, with all that is in them."""
+    """Layers with an adapter, including everything inside them."""
     if not is_adapted(model):
         return []
     kinds = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
     return [name for name, part in model.named_modules() if isinstance(part, kinds)]
 
 
-# -- the change --------------------------------------------------------------------------------------------
+# -- conversion ------------------------------------------------------------------------------------------
 
 
 def check_fp8_device(device: torch.device) -> None:
-    """Refuse fp8 where there is no arithmetic for it."""
+    """Raise if the device does not support fp8."""
     if is_emulated():
         return
     received = str(device)
@@ -229,16 +229,16 @@ def check_fp8_device(device: torch.device) -> None:
 
 
 def is_emulated() -> bool:
-    """Whether fp8 is to be computed by other means."""
+    """Whether fp8 is emulated."""
     return os.environ.get(EMULATE, "0") not in ("", "0")
 
 
 def use_fp8(model: nn.Module, recipe: str, alignment: int = _FP8_MULTIPLE) -> Layers:
-    """Let linear layers multiply in fp8, in place. Their weights stay what they are; both operands are rounded anew."""
+    """Convert linear layers to fp8 matmuls, in place. Weights keep their dtype; both operands are cast every time."""
     float8 = require("torchao.float8", "quantization", "for fp8")
     if alignment % _FP8_MULTIPLE and not is_emulated():
         raise BadArgument(expected(f"fp8_dim_alignment to be a multiple of {_FP8_MULTIPLE}", alignment))
-    with _replacing(model) as inner:
+    with _converting(model) as inner:
         layers = _fp8_layers(inner, alignment)
         wanted = _modules(inner, layers, f"fp8_recipe={recipe!r}")
         config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated())
@@ -246,31 +246,31 @@ def use_fp8(model: nn.Module, recipe: str, alignment: int = _FP8_MULTIPLE) -> La
         if is_emulated():
             for part in inner.modules():
                 if type(part).__name__ == "Float8Linear":
-                    part.register_forward_pre_hook(_cast_as_on_gpu)
+                    part.register_forward_pre_hook(_apply_autocast)
     return layers
 
 
 def prepare_qat(model: nn.Module, recipe: Recipe) -> Layers:
-    """Let linear layers round weights and inputs as a recipe will when the model is deployed, in place."""
+    """Insert fake quantization into linear layers, in place: they round weights and inputs as the recipe will."""
     if is_adapted(model):
         raise BadArgument(
-            "Expected qat_recipe or an adapter, received both: what is rounded in the end is the merged weight, which "
-            "does not exist while the adapter is trained. Train without an adapter, or without qat_recipe and quantise "
-            "the merged model: trainformer finalize RUN OUT --quantize RECIPE."
+            "Expected qat_recipe or an adapter, received both: quantization applies to the merged weight, which does "
+            "not exist while the adapter is trained. Train without an adapter, or without qat_recipe and quantize the "
+            "merged model: trainformer finalize RUN OUT --quantize RECIPE."
         )
-    qat = require("torchao.quantization.qat", "quantization", "for quantisation-aware training")
-    with _replacing(model) as inner:
+    qat = require("torchao.quantization.qat", "quantization", "for quantization-aware training")
+    with _converting(model) as inner:
         layers = layers_for(inner, recipe)
         wanted = _modules(inner, layers, f"the recipe {recipe.name!r}")
         config = qat.QATConfig(recipe.base(), step="prepare")
         torchao().quantize_(inner, config, filter_fn=lambda part, name: id(part) in wanted)
         for part in inner.modules():
-            _pass_gradients(part)
+            _wrap_float8_quantizers(part)
     return layers
 
 
 def restore_linear(model: nn.Module) -> None:
-    """Plain linear layers in the place of those made here, in place, with the same parameters."""
+    """Convert back to plain linear layers, in place, with the same parameters."""
     for name, part in list(model.named_modules(remove_duplicate=False)):
         if name and type(part).__name__ in ("FakeQuantizedLinear", "Float8Linear"):
             with torch.device("meta"):
@@ -279,8 +279,8 @@ def restore_linear(model: nn.Module) -> None:
             model.set_submodule(name, plain.train(part.training))
 
 
-def _cast_as_on_gpu(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """torchao's layer heeds autocast on a GPU alone."""
+def _apply_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast inputs like autocast: torchao's layer honours it on a GPU only."""
     kind = inputs[0].device.type
     if kind == "cuda" or not torch.is_autocast_enabled(kind):
         return inputs
@@ -288,7 +288,7 @@ def _cast_as_on_gpu(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 class _PassGradient(torch.autograd.Function):
-    """Rounds forwards, and hands the gradient through as it is."""
+    """Straight-through estimator: rounds in the forward pass and passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -300,31 +300,31 @@ class _PassGradient(torch.autograd.Function):
 
 
 class _StraightThrough(nn.Module):
-    """Around a quantiser of torchao 0.18 for float8, whose own gradient is zero for all but the largest values."""
+    """Wraps a float8 fake quantizer of torchao 0.18, whose gradient is zero for all but the largest values."""
 
-    def __init__(self, quantiser: Any) -> None:
+    def __init__(self, quantizer: Any) -> None:
         super().__init__()
-        self.quantiser = quantiser
-        self.config = quantiser.config
+        self.quantizer = quantizer
+        self.config = quantizer.config
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """The values, rounded."""
-        return _PassGradient.apply(values, self.quantiser)
+        """Round the values."""
+        return _PassGradient.apply(values, self.quantizer)
 
 
-def _pass_gradients(layer: nn.Module) -> None:
+def _wrap_float8_quantizers(layer: nn.Module) -> None:
     for name in ("activation_fake_quantizer", "weight_fake_quantizer"):
-        quantiser = getattr(layer, name, None)
-        config = getattr(quantiser, "config", None)
+        quantizer = getattr(layer, name, None)
+        config = getattr(quantizer, "config", None)
         types = (getattr(config, "dtype", None), getattr(config, "activation_dtype", None))
-        if quantiser is not None and torch.float8_e4m3fn in types:
-            setattr(layer, name, _StraightThrough(quantiser))
+        if quantizer is not None and torch.float8_e4m3fn in types:
+            setattr(layer, name, _StraightThrough(quantizer))
 
 
 @contextmanager
-def _replacing(model: nn.Module) -> Iterator[nn.Module]:
-    """Around a replacement of layers: none of an earlier one left, random numbers and modes as before."""
-    inner, random = unwrap_model(model), capture_random()  # new layers draw weights, which are then thrown away
+def _converting(model: nn.Module) -> Iterator[nn.Module]:
+    """Context of a conversion: undoes an earlier one, and preserves random state and training modes."""
+    inner, random = unwrap_model(model), capture_random()  # new layers draw weights that are discarded
     restore_linear(inner)
     yield inner
     restore_random(random)
@@ -333,20 +333,20 @@ def _replacing(model: nn.Module) -> Iterator[nn.Module]:
             if isinstance(child, nn.Linear):
                 child.train(part.training)
         if isinstance(part, nn.TransformerEncoderLayer):
-            # Its fast path for evaluation reads the weights of its layers and never calls them.
+            # Its fast path for evaluation uses the weights of its layers without calling them.
             part.activation_relu_or_gelu = 0
 
 
-def _modules(model: nn.Module, layers: Layers, asked: str) -> set[int]:
-    """The chosen modules by identity: one that appears under two names is replaced under both."""
+def _modules(model: nn.Module, layers: Layers, setting: str) -> set[int]:
+    """Ids of the chosen modules: one that appears under two names is replaced under both."""
     if not layers.chosen:
         raise BadArgument(
-            f"Expected a model with linear layers for {asked}, received {type(model).__name__}, none of whose layers "
-            f"can be taken ({layers}). Leave it out."
+            f"Expected a model with linear layers for {setting}, received {type(model).__name__}, none of whose layers "
+            f"qualifies ({layers}). Leave it out."
         )
     return {id(model.get_submodule(name)) for name in layers.chosen}
 
 
 def torchao() -> ModuleType:
-    """The package that does the arithmetic."""
-    return require("torchao.quantization", "quantization", "to quantise")
+    """The torchao quantization package."""
+    return require("torchao.quantization", "quantization", "to quantize")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions of the optimizer step, and of nothing else."""
+"""Learning rate schedules: pure functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Factor = Callable[[int], float]
 
 
 def constant(total: int, warmup: int) -> Factor:
-    """Linear warm-up, then the full rate."""
+    """Linear warm-up, then the full learning rate."""
     return lambda step: _warm(step, warmup) if step < warmup else 1.0
 
 
@@ -33,9 +33,9 @@ def cosine(total: int, warmup: int) -> Factor:
 
 
 def onecycle(total: int, warmup: int, start: float = 1 / 25, end: float = 1 / 25e4) -> Factor:
-    """Half a cosine up from 1/25 of the rate, then one down to 1/250,000 of it (Smith's one-cycle policy).
+    """Half a cosine up from 1/25 of the learning rate, then one down to 1/250,000 of it (Smith's one-cycle policy).
 
-    Equal to torch's `OneCycleLR(pct_start=warmup / total)` as far as the learning rate goes; momentum is left alone.
+    Equal to torch's `OneCycleLR(pct_start=warmup / total)` for the learning rate; momentum does not change.
     """
     peak = warmup - 1.0
     last = max(total - 1.0, 1.0)
@@ -59,7 +59,7 @@ SCHEDULES: dict[str, Callable[[int, int], Factor]] = {
 
 
 def _warm(step: int, warmup: int) -> float:
-    # The first step already moves: a rate of zero would waste it.
+    # Not 0 at the first step, which would be wasted.
     return (step + 1) / warmup
 
 
@@ -70,8 +70,8 @@ def _share(step: int, total: int, warmup: int) -> float:
 class Schedule:
     """Sets the learning rate of an optimizer before each step.
 
-    It keeps the rates the groups were made with; the rate of a step is that times the factor of the step, whatever
-    was loaded or set in between. So the rate cannot drift, and resuming needs no replay.
+    It keeps the initial learning rates of the groups; the learning rate of a step is that times the factor of the step,
+    whatever was loaded or set in between. So it cannot drift, and resuming needs no replay.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
@@ -81,36 +81,36 @@ class Schedule:
         self.base = list(self.configured)
 
     def apply(self, step: int) -> float:
-        """Set the rates for the step after `step` steps; the first group's is returned."""
+        """Set the learning rates for the step after `step` steps; returns that of the first group."""
         factor = self.factor(step)
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group["lr"] = base * factor
         return self.base[0] * factor
 
     def advance(self) -> None:
-        """After the step; nothing to do, since the step itself says where we are."""
+        """Called after the step; nothing to do for a function of the step."""
 
     def rescale(self, lr: float) -> None:
-        """Make `lr` the rate of the first group, the others in proportion."""
+        """Set the learning rate of the first group to `lr`, the others in proportion."""
         ratio = lr / self.base[0] if self.base[0] else 1.0
         self.base = [base * ratio for base in self.base]
 
     def get_last_lr(self) -> list[float]:
-        """The rates in force, as torch's schedulers report them."""
+        """The current learning rates, as in torch's schedulers."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Rates that were found rather than configured (`LRFinder`) must survive."""
+        """Learning rates that were found rather than configured (`LRFinder`) must survive a restart."""
         return {"configured": list(self.configured), "base": list(self.base)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the saved rates, unless the user has changed the configured ones since."""
+        """Load the saved learning rates, unless the user has changed the configured ones since."""
         if list(state["configured"]) == self.configured:
             self.base = list(state["base"])
 
 
 class TorchSchedule(Schedule):
-    """A scheduler of torch (or of the user's), stepped once per optimizer step."""
+    """A scheduler of torch or the user, stepped once per optimizer step."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         super().__init__(scheduler.optimizer, lambda step: 1.0)
@@ -138,7 +138,7 @@ class TorchSchedule(Schedule):
 class DecaySchedule:
     """Moves the weight decay of an optimizer along half a cosine to `end`, in the groups that have any.
 
-    It must be made before a state is loaded: it begins at what the groups were made with.
+    Create it before loading a state: it starts from the initial weight decay of the groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, end: float) -> None:
@@ -147,7 +147,7 @@ class DecaySchedule:
         self.starts = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
 
     def apply(self, step: int, total: int) -> None:
-        """Set the decay for the step after `step` of `total` steps."""
+        """Set the weight decay for the step after `step` of `total` steps."""
         share = 0.5 * (1.0 - math.cos(math.pi * min(step / max(total - 1, 1), 1.0)))
         for group, start in zip(self.optimizer.param_groups, self.starts, strict=True):
             if start:
@@ -176,11 +176,11 @@ def make_schedule(
             )
         if total is None and (name != "constant" or warmup_ratio):
             raise BadArgument(
-                f"The {spec!r} schedule needs the number of steps, but the data have no length. "
+                f"The {spec!r} schedule needs the number of steps, but the dataset has no length. "
                 "Pass max_steps=..., or scheduler='constant' with warmup_ratio=0."
             )
         total = total or 1
-        # OneCycleLR takes a share of the total that need not be whole; the others count whole warm-up steps.
+        # OneCycleLR takes a fraction of the total; the others count integer warm-up steps.
         warmup = warmup_ratio * total if name == "onecycle" else int(warmup_ratio * total)
         return Schedule(optimizer, SCHEDULES[name](total, warmup))  # type: ignore[arg-type]
     if callable(spec):
@@ -192,7 +192,7 @@ def make_schedule(
 
 
 def _positional(function: Callable[..., Any]) -> int:
-    """How many arguments a function needs."""
+    """Number of required positional arguments."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(function).parameters.values()
     return sum(p.kind in kinds and p.default is p.empty for p in parameters)

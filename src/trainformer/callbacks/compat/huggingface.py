@@ -20,7 +20,7 @@ from trainformer.callbacks.compat.huggingface_types import (
     TrainerState,
     arguments_of,
 )
-from trainformer.engine import Event
+from trainformer.engine import Control, Event
 
 # HF control flags and their names in the engine's control.
 _FLAGS = {
@@ -244,7 +244,7 @@ class Bridge:
             self._request(engine, type(callback).__name__, event, flag, not before[flag])
 
     @staticmethod
-    def _request(engine: Any, callback: str, event: str, flag: str, value: bool) -> None:
+    def _request(engine: Control, callback: str, event: str, flag: str, value: bool) -> None:
         if flag in _FLAGS:
             setattr(engine, _FLAGS[flag], value)
         elif not value:

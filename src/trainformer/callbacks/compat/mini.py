@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.callbacks.compat import CallbackAdapter
 from trainformer.engine import Event
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -116,65 +114,27 @@ class TrainerView:
         self._lrs: list[float] = []
         self._ended = time.perf_counter()
 
-    @property
-    def step(self) -> int:
-        """The current step, counted from `on_before_step` on; 0 before training."""
-        return self.native.state.step + self._in_step
+    step = property(lambda self: self.native.state.step + self._in_step)  # current from on_before_step on; 0 before
+    max_steps = property(lambda self: self.native.total_steps)  # None if unknown
+    model = property(lambda self: self.native.task.model)
+    unwrapped_model = property(lambda self: unwrap(self.model))
+    optimizer = property(lambda self: self.native.active_optimizer)
+    lr_scheduler = property(lambda self: self.native.active_scheduler)
+    data_loader = property(lambda self: self.native.train_dataloader)
+    device = property(lambda self: next(self.model.parameters()).device)
+    workspace = property(lambda self: self.native.run_folder)
+    is_interrupted = property(lambda self: self.native.control.ending_signal is not None)  # another process will resume
 
-    @property
-    def max_steps(self) -> int | None:
-        """Total steps of the run, if known."""
-        return self.native.total_steps
-
-    @property
-    def model(self) -> nn.Module:
-        """The model being trained."""
-        return self.native.task.model
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
+    @staticmethod
+    def unwrap(model: nn.Module) -> nn.Module:
         """The model inside wrappers."""
         return unwrap(model)
-
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        """The model being trained, without wrappers."""
-        return unwrap(self.model)
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer in use."""
-        return self.native.active_optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The learning-rate scheduler in use."""
-        return self.native.active_scheduler
-
-    @property
-    def data_loader(self) -> Any:
-        """The training batches."""
-        return self.native.train_dataloader
 
     @property
     def hooks(self) -> list[BaseHook]:
         """The hooks of the run, without other callbacks."""
         callbacks = getattr(getattr(self.native, "_run", None), "callbacks", ())
         return [c.wrapped for c in callbacks if isinstance(c, HookCallback)]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return next(self.model.parameters()).device
-
-    @property
-    def workspace(self) -> Path | None:
-        """The run folder."""
-        return self.native.run_folder
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a signal is ending this process; another process will resume the run."""
-        return self.native.control.ending_signal is not None
 
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Pass metrics to the hooks."""

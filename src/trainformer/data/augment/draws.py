@@ -1,9 +1,8 @@
-"""Random numbers that belong to a sample: functions of its key and of a stream number, and of nothing else.
+"""Counter-based random numbers per sample: pure functions of the sample's key and a stream number.
 
-Owns the numbers and how they reach the device; what they are used for is the business of the other modules. There is
-no generator and no state: number `i` of a sample is a hash (splitmix64) of its key, the stream and `i`. A sample thus
-gets the same numbers in any batch, at any place, on any device, and after any resume. All is computed on the CPU, where
-256 samples with 40 numbers each take about 0.1 ms, and what follows from it is known to the host without a sync.
+There is no generator and no state: number `i` is a hash (splitmix64) of key, stream and `i`. A sample gets the same
+numbers in any batch, on any device and after any resume. They are computed on the CPU (0.1 ms for 256 samples with 40
+numbers each), so the host knows them without a device sync.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ Keys = np.ndarray | Tensor | Sequence[int]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: the step of splitmix64
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_ALIGNED = 16  # bytes: where a tensor begins in a shared buffer, so that it may have any dtype
+_ALIGNED = 16  # bytes: alignment of tensors in the shared buffer, enough for any dtype
 
 
 def uniforms(keys: Keys | None, count: int, stream: int = 0, *, samples: int | None = None) -> Tensor:
-    """Numbers (N, count) in [0, 1) for N 64-bit keys; another stream gives other numbers for the same keys.
+    """Uniform numbers (N, count) in [0, 1) for N 64-bit keys; another `stream` gives other numbers.
 
     Without keys, `samples` fresh ones are drawn from torch's global CPU generator.
 
@@ -39,21 +38,21 @@ def uniforms(keys: Keys | None, count: int, stream: int = 0, *, samples: int | N
     if keys is None and samples is None:
         raise BadArgument("Expected keys, or the number of samples to draw fresh ones for, received neither.")
     known = fresh_keys(samples or 0) if keys is None else as_keys(keys, samples)
-    # The key is mixed before the stream is added: keys that are small or follow one another are as good as any.
+    # The key is mixed before the stream is added, so small or consecutive keys are as good as any.
     start = _mix(_mix(known + _GOLDEN) + _GOLDEN * np.array([stream + 1], dtype=np.uint64))
     steps = _GOLDEN * np.arange(1, count + 1, dtype=np.uint64)
     bits = _mix(start[:, None] + steps)
-    # float32 has 24 bits: the highest of the 64 make every multiple of 2**-24 below 1, and never 1 itself.
+    # float32 has 24 bits: the highest 24 give multiples of 2**-24 below 1, and never 1 itself.
     return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
 
 def fresh_keys(count: int) -> np.ndarray:
-    """Keys (count,) from torch's global CPU generator, for callers who have none."""
+    """Random keys (count,) from torch's global CPU generator, for callers without keys."""
     return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device="cpu").numpy().view(np.uint64)
 
 
 def as_keys(keys: Keys, samples: int | None = None) -> np.ndarray:
-    """Keys as (N,) uint64. Whole numbers of any kind are taken modulo 2**64; `samples` is how many there must be.
+    """Keys as (N,) uint64, modulo 2**64; `samples` is the required number.
 
     >>> as_keys([1, -1]).tolist()
     [1, 18446744073709551615]
@@ -61,35 +60,35 @@ def as_keys(keys: Keys, samples: int | None = None) -> np.ndarray:
     if isinstance(keys, Tensor):
         if keys.device.type != "cpu":
             raise BadArgument(
-                expected("keys on the CPU", str(keys.device), "Keep them there: reading them back would stop the GPU.")
+                expected("keys on the CPU", str(keys.device), "Keep them there: reading them back would sync the GPU.")
             )
         keys = keys.numpy()
     if not isinstance(keys, np.ndarray):
         keys = np.array([int(key) & (2**64 - 1) for key in keys], dtype=np.uint64)
     if keys.dtype.kind not in "iu":
-        raise BadArgument(expected("keys to be whole numbers of 64 bits", str(keys.dtype)))
+        raise BadArgument(expected("keys to be 64-bit integers", str(keys.dtype)))
     if keys.ndim != 1 or (samples is not None and len(keys) != samples):
         wanted = "(N,)" if samples is None else f"({samples},)"
         raise BadArgument(expected(f"one key per sample, of shape {wanted}", keys.shape))
     return keys.astype(np.uint64)
 
 
-def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Small arrays as tensors on the device, all in one copy that nobody waits for."""
+def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Small arrays as tensors on the device, in one asynchronous copy."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     starts, total = {}, 0
     for name, array in arrays.items():
         starts[name] = total
         total += math.ceil(array.nbytes / _ALIGNED) * _ALIGNED
-    # From pinned memory alone does a copy go on by itself; torch keeps the buffer until it has arrived.
+    # Copies are asynchronous only from pinned memory; torch keeps the buffer until they are done.
     buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     packed = buffer.numpy()
     for name, array in arrays.items():
         packed[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    arrived = buffer.to(device, non_blocking=True)
+    on_device = buffer.to(device, non_blocking=True)
     return {
-        name: arrived[starts[name] : starts[name] + array.nbytes]
+        name: on_device[starts[name] : starts[name] + array.nbytes]
         .view(torch.from_numpy(array[:0]).dtype)
         .reshape(array.shape)
         for name, array in arrays.items()
@@ -97,7 +96,7 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every bit of the input changes half of the bits of the output."""
+    """The finaliser of splitmix64: every input bit changes half of the output bits on average."""
     bits = (bits ^ (bits >> np.uint64(30))) * _FACTORS[0]
     bits = (bits ^ (bits >> np.uint64(27))) * _FACTORS[1]
     return bits ^ (bits >> np.uint64(31))

@@ -1,12 +1,11 @@
-"""Several documents in one sequence: which go together, and the sequence they make.
+"""Packing several documents into one sequence.
 
-Owns the packing. Which documents there are is decided before, by `store`, and in which order sequences come is decided
-after, by the loader. That attention does not cross from one document to the next is the model's business; it can tell
-them apart by `position_ids`, which begin at 0 in each.
+`position_ids` start at 0 in each document, by which the model keeps attention from crossing documents.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.dataset import Indexed
-from trainformer.data.text.encode import IGNORED
+from trainformer.data.dataset import IndexedDataset
+from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.data.text.store import lengths_of
 
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Bins of at most `capacity` tokens, each the numbers of its documents: best fit, the longest documents first.
+    """Bins of at most `capacity` tokens, as lists of document indices: best fit decreasing.
 
-    Every document is in one bin. Equal lengths give equal bins; the documents of a bin are in the order of the data,
-    and so are the bins by their first. A million lengths take two to five seconds.
+    Every document is in one bin. The result is deterministic; documents in a bin are sorted, and so are the bins. A
+    million lengths take two to five seconds.
 
     >>> pack([3, 8, 2, 5, 1], capacity=8)
     [[0, 3], [1], [2, 4]]
@@ -32,14 +31,15 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     _check(sizes, capacity)
     bins: list[list[int]] = []
     with_space: defaultdict[int, list[int]] = defaultdict(list)  # free tokens -> bins
-    spaces = _Spaces(capacity)
+    spaces: list[int] = []  # the keys of `with_space` that have bins, sorted
     order = np.argsort(-sizes.astype(np.int64), kind="stable")
     for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        space = spaces.smallest_from(size)
-        if space:
+        place = bisect_left(spaces, size)
+        if place < len(spaces):
+            space = spaces[place]
             chosen = with_space[space].pop()
             if not with_space[space]:
-                spaces.remove(space)
+                del spaces[place]
             bins[chosen].append(document)
         else:
             space, chosen = capacity, len(bins)
@@ -47,49 +47,11 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
         left = space - size
         if left:
             if not with_space[left]:
-                spaces.add(left)
+                insort(spaces, left)
             with_space[left].append(chosen)
     for documents in bins:
         documents.sort()
     return sorted(bins)
-
-
-class _Spaces:
-    """A set of numbers up to a limit that knows its smallest from a given one on.
-
-    Numbers are bits in blocks of about the square root of the limit, and so are the blocks that hold any: to find one
-    is to look at two integers of some hundred bits, half a microsecond. A search tree in Python takes ten times that.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._shift = limit.bit_length() // 2 + 1
-        self._low = (1 << self._shift) - 1
-        self._blocks = [0] * ((limit >> self._shift) + 1)
-        self._filled = 0
-
-    def add(self, number: int) -> None:
-        block = number >> self._shift
-        self._blocks[block] |= 1 << (number & self._low)
-        self._filled |= 1 << block
-
-    def remove(self, number: int) -> None:
-        block = number >> self._shift
-        self._blocks[block] ^= 1 << (number & self._low)
-        if not self._blocks[block]:
-            self._filled ^= 1 << block
-
-    def smallest_from(self, number: int) -> int:
-        """0 if there is none."""
-        block = number >> self._shift
-        bits = self._blocks[block] >> (number & self._low)
-        if bits:
-            return number + (bits & -bits).bit_length() - 1
-        filled = self._filled >> (block + 1)
-        if not filled:
-            return 0
-        block += (filled & -filled).bit_length()
-        bits = self._blocks[block]
-        return (block << self._shift) + (bits & -bits).bit_length() - 1
 
 
 def _check(sizes: np.ndarray, capacity: int) -> None:
@@ -98,25 +60,21 @@ def _check(sizes: np.ndarray, capacity: int) -> None:
     if sizes.size == 0:
         raise DataError(expected("at least one document to pack", "none"))
     if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer):
-        raise BadArgument(expected("lengths to be a list of whole numbers", f"{sizes.dtype} of shape {sizes.shape}"))
+        raise BadArgument(expected("lengths to be a list of integers", f"{sizes.dtype} of shape {sizes.shape}"))
     longest = int(sizes.argmax())
     if sizes[longest] > capacity:
-        raise DataError(
-            expected(
-                f"documents of at most {capacity} tokens, the capacity of a sequence",
-                f"{sizes[longest]} tokens in document {longest}",
-                "Tokenise with max_length=capacity, or pass a larger capacity.",
-            )
-        )
+        what = f"documents of at most {capacity} tokens, the capacity of a sequence"
+        do = "Tokenise with max_length=capacity, or pass a larger capacity."
+        raise DataError(expected(what, f"{sizes[longest]} tokens in document {longest}", do))
     if sizes.min() < 1:
         raise DataError(expected("documents of at least one token", f"an empty one, number {int(sizes.argmin())}"))
 
 
-class PackedDataset(Indexed):
-    """Sequences of whole documents, from a store (or a `Subset` of one, or any data with `input_ids` and `labels`).
+class PackedDataset(IndexedDataset):
+    """Packed sequences of whole documents, from a store (or a `Subset`, or any data with `input_ids` and `labels`).
 
-    An item has `input_ids` and `labels` one document after the other, `position_ids` that begin at 0 in each, and the
-    `lengths` of the documents. The first label of every document is -100: what comes before it belongs to another.
+    An item has the concatenated `input_ids` and `labels`, `position_ids` that start at 0 in each document, and the
+    `lengths` of the documents. The first label of every document is -100: the token before it belongs to another one.
     `bins` are those of `pack` by default.
 
     >>> data = [{"input_ids": [7, 8, 9], "labels": [7, 8, 9]}, {"input_ids": [4, 5], "labels": [4, 5]}]
@@ -130,7 +88,7 @@ class PackedDataset(Indexed):
         bins = pack(sizes, capacity) if bins is None else bins
         self.store = store
         self.capacity = capacity
-        # Flat, since a million small lists would take longer to send to a worker than to pack.
+        # Flat arrays: a million small lists would take longer to send to a worker than to pack.
         self._documents = np.concatenate([np.asarray(documents, dtype=np.int64) for documents in bins])
         self._offsets = np.cumsum([0, *map(len, bins)])
         self.lengths = np.add.reduceat(sizes[self._documents], self._offsets[:-1])
@@ -139,12 +97,12 @@ class PackedDataset(Indexed):
 
     @property
     def efficiency(self) -> float:
-        """The share of the sequences' capacity that is filled with tokens."""
+        """The share of the capacity that is filled with tokens."""
         return float(self.lengths.sum() / (self.capacity * len(self)))
 
     @property
     def in_memory(self) -> bool:
-        """Whether reading is too cheap for worker processes to pay."""
+        """Whether reading is so cheap that worker processes would not pay off."""
         return bool(getattr(self.store, "in_memory", isinstance(self.store, list)))
 
     def __len__(self) -> int:
@@ -159,11 +117,11 @@ class PackedDataset(Indexed):
 
 
 def join_documents(items: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """One sequence of several documents, each with `input_ids` and `labels`."""
+    """Concatenate documents with `input_ids` and `labels` to one sequence."""
     lengths = np.array([len(item["input_ids"]) for item in items], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     labels = np.concatenate([item["labels"] for item in items])
-    labels[starts] = IGNORED
+    labels[starts] = IGNORE_INDEX
     return {
         "input_ids": np.concatenate([item["input_ids"] for item in items]),
         "labels": labels,

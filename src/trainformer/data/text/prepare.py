@@ -1,24 +1,22 @@
-"""From what a user passes as text to tokens that can be trained on, in one call and without torch.
-
-Owns which of the readers, encoders and packers are put together for the two ways of tuning a causal language model.
-What each of them does is said in its own module.
-"""
+"""From user data to token datasets in one call, without torch: causal language modelling, and preference pairs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from trainformer.core.errors import BadArgument, expected
+import numpy as np
+
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.labels import is_stream
-from trainformer.data.text.encode import Encoder
+from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.packing import PackedDataset
-from trainformer.data.text.preferences import PairEncoder, Pairs
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
-from trainformer.data.text.store import TokenStore, tokenize
+from trainformer.data.text.store import StoreView, TokenStore, tokenize
 from trainformer.data.text.streams import TokenStream
 
 logger = logging.getLogger("trainformer")
@@ -32,11 +30,10 @@ def causal_tokens(
     cache_dir: str | Path | None = None,
     name: str = "data",
 ) -> TokenStore | PackedDataset | TokenStream:
-    """Texts, prompts with completions, Alpaca records or conversations, tokenised once; a stream as it is read.
+    """Tokenise texts, prompts with completions, Alpaca records or conversations once; streams on the fly.
 
-    `data` is a path or name that `load_text` knows, records of any kind, or data that are tokenised already
-    (`input_ids`). With `packing`, sequences of the encoder's `max_length` are filled with whole documents. Collate the
-    samples with `rows.token_batch`.
+    `data` is a path or name that `load_text` accepts, records of any schema, or tokenised data (`input_ids`). `packing`
+    packs whole documents into sequences of the encoder's `max_length`. Collate the samples with `token_batch`.
     """
     if packing and encoder.max_length is None:
         raise BadArgument(expected("an encoder with a max_length, to pack to", None))
@@ -58,16 +55,13 @@ def causal_tokens(
 def preference_tokens(
     data: Any, encoder: PairEncoder, *, cache_dir: str | Path | None = None, name: str = "data"
 ) -> Pairs:
-    """Pairs of answers, tokenised once: records have a `prompt`, a `chosen` and a `rejected` answer.
-
-    Collate the samples with `rows.pair_batch`.
-    """
+    """Tokenise preference pairs (`prompt`, `chosen`, `rejected`) once. Collate the samples with `pair_batch`."""
     records: Any = StandardRecords(data, "preference")
     return Pairs(tokenize(records, encoder, cache_dir=cache_dir, name=name))
 
 
 def has_tokens(data: Any) -> bool:
-    """Whether records are tokenised already.
+    """Whether records are tokenised.
 
     >>> has_tokens([{"input_ids": [1, 2]}]), has_tokens(["a text"])
     (True, False)
@@ -76,3 +70,95 @@ def has_tokens(data: Any) -> bool:
         return False
     first = data[0]
     return isinstance(first, Mapping) and "input_ids" in first
+
+
+class Pairs(StoreView):
+    """Preference pairs, over a store that has the chosen and the rejected answer next to each other."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of the longer answer of each pair."""
+        return self.store.lengths.reshape(-1, 2).max(axis=1)
+
+    def __len__(self) -> int:
+        return len(self.store) // 2
+
+    def __getitem__(self, index: int) -> dict[str, dict[str, np.ndarray]]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        place = 2 * (int(index) % len(self))
+        return {"chosen": self.store[place], "rejected": self.store[place + 1]}
+
+
+class PairEncoder(Encoder):
+    """Encodes two sequences per record: the prompt with the chosen, and with the rejected answer."""
+
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
+        """A pair is dropped if either answer is dropped, or if both are equal."""
+        found = []
+        for place, record in enumerate(records):
+            reports = [EncodingReport(), EncodingReport()]
+            with context(place):
+                pieces = [
+                    piece
+                    for answer, counted in zip(answers(record), reports, strict=True)
+                    for piece in super(PairEncoder, self)._pieces_of([answer], counted, lambda _: nullcontext())[0]
+                ]
+            found.append(self._keep_pair(pieces, reports, report))
+        return found
+
+    def _keep_pair(self, pieces: list[Encoded], reports: list[EncodingReport], report: EncodingReport) -> list[Encoded]:
+        report.records += 1
+        if len(pieces) < 2:
+            lost = next(counted for counted in reports if counted.dropped)
+            report.add_outcome(next(iter(lost.reasons)), "dropped")
+            return []
+        if np.array_equal(pieces[0].input_ids, pieces[1].input_ids):
+            report.add_outcome("both answers are the same", "dropped")
+            return []
+        cut = next((counted for counted in reports if counted.truncated), None)
+        if cut is not None:
+            report.add_outcome(next(iter(cut.reasons)), "truncated")
+        report.pieces += 2
+        report.tokens += sum(len(piece.input_ids) for piece in pieces)
+        report.supervised += sum(piece.supervised for piece in pieces)
+        return pieces
+
+    def fingerprint(self) -> str:
+        return f"pairs-{super().fingerprint()}"
+
+
+def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The two answers of a record, each as prompt and completion.
+
+    >>> [answer["completion"] for answer in answers({"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"})]
+    [' 2', ' 3']
+    >>> ask = {"role": "user", "content": "1 + 1?"}
+    >>> chats = [[ask, {"role": "assistant", "content": text}] for text in ("2", "3")]
+    >>> [len(answer["prompt"]) for answer in answers({"chosen": chats[0], "rejected": chats[1]})]
+    [1, 1]
+    """
+    prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
+    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        return [{**record, "completion": answer} for answer in (chosen, rejected)]
+    if prompt is None and (isinstance(chosen, str) or isinstance(rejected, str)):
+        raise DataError(expected("a prompt, or two whole conversations as messages", list(record), "Add 'prompt'."))
+    question = _as_messages(prompt, "user") if prompt is not None else []
+    both = [_as_messages(answer, "assistant") for answer in (chosen, rejected)]
+    shared = _common(*both)
+    if prompt is None or (shared and shared[: len(question)] == question) or shared[-len(question) :] == question:
+        # Whole conversations that start with the prompt (perhaps after a system message).
+        question, both = shared, [answer[len(shared) :] for answer in both]
+    return [{"prompt": question, "completion": answer} for answer in both]
+
+
+def _as_messages(value: Any, role: str) -> list[Any]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
+
+
+def _common(first: list[Any], second: list[Any]) -> list[Any]:
+    """The common prefix of messages, without the last one of either, which is the answer."""
+    size = 0
+    while size < min(len(first), len(second)) - 1 and first[size] == second[size]:
+        size += 1
+    return first[:size]

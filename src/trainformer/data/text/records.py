@@ -1,8 +1,6 @@
-"""Data sets of text: documents, texts and conversations, read when they are asked for.
+"""Text datasets over any source of records: `TextFileDataset`, `TextDataset`, `ChatDataset`, `StandardRecords`.
 
-Owns the data sets a user makes of any source: `TextFileDataset`, `TextDataset`, `ChatDataset`, `StandardRecords`. The
-source behind a path or name is left to `sources`, JSON to `jsonl`, and what records mean to `forms`. All of them
-have a length, are read by index, pickle small for worker processes, and name file and line of a record that is wrong.
+All have a length, read lazily by index, pickle small for worker processes, and name file and line of a bad record.
 """
 
 from __future__ import annotations
@@ -12,43 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.data.dataset import Indexed
+from trainformer.data.dataset import IndexedDataset
 from trainformer.data.text.files import LineIndex, Spans, TextFile, character_spans, digest
-from trainformer.data.text.jsonl import JSONLDataset
 from trainformer.data.text.schemas import (
-    FORMS,
     TEXT_KEYS,
-    Form,
+    Schema,
+    check_schema_name,
     conversation,
-    detect,
-    form_of,
-    known_form,
+    detect_schema,
+    require_key,
+    require_text,
     standard,
-    text_value,
-    value_of,
 )
-from trainformer.data.text.sources import load_text, records_of
-from trainformer.data.text.tables import fingerprint, position, where
-
-__all__ = [
-    "FORMS",
-    "ChatDataset",
-    "Form",
-    "JSONLDataset",
-    "StandardRecords",
-    "TextDataset",
-    "TextFileDataset",
-    "detect",
-    "form_of",
-    "load_text",
-]
+from trainformer.data.text.sources import records_of
+from trainformer.data.text.tables import known_fingerprint, location_of, normalize_index
 
 
-class TextFileDataset(Indexed):
-    r"""A text file as texts: its lines that are not blank, or pieces of `chunk_size` characters.
+class TextFileDataset(IndexedDataset):
+    r"""The non-blank lines of a text file, or its chunks of `chunk_size` characters, read lazily.
 
-    Both are read lazily. Lines come without their ends. Pieces are exact: joined, they are the file, a byte order mark
-    left aside and ends of lines as they are; the last may be shorter.
+    Lines come without line breaks. Chunks are exact: concatenated they are the file (without a byte order mark).
 
     >>> _ = Path("few.txt").write_text("Grüße\n\nund Küsse", encoding="utf-8")
     >>> list(TextFileDataset("few.txt")), list(TextFileDataset("few.txt", chunk_size=6))
@@ -68,15 +49,15 @@ class TextFileDataset(Indexed):
         return len(self._spans)
 
     def __getitem__(self, index: int) -> str:
-        return self._spans.text(position(index, len(self)))
+        return self._spans.text(normalize_index(index, len(self)))
 
-    def where(self, index: int) -> str:
-        """File and line of a text, for messages."""
-        return self._spans.where(index)
+    def location(self, index: int) -> str:
+        """File and line of a text, for error messages."""
+        return self._spans.location(index)
 
 
-class _OverRecords(Indexed):
-    """What data sets over other records have in common."""
+class _RecordsView(IndexedDataset):
+    """Base of the datasets that convert the records of another source."""
 
     def __init__(self, source: Any, split: str | None) -> None:
         self._records = records_of(source, split)
@@ -86,35 +67,34 @@ class _OverRecords(Indexed):
 
     @property
     def in_memory(self) -> bool:
-        """Whether the records are in memory."""
         return isinstance(self._records, list | tuple) or bool(getattr(self._records, "in_memory", False))
 
-    def where(self, index: int) -> str:
-        """The place of a record, for messages: file and line where it is known."""
-        return where(self._records, index)
+    def location(self, index: int) -> str:
+        """Where a record is, for error messages: file and line if known."""
+        return location_of(self._records, index)
 
     def _converted(self, index: int, convert: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         record = self._records[index]
         try:
             return convert(record)
         except DataError as error:
-            raise DataError(f"{self.where(index)}: {error}") from error.__cause__
+            raise DataError(f"{self.location(index)}: {error}") from error.__cause__
 
     def _fingerprint_with(self, *settings: object) -> str | None:
-        known = fingerprint(self._records)
+        known = known_fingerprint(self._records)
         return None if known is None else digest(known, *settings)
 
 
-class TextDataset(_OverRecords):
-    """Documents for language modelling: ``{"text": ...}``, from nearly anything that holds text.
+class TextDataset(_RecordsView):
+    """Documents for language modelling: ``{"text": ...}``, from almost any source of text.
 
-    - The path of a text file, or of a folder of them: every file is a document, or with `split` every `"line"` or
-      `"paragraph"` (text between blank lines) that is not blank.
-    - The path of JSON Lines, JSON, CSV or Parquet, a folder that HF `datasets` saved, `"hf:name"`, or the name of
-      a built-in corpus: whatever `load_text` knows. `split` then names the split.
-    - A data set or list of records, or of texts. Other iterables are read once, into memory.
+    - The path of a text file or a folder of them: every file is a document, or with `split` every non-blank `"line"`
+      or `"paragraph"` (text between blank lines).
+    - The path of JSON Lines, JSON, CSV or Parquet, `"hf:name"`, a built-in corpus, or anything else `load_text`
+      accepts. `split` then names the split.
+    - A dataset or list of records or texts. Other iterables are read into memory.
 
-    The text of a record is under `text_key`; where there is no `"text"`, the usual other names are looked for.
+    The text of a record is in `text_key`; if there is no `"text"`, other common names are tried.
 
     >>> TextDataset([{"title": "A", "content": "a text"}])[0]
     {'text': 'a text'}
@@ -125,20 +105,20 @@ class TextDataset(_OverRecords):
         self.text_key = _text_key(self._records, text_key)
         self.fingerprint = self._fingerprint_with(self.text_key)
         if self.text_key is not None and hasattr(self._records, "select_columns"):
-            self._records = self._records.select_columns([self.text_key])  # a row decodes all of its columns
+            self._records = self._records.select_columns([self.text_key])  # reading a row decodes all of its columns
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        index = position(index, len(self))
+        index = normalize_index(index, len(self))
         return self._converted(index, self._text_of)
 
     def _text_of(self, record: Any) -> dict[str, str]:
         if self.text_key is None or isinstance(record, str):
-            return {"text": text_value(record, "text")}
-        return {"text": text_value(value_of(record, self.text_key), self.text_key)}
+            return {"text": require_text(record, "text")}
+        return {"text": require_text(require_key(record, self.text_key), self.text_key)}
 
 
 def _text_key(records: Any, wanted: str) -> str | None:
-    """The key of the text; None where the records are texts."""
+    """The key of the text; None if the records are texts."""
     first = records[0]
     if isinstance(first, str):
         return None
@@ -147,24 +127,24 @@ def _text_key(records: Any, wanted: str) -> str | None:
         found = next((by_name[name] for name in TEXT_KEYS if name in by_name), None)
         if found is not None:
             return found
-    _insist_on_key(records, wanted)
+    _check_key(records, wanted)
     return wanted
 
 
-def _insist_on_key(records: Any, key: str) -> None:
+def _check_key(records: Any, key: str) -> None:
     try:
-        value_of(records[0], key)
+        require_key(records[0], key)
     except DataError as error:
-        raise DataError(f"{where(records, 0)}: {error}") from None
+        raise DataError(f"{location_of(records, 0)}: {error}") from None
 
 
-class ChatDataset(_OverRecords):
-    """Conversations: ``{"messages": [{"role": ..., "content": ...}, ...]}``, with `"tools"` where a record has them.
+class ChatDataset(_RecordsView):
+    """Conversations: ``{"messages": [{"role": ..., "content": ...}, ...]}``, with `"tools"` if a record has them.
 
-    The source is anything that `TextDataset` takes. Its records may hold messages as OpenAI writes them, ShareGPT's
-    `conversations` (`from` and `value`), a prompt and its completion, an Alpaca instruction, or be bare lists of
-    messages. `messages_key` names the messages where they have an unusual name. Every conversation is checked when it
-    is read: known roles, texts as contents, at least one message of the assistant.
+    The source is anything `TextDataset` accepts. Its records may have OpenAI `messages`, ShareGPT `conversations`
+    (`from` and `value`), a prompt and its completion, an Alpaca instruction, or be bare lists of messages.
+    `messages_key` names an unusual field. Every conversation is checked when it is read: known roles, text contents, at
+    least one assistant message.
 
     >>> chat = ChatDataset([{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}])
     >>> chat[0]
@@ -173,48 +153,49 @@ class ChatDataset(_OverRecords):
 
     def __init__(self, source: Any, messages_key: str | None = None, split: str | None = None) -> None:
         super().__init__(source, split)
-        self.form = _chat_form(self._records, messages_key)
+        self.schema = _chat_schema(self._records, messages_key)
         self.fingerprint = self._fingerprint_with("chat", messages_key)
-        self[0]  # what is wrong with all of them is said at once
+        self[0]  # fail now if all records are wrong
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        index = position(index, len(self))
-        return self._converted(index, lambda record: conversation(record, self.form))
+        index = normalize_index(index, len(self))
+        return self._converted(index, lambda record: conversation(record, self.schema))
 
 
-def _chat_form(records: Any, messages_key: str | None) -> Form:
+def _chat_schema(records: Any, messages_key: str | None) -> Schema:
     if messages_key is not None:
-        _insist_on_key(records, messages_key)
-        extra = {part: part for part in ("tools", "system") if part in records[0]}
-        return Form("chat", {"messages": messages_key, **extra})
-    form = form_of(records)
-    if form.name not in ("chat", "completion", "alpaca"):
+        _check_key(records, messages_key)
+        extra = {field: field for field in ("tools", "system") if field in records[0]}
+        return Schema("chat", {"messages": messages_key, **extra})
+    schema = detect_schema(records)
+    if schema.name not in ("chat", "completion", "alpaca"):
         raise DataError(
             "Expected conversations (messages, conversations, prompt and completion, or instruction and output), "
-            f"received records of the form '{form.name}' with the keys {', '.join(map(repr, records[0]))}. Pass "
-            "messages_key=... if one of them holds messages."
+            f"received records of the schema '{schema.name}' with the keys {', '.join(map(repr, records[0]))}. Pass "
+            "messages_key=... if one of them contains messages."
         )
-    return form
+    return schema
 
 
-class StandardRecords(_OverRecords):
-    """Any records with the standard names for their parts, whatever they are called in the source; see `detect`.
+class StandardRecords(_RecordsView):
+    """Records of any known schema with the standard names for their fields; see `detect_schema`.
 
     >>> records = StandardRecords([{"article": "long", "highlights": "short"}])
-    >>> records.form.name, records[0]
+    >>> records.schema.name, records[0]
     ('pairs', {'source': 'long', 'target': 'short'})
     """
 
-    def __init__(self, source: Any, form: str | None = None, split: str | None = None) -> None:
+    def __init__(self, source: Any, schema: str | None = None, split: str | None = None) -> None:
         super().__init__(source, split)
-        self.form = form_of(self._records)
-        if form is not None and self.form.name != known_form(form):
+        self.schema = detect_schema(self._records)
+        if schema is not None and self.schema.name != check_schema_name(schema):
             keys = ", ".join(map(repr, self._records[0])) if isinstance(self._records[0], Mapping) else "no keys"
             raise DataError(
-                f"Expected records of the form '{form}', received '{self.form.name}', with {keys}. Rename the keys."
+                f"Expected records of the schema '{schema}', received '{self.schema.name}', with {keys}. "
+                "Rename the keys."
             )
         self.fingerprint = self._fingerprint_with("standard")
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        index = position(index, len(self))
-        return self._converted(index, lambda record: standard(record, self.form))
+        index = normalize_index(index, len(self))
+        return self._converted(index, lambda record: standard(record, self.schema))

@@ -1,7 +1,7 @@
-"""What a record of text is: a document, an instruction, a conversation, a preference, a pair, or tokens.
+"""Schemas of text records: document, instruction, conversation, preference, pair, tokens, ...
 
-Owns the names that people give to the parts of a record, finding out from the first records which of the forms they
-have, and bringing a record into the one standard form that encoders read. Reading records is left to `records`.
+This module knows the common names of the fields, detects the schema from the first records, and converts a record to
+the standard names that encoders read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
-_LOOKED_AT = 8  # records that decide on the form
+_PEEKED = 8  # records that decide on the schema
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ROLES = {role: role for role in ROLES} | {
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -32,126 +33,119 @@ _MESSAGE_KEYS = ("messages", "conversations", "conversation", "chat", "dialog", 
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """A form: which names its parts may have (the parts of one alternative belong together), and what else is kept."""
+class _Spec:
+    """A schema: the names its required fields may have (alternatives), and its optional fields."""
 
-    parts: tuple[str, ...]
+    fields: tuple[str, ...]
     names: tuple[tuple[str, ...], ...]
-    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    unless: frozenset[str] = frozenset()  # these keys say that the record is something else
+    optional: Mapping[str, tuple[str, ...]] = dataclass_field(default_factory=dict)
+    unless: frozenset[str] = frozenset()  # keys that rule this schema out
 
     def match(self, in_all: Mapping[str, str]) -> dict[str, str] | None:
-        """The part of the record that each key is, by lower-case keys that all records have."""
+        """The key of each field, from the lower-case keys that all records have."""
         for names in self.names:
             if all(name in in_all for name in names) and not self.unless & in_all.keys():
-                return {part: in_all[name] for part, name in zip(self.parts, names, strict=True)}
+                return {field: in_all[name] for field, name in zip(self.fields, names, strict=True)}
         return None
 
 
-def _every(*groups: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Every combination of names, the first ones first.
+def _combinations(*groups: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """All combinations of names, in order.
 
-    >>> _every(["a"], ["b", "c"])
+    >>> _combinations(["a"], ["b", "c"])
     (('a', 'b'), ('a', 'c'))
     """
-    return ((),) if not groups else tuple((name, *rest) for name in groups[0] for rest in _every(*groups[1:]))
+    return ((),) if not groups else tuple((name, *rest) for name in groups[0] for rest in _combinations(*groups[1:]))
 
 
 _LABELS = {"label": ("label", "labels"), "score": ("score", "similarity_score")}
-# The first form that fits is meant: a record with chosen and rejected answers may well have a prompt and messages, and
+# The first schema that matches wins: a record with chosen and rejected answers may also have a prompt and messages, and
 # one with an instruction a ready-made text.
-_KINDS: dict[str, _Kind] = {
-    "tokens": _Kind(("input_ids",), (("input_ids",),), {"labels": ("labels",)}),
-    "preference": _Kind(
+_SPECS: dict[str, _Spec] = {
+    "tokens": _Spec(("input_ids",), (("input_ids",),), {"labels": ("labels",)}),
+    "preference": _Spec(
         ("chosen", "rejected"), (("chosen", "rejected"),), {"prompt": ("prompt", "question", "instruction")}
     ),
-    "chat": _Kind(("messages",), _every(_MESSAGE_KEYS), {"tools": ("tools",), "system": ("system",)}),
-    "alpaca": _Kind(
+    "chat": _Spec(("messages",), _combinations(_MESSAGE_KEYS), {"tools": ("tools",), "system": ("system",)}),
+    "alpaca": _Spec(
         ("instruction", "output"),
-        _every(["instruction"], ["output", "response", "completion", "answer"]),
+        _combinations(["instruction"], ["output", "response", "completion", "answer"]),
         {"input": ("input", "context"), "system": ("system",)},
     ),
-    "completion": _Kind(
+    "completion": _Spec(
         ("prompt", "completion"),
         (
-            *_every(["prompt"], ["completion", "response", "output", "answer"]),
-            *_every(["query", "question"], ["response", "answer", "completion"]),
+            *_combinations(["prompt"], ["completion", "response", "output", "answer"]),
+            *_combinations(["query", "question"], ["response", "answer", "completion"]),
         ),
         {"tools": ("tools",)},
-        unless=frozenset({"context"}),  # a question about a context is not answered without it
+        unless=frozenset({"context"}),  # a question about a context needs the context
     ),
-    "tagged": _Kind(("tokens", "tags"), _every(["tokens", "words"], ["tags", "ner_tags", "pos_tags", "labels"])),
-    "similarity": _Kind(
+    "tagged": _Spec(("tokens", "tags"), _combinations(["tokens", "words"], ["tags", "ner_tags", "pos_tags", "labels"])),
+    "similarity": _Spec(
         ("anchor", "positive"),
         (
-            *_every(["anchor", "query", "question"], ["positive", "pos"]),
+            *_combinations(["anchor", "query", "question"], ["positive", "pos"]),
             *(("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("premise", "hypothesis")),
             *(("question1", "question2"), ("text1", "text2")),
         ),
         {"negative": ("negative", "neg"), **_LABELS},
     ),
-    "pairs": _Kind(
+    "pairs": _Spec(
         ("source", "target"),
         (
             *(("source", "target"), ("src", "tgt"), ("source_text", "target_text"), ("input_text", "target_text")),
             *(("inputs", "targets"), ("input", "target"), ("input", "output"), ("article", "highlights")),
-            *_every(["document", "dialogue", "article", "text"], ["summary"]),
+            *_combinations(["document", "dialogue", "article", "text"], ["summary"]),
             ("translation", "translation"),
         ),
     ),
-    "text": _Kind(("text",), _every(TEXT_KEYS), _LABELS),
+    "text": _Spec(("text",), _combinations(TEXT_KEYS), _LABELS),
 }
-FORMS = tuple(_KINDS)
+SCHEMAS = tuple(_SPECS)
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form of records: its name, and the key that each of its parts has in them."""
+class Schema:
+    """The schema of records: its name, and the key of each field."""
 
     name: str
     keys: Mapping[str, str]
 
 
-def detect(records: Any) -> str:
-    """The form of records, from the keys of the first of them.
+def detect_schema(records: Any) -> Schema:
+    """The schema of records, from the keys of the first ones.
 
-    One of `"text"`, `"completion"` (prompt and completion), `"alpaca"` (instruction, input, output), `"chat"`,
+    Its `name` is `"text"`, `"completion"` (prompt and completion), `"alpaca"` (instruction, input, output), `"chat"`,
     `"preference"` (chosen and rejected), `"pairs"` (source and target), `"tokens"` (input_ids), `"tagged"` (tokens and
     their tags) or `"similarity"` (anchor and positive).
 
-    >>> detect([{"question": "1 + 1?", "answer": "2"}]), detect(["some text"])
+    >>> detect_schema([{"question": "1 + 1?", "answer": "2"}]).name, detect_schema(["some text"]).name
     ('completion', 'text')
-    """
-    return form_of(records).name
-
-
-def form_of(records: Any) -> Form:
-    """The form of records, and what their keys mean.
-
-    >>> form_of([{"context": "", "instruction": "Sing.", "response": "La."}]).keys
+    >>> detect_schema([{"context": "", "instruction": "Sing.", "response": "La."}]).keys
     {'instruction': 'instruction', 'output': 'response', 'input': 'context'}
     """
-    first = list(islice(_first(records), _LOOKED_AT))
+    first = list(islice(_first(records), _PEEKED))
     if not first:
         raise DataError(expected("at least one record", "none"))
     if not isinstance(first[0], Mapping):
-        return _form_of_bare(first[0])
+        return _schema_of_value(first[0])
     in_all = [key for key in first[0] if all(isinstance(other, Mapping) and key in other for other in first)]
     by_name = {str(key).lower(): key for key in reversed(in_all)}
     in_any = {str(key).lower(): key for record in reversed(first) if isinstance(record, Mapping) for key in record}
-    for name, kind in _KINDS.items():
-        keys = kind.match(by_name)
+    for name, spec in _SPECS.items():
+        keys = spec.match(by_name)
         if keys is None or not _plausible(name, keys, first[0]):
             continue
-        for part, names in kind.optional.items():
+        for field, names in spec.optional.items():
             found = next(
                 (in_any[other] for other in names if other in in_any and in_any[other] not in keys.values()), None
             )
-            keys |= {} if found is None else {part: found}
-        return Form(name, keys)
+            keys |= {} if found is None else {field: found}
+        return Schema(name, keys)
     raise DataError(
-        f"Expected records of a known form, received records with the keys {', '.join(map(repr, first[0]))}. Known "
-        f"forms are: {_known()}. Rename the keys, or write the records anew."
+        f"Expected records of a known schema, received records with the keys {', '.join(map(repr, first[0]))}. Known "
+        f"schemas are: {_known()}. Rename the keys, or convert the records."
     )
 
 
@@ -161,18 +155,18 @@ def _first(records: Any) -> Iterator[Any]:
     return iter(records)
 
 
-def _form_of_bare(record: Any) -> Form:
+def _schema_of_value(record: Any) -> Schema:
     if isinstance(record, str):
-        return Form("text", {})
+        return Schema("text", {})
     if isinstance(record, Sequence) and record and isinstance(record[0], Mapping):
-        return Form("chat", {})
+        return Schema("chat", {})
     if isinstance(record, Sequence) and record and isinstance(record[0], int):
-        return Form("tokens", {})
+        return Schema("tokens", {})
     raise DataError(expected("records that are mappings, texts or lists of messages", type(record).__name__))
 
 
 def _plausible(name: str, keys: Mapping[str, str], record: Mapping[str, Any]) -> bool:
-    """Whether values are what the names promise: `dialogue` and `labels` mean several things."""
+    """Whether the values fit: names such as `dialogue` and `labels` are ambiguous."""
     if name == "chat":
         return isinstance(record[keys["messages"]], Sequence) and not isinstance(record[keys["messages"]], str)
     if name == "pairs" and keys["source"] == keys["target"]:
@@ -183,45 +177,45 @@ def _plausible(name: str, keys: Mapping[str, str], record: Mapping[str, Any]) ->
 
 
 def _known() -> str:
-    return "; ".join(f"{name} ({', '.join(map(repr, kind.names[0]))})" for name, kind in _KINDS.items())
+    return "; ".join(f"{name} ({', '.join(map(repr, spec.names[0]))})" for name, spec in _SPECS.items())
 
 
-def known_form(name: str) -> str:
-    """The name of a form, else an error."""
-    if name not in _KINDS:
-        raise BadArgument(expected(f"one of the forms {', '.join(FORMS)}", name, did_you_mean(name, FORMS)))
+def check_schema_name(name: str) -> str:
+    """The name of a schema, else an error."""
+    if name not in _SPECS:
+        raise BadArgument(expected(f"one of the schemas {', '.join(SCHEMAS)}", name, did_you_mean(name, SCHEMAS)))
     return name
 
 
 # -- one record --------------------------------------------------------------------------------------------
-# Errors say what is wrong with the record; where it stands costs time to find out, so the caller adds it.
+# Errors say what is wrong with the record; the caller adds its location, which is slow to find.
 
 
-def standard(record: Any, form: Form) -> dict[str, Any]:
-    """A record with the standard names for its parts, checked.
+def standard(record: Any, schema: Schema) -> dict[str, Any]:
+    """A record with the standard names for its fields, checked.
 
-    >>> standard({"question": "1 + 1?", "answer": "2"}, form_of([{"question": "", "answer": ""}]))
+    >>> standard({"question": "1 + 1?", "answer": "2"}, detect_schema([{"question": "", "answer": ""}]))
     {'prompt': '1 + 1?', 'completion': '2'}
     """
-    if form.name == "chat":
-        return conversation(record, form)
-    if not form.keys:
-        part = _KINDS[form.name].parts[0]
-        return {part: text_value(record, part) if form.name == "text" else record}
-    parts = {part: value_of(record, form.keys[part]) for part in _KINDS[form.name].parts}
-    if form.name == "pairs" and form.keys["source"] == form.keys["target"]:
-        parts = _languages(parts["source"])
-    if form.name not in ("tokens", "tagged"):
-        parts = {part: _text_or_messages(value, part, form.name) for part, value in parts.items()}
-    for part in _KINDS[form.name].optional:
-        value = record.get(form.keys[part]) if part in form.keys else None
+    if schema.name == "chat":
+        return conversation(record, schema)
+    if not schema.keys:
+        field = _SPECS[schema.name].fields[0]
+        return {field: require_text(record, field) if schema.name == "text" else record}
+    fields = {field: require_key(record, schema.keys[field]) for field in _SPECS[schema.name].fields}
+    if schema.name == "pairs" and schema.keys["source"] == schema.keys["target"]:
+        fields = _languages(fields["source"])
+    if schema.name not in ("tokens", "tagged"):
+        fields = {field: _text_or_messages(value, field, schema.name) for field, value in fields.items()}
+    for field in _SPECS[schema.name].optional:
+        value = record.get(schema.keys[field]) if field in schema.keys else None
         if value is not None:
-            parts[part] = value
-    if form.name == "preference" and "prompt" in parts:
-        parts["prompt"] = _text_or_messages(parts["prompt"], "prompt", form.name)
-    if form.name == "alpaca":
-        parts["input"] = text_value(parts.get("input", ""), "input")
-    return parts
+            fields[field] = value
+    if schema.name == "preference" and "prompt" in fields:
+        fields["prompt"] = _text_or_messages(fields["prompt"], "prompt", schema.name)
+    if schema.name == "alpaca":
+        fields["input"] = require_text(fields.get("input", ""), "input")
+    return fields
 
 
 def _languages(translation: Any) -> dict[str, Any]:
@@ -232,15 +226,15 @@ def _languages(translation: Any) -> dict[str, Any]:
     return {"source": source, "target": target}
 
 
-def _text_or_messages(value: Any, part: str, form: str) -> Any:
-    """Prompts and answers may be conversations too, in the form of TRL."""
-    if form in ("preference", "completion") and isinstance(value, Sequence) and not isinstance(value, str):
-        return _messages(value, f" of {part!r}")
-    return text_value(value, part)
+def _text_or_messages(value: Any, field: str, schema: str) -> Any:
+    """Prompts and answers may be lists of messages too, as in TRL."""
+    if schema in ("preference", "completion") and isinstance(value, Sequence) and not isinstance(value, str):
+        return _messages(value, f" of {field!r}")
+    return require_text(value, field)
 
 
-def value_of(record: Any, key: str) -> Any:
-    """The value of a key, else an error that lists the keys there are."""
+def require_key(record: Any, key: str) -> Any:
+    """The value of a key, else an error that lists the keys of the record."""
     if not isinstance(record, Mapping):
         raise DataError(expected(f"a record with the key {key!r}", type(record).__name__))
     if key not in record:
@@ -251,7 +245,7 @@ def value_of(record: Any, key: str) -> Any:
 
 
 def expected_value(what: str, value: Any, do: str = "") -> str:
-    """`expected` for a value from the data, which may be a whole book.
+    """`expected` for a value from the data, which may be very long.
 
     >>> expected_value("a number", "many words " * 1000)
     "Expected a number, received 'many words many words many ...ds many words many words '."
@@ -260,8 +254,8 @@ def expected_value(what: str, value: Any, do: str = "") -> str:
     return f"{text} {do}" if do else text
 
 
-def text_value(value: Any, key: str) -> str:
-    """A value that must be text."""
+def require_text(value: Any, key: str) -> str:
+    """The value, which must be text."""
     if not isinstance(value, str):
         raise DataError(expected_value(f"a text in {key!r}", value))
     return value
@@ -270,38 +264,38 @@ def text_value(value: Any, key: str) -> str:
 # -- conversations -----------------------------------------------------------------------------------------
 
 
-def conversation(record: Any, form: Form) -> dict[str, Any]:
-    """A record of the form chat, completion or alpaca as ``{"messages": [{"role", "content"}, ...]}``, checked.
+def conversation(record: Any, schema: Schema) -> dict[str, Any]:
+    """A record of the schema chat, completion or alpaca as ``{"messages": [{"role", "content"}, ...]}``, checked.
 
-    >>> form = Form("alpaca", {"instruction": "instruction", "output": "output"})
-    >>> conversation({"instruction": "Sing.", "input": "", "output": "La."}, form)["messages"]
+    >>> schema = Schema("alpaca", {"instruction": "instruction", "output": "output"})
+    >>> conversation({"instruction": "Sing.", "input": "", "output": "La."}, schema)["messages"]
     [{'role': 'user', 'content': 'Sing.'}, {'role': 'assistant', 'content': 'La.'}]
     """
-    if form.name == "chat":
-        raw = value_of(record, form.keys["messages"]) if form.keys else record
+    if schema.name == "chat":
+        raw = require_key(record, schema.keys["messages"]) if schema.keys else record
     else:
-        raw = _turns(standard(record, form))
+        raw = _turns(standard(record, schema))
     if not isinstance(raw, Sequence) or isinstance(raw, str):
         raise DataError(expected_value("a list of messages", raw))
     messages = _messages(raw)
-    extra = {part: record.get(form.keys[part]) for part in ("system", "tools") if part in form.keys}
+    extra = {field: record.get(schema.keys[field]) for field in ("system", "tools") if field in schema.keys}
     if isinstance(extra.get("system"), str) and extra["system"] and all(m["role"] != "system" for m in messages):
         messages.insert(0, {"role": "system", "content": extra["system"]})
     if all(message["role"] != "assistant" for message in messages):
         roles = [message["role"] for message in messages]
-        raise DataError(expected("at least one message of the assistant", roles, "Remove the record."))
+        raise DataError(expected("at least one assistant message", roles, "Remove the record."))
     tools = _tools(extra.get("tools"))
     return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
 
 def _turns(record: Mapping[str, Any]) -> list[Any]:
-    """The messages of an instruction or of a prompt and its completion."""
+    """The messages of an instruction, or of a prompt and its completion."""
     if "instruction" in record:
-        asked = "\n\n".join(part for part in (record["instruction"], record["input"]) if part)
-        return [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+        question = "\n\n".join(part for part in (record["instruction"], record["input"]) if part)
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
     turns: list[Any] = []
-    for part, role in (("prompt", "user"), ("completion", "assistant")):
-        value = record[part]
+    for field, role in (("prompt", "user"), ("completion", "assistant")):
+        value = record[field]
         turns += [{"role": role, "content": value}] if isinstance(value, str) else value
     return turns
 
@@ -320,23 +314,23 @@ def _message(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise DataError(expected_value("a message with a role and a content", raw))
     names = ("from", "value") if raw.get("from") is not None and raw.get("role") is None else ("role", "content")
-    said = value_of(raw, names[0])
-    role = _ROLES.get(said.lower()) if isinstance(said, str) else None
+    given = require_key(raw, names[0])
+    role = _ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
-        close = did_you_mean(str(said), _ROLES) or f"Known roles: {', '.join(_ROLES)}."
-        raise DataError(expected_value("a known role", said, close))
-    # HF datasets fill what a message has not, but another has, with None.
+        close = did_you_mean(str(given), _ROLES) or f"Known roles: {', '.join(_ROLES)}."
+        raise DataError(expected_value("a known role", given, close))
+    # HF datasets fill in None for keys that only other messages have.
     rest = {key: value for key, value in raw.items() if key not in names and value is not None}
     content = raw.get(names[1])
     if content is None and "tool_calls" in rest:
-        content = ""  # an assistant that only calls a tool says nothing
+        content = ""  # a message that only calls a tool has no text
     if isinstance(content, Sequence) and not isinstance(content, str) and content:
         content = _joined_parts(content)
-    return {"role": role, "content": text_value(content, names[1]), **rest}
+    return {"role": role, "content": require_text(content, names[1]), **rest}
 
 
 def _joined_parts(parts: Sequence[Any]) -> str:
-    """The text of a content that is a list of parts; other parts are for models that see."""
+    """The text of a content that is a list of parts; image parts need a multimodal task."""
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(expected_value("parts of the type text", part, "Images need a multimodal task."))
@@ -344,11 +338,11 @@ def _joined_parts(parts: Sequence[Any]) -> str:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str) and tools.strip():  # tables have no other way to store what differs from row to row
+    if isinstance(tools, str) and tools.strip():  # tables store nested values as JSON text
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise DataError(f"Expected a list of tools as JSON, received a text that is none: {error}.") from error
+            raise DataError(f"Expected a list of tools as JSON, received text that is not JSON: {error}.") from error
     if not tools:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str):

@@ -1,8 +1,4 @@
-"""Records by path or name.
-
-Owns `load_text`: which kind of source a path or name means, which files of a folder belong to it, and the errors for
-those that mean nothing. Reading each kind is left to `jsonl`, `tables` and `corpus`.
-"""
+"""Records by path or name: `load_text` decides which reader a path, folder or name needs."""
 
 from __future__ import annotations
 
@@ -14,11 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
-from trainformer.data.hub import is_saved_by_hf, load_saved, one_split
-from trainformer.data.labels import HF_STREAM, STREAM, is_a
-from trainformer.data.text.corpus import corpus_names, load_corpus
+from trainformer.data.builtin import corpus_names, load_corpus
+from trainformer.data.hub import is_hf_saved, load_hf_saved, select_split
+from trainformer.data.labels import HF_STREAM, STREAM, is_instance_of
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix
-from trainformer.data.text.jsonl import JSONLDataset
 from trainformer.data.text.streams import PREFIX, open_stream
 from trainformer.data.text.tables import (
     CSV,
@@ -27,10 +22,11 @@ from trainformer.data.text.tables import (
     PARQUET,
     RECORD_SUFFIXES,
     TEXT_SUFFIXES,
+    JSONLDataset,
     TextFiles,
-    TextPieces,
+    TextSpans,
+    concat_records,
     from_hub,
-    joined,
     read_csv,
     read_parquet,
 )
@@ -38,25 +34,25 @@ from trainformer.data.text.tables import (
 logger = logging.getLogger("trainformer")
 
 _SPLITS = {"train", "validation", "val", "valid", "test", "dev", "eval"}
-_LONGEST_NAME = 1024
-_CUTS = ("document", "paragraph", "line")
+_MAX_NAME_LENGTH = 1024
+_UNITS = ("document", "paragraph", "line")
 
 
 def records_of(source: Any, split: str | None) -> Any:
-    """Something with a length that is not 0, and records by index."""
+    """The records of a path, name, dataset or iterable: something with an index and at least one record."""
     if isinstance(source, str | Path):
         return load_text(source, split=split)
     if isinstance(source, Mapping):
-        source = one_split(source, split)
+        source = select_split(source, split)
     elif split is not None:
         raise BadArgument(expected("split only with a path or a name", split, "Choose the split of the data yourself."))
-    if is_a(source, STREAM) or is_a(source, HF_STREAM):
+    if is_instance_of(source, STREAM) or is_instance_of(source, HF_STREAM):
         raise DataError(
             expected("data with a length", type(source).__name__, "Pass a list of the first records, or the files.")
         )
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         if not isinstance(source, Iterable):
-            raise BadArgument(expected("a path, a data set, or an iterable of texts or records", source))
+            raise BadArgument(expected("a path, a dataset, or an iterable of texts or records", source))
         source = list(source)
     if not len(source):
         raise DataError(expected("at least one record", "none"))
@@ -64,15 +60,15 @@ def records_of(source: Any, split: str | None) -> Any:
 
 
 def load_text(path_or_name: str | Path, *, split: str | None = None) -> Any:
-    """Records by path or name, as they are (`StandardRecords` brings them into a standard form):
+    """Records by path or name, unchanged (`StandardRecords` converts them to a standard schema):
 
-    - a text file, or a folder of them (`.txt`, `.md`, `.py`, ...; sorted; hidden files left out): documents
-      ``{"text"}``, one per file, or with `split="line"` or `"paragraph"` many;
-    - `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`, or a folder of these, of which `split` chooses those whose name
-      begins with it; JSON Lines and text may be compressed (`.gz`, `.bz2`, `.xz`);
-    - a folder that HF `datasets` saved (`save_to_disk`), or a data set of the hub by name: `"hf:name"`,
-      `"hf:name:split"`, `"hf:name@configuration"`;
-    - a stream of records that are never kept, `"stream:hf:name"` or `"stream:data/*.jsonl.gz"`; see `open_stream`;
+    - a text file, or a folder of them (`.txt`, `.md`, `.py`, ...; sorted, without hidden files): documents
+      ``{"text"}``, one per file, or with `split="line"` or `"paragraph"` one per line or paragraph;
+    - `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`, or a folder of these, of which `split` selects those whose name
+      starts with it; JSON Lines and text may be compressed (`.gz`, `.bz2`, `.xz`);
+    - a folder written by HF's `save_to_disk`, or a dataset of the hub: `"hf:name"`, `"hf:name:split"`,
+      `"hf:name@configuration"`;
+    - a stream, which is never stored: `"stream:hf:name"` or `"stream:data/*.jsonl.gz"`; see `open_stream`;
     - a built-in corpus: `"python-stdlib"`, `"python-stdlib:test"` (write `"./python-stdlib"` for a folder).
     """
     if isinstance(path_or_name, str):
@@ -83,10 +79,10 @@ def load_text(path_or_name: str | Path, *, split: str | None = None) -> Any:
         if path_or_name.startswith("hf:") and not os.path.exists(path_or_name):
             return from_hub(path_or_name.removeprefix("hf:"), split)
     path = Path(path_or_name).expanduser()
-    if not os.path.exists(path):  # Path.exists raises where a name is too long
+    if not os.path.exists(path):  # Path.exists raises if a name is too long
         _refuse_missing(path_or_name)
-    if is_saved_by_hf(path):
-        records = load_saved(path, split)
+    if is_hf_saved(path):
+        records = load_hf_saved(path, split)
     elif path.is_dir():
         records = _load_folder(path, split)
     else:
@@ -100,12 +96,12 @@ def _refuse_missing(name: str | Path) -> NoReturn:
     known = ", ".join(map(repr, corpus_names()))
     if isinstance(name, str) and os.sep not in name and (close := did_you_mean(name, corpus_names())):
         raise DataError(expected("a file, a folder or a built-in corpus", name, f"{close} Built-in: {known}."))
-    if len(str(name)) > _LONGEST_NAME or "\n" in str(name):
+    if len(str(name)) > _MAX_NAME_LENGTH or "\n" in str(name):
         raise BadArgument(expected("a path or name", f"{str(name)[:60]}...", "Pass texts themselves as a list."))
     path = Path(name).expanduser()
-    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     raise DataError(
-        f"Expected a file or folder, received '{path}', which does not exist. {did_you_mean(path.name, beside)}".strip()
+        f"Expected a file or folder, received '{path}', which does not exist. {did_you_mean(path.name, names)}".strip()
     )
 
 
@@ -113,7 +109,7 @@ def _load_folder(folder: Path, split: str | None) -> Any:
     files = _files_below(folder)
     tables = [path for path in files if content_suffix(path) in RECORD_SUFFIXES]
     texts = [path for path in files if content_suffix(path) in TEXT_SUFFIXES]
-    # A folder of tables often has a README; a folder of sources has settings in JSON.
+    # A folder of tables often has a README; a folder of source code has JSON settings.
     if tables and all(path.stem.upper().startswith(("README", "LICENSE")) for path in texts):
         return _load_files(_of_split(folder, tables, split), None)
     if not texts:
@@ -123,36 +119,36 @@ def _load_folder(folder: Path, split: str | None) -> Any:
             f"{len(files)} files, with the endings: {endings}."
         )
     if tables:
-        logger.warning("'%s' holds texts: its %d files of records are left out", folder, len(tables))
+        logger.warning("'%s' contains text files: ignoring its %d files of records", folder, len(tables))
     return _load_files(texts, split)
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """All files that are not hidden and not empty, in the order of their paths."""
+    """All files that are not hidden or empty, sorted by path."""
     found = []
-    for place, below, names in os.walk(folder):
+    for parent, below, names in os.walk(folder):
         below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
-        paths = (Path(place, name) for name in names if not name.startswith("."))
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
         found += [path for path in paths if path.is_file() and path.stat().st_size]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _of_split(folder: Path, tables: Sequence[Path], split: str | None) -> list[Path]:
-    """The files of a split. Without one, names such as train.jsonl and test.jsonl must not be mixed."""
+    """The files of a split. Without one, files such as train.jsonl and test.jsonl must not be mixed."""
     names = {path: _name_parts(path.relative_to(folder)) for path in tables}
     if split is None:
-        usual = set().union(*names.values()) & _SPLITS
-        if len(usual) > 1:
-            raise DataError(expected("one split", sorted(usual), "Pass split='train', for instance."))
+        splits = set().union(*names.values()) & _SPLITS
+        if len(splits) > 1:
+            raise DataError(expected("one split", sorted(splits), "Pass split='train', for instance."))
         return list(tables)
     chosen = [path for path in tables if split.lower() in names[path]]
     if not chosen:
-        raise DataError(expected(f"a split of '{folder}'", split, f"It holds: {', '.join(map(str, tables[:5]))}."))
+        raise DataError(expected(f"a split of '{folder}'", split, f"It contains: {', '.join(map(str, tables[:5]))}."))
     return chosen
 
 
 def _name_parts(path: Path) -> set[str]:
-    """What folders and file are called, up to a number or an ending: data/train-00000-of-00002.parquet."""
+    """The names of folders and file up to a number or an extension: data/train-00000-of-00002.parquet."""
     return {re.split(r"[-_.]", part.lower())[0] for part in path.parts}
 
 
@@ -165,15 +161,15 @@ def _load_files(paths: Sequence[Path], split: str | None) -> Any:
     if kinds <= PARQUET:
         return read_parquet(paths)
     if kinds <= LINES | JSON:
-        return joined([JSONLDataset(path, text_key=None) for path in paths])
+        return concat_records([JSONLDataset(path, text_key=None) for path in paths])
     if kinds <= CSV:
-        return joined([read_csv(path) for path in paths])
+        return concat_records([read_csv(path) for path in paths])
     raise DataError(expected("files of one kind", sorted(kinds), "Put them into folders of their own."))
 
 
 def _load_documents(paths: Sequence[Path], split: str | None) -> Any:
-    if split is not None and split not in _CUTS:
-        raise BadArgument(expected(f"split to be one of {', '.join(_CUTS)}", split, did_you_mean(split, _CUTS)))
+    if split is not None and split not in _UNITS:
+        raise BadArgument(expected(f"split to be one of {', '.join(_UNITS)}", split, did_you_mean(split, _UNITS)))
     _refuse_binary(paths[0])
     if split in (None, "document"):
         return TextFiles(paths)
@@ -181,12 +177,12 @@ def _load_documents(paths: Sequence[Path], split: str | None) -> Any:
     spans = [index if split == "line" else index.paragraphs() for index in indices if len(index)]
     if not spans:
         raise DataError(expected("some text", f"{len(paths)} files of blank lines"))
-    return joined([TextPieces(span) for span in spans])
+    return concat_records([TextSpans(span) for span in spans])
 
 
 def _refuse_binary(path: Path) -> None:
-    """Text may have any ending, or none; what is no text has zeros at the beginning."""
+    """Text may have any extension; binary files have zero bytes at the start."""
     file = TextFile(path)
     if b"\0" in file.read(0, min(file.size, 4096)):
         known = ", ".join(sorted(RECORD_SUFFIXES))
-        raise DataError(expected(f"text, or records in one of {known}", str(path), "It holds bytes that are no text."))
+        raise DataError(expected(f"text, or records in one of {known}", str(path), "It contains binary data."))

@@ -1,9 +1,8 @@
-"""Records tokenised once: in several processes, into memory-mapped files that are found again the next time.
+"""Tokenise once: records are encoded in several processes into memory-mapped files, and cached.
 
-Owns the files and the cache. What the tokens of a record are is left to `encode`. A cache folder is named by a digest
-of the records, the tokenizer, the settings and the format; it is written under another name, synced, and moved into
-place by one rename. So a folder with that name is whole, whoever was killed when. Processes that want the same data at
-the same time wait for the first of them.
+A cache folder is named by a digest of the records, the tokenizer, the settings and the format. It is written under a
+temporary name, synced, and renamed: a folder with its final name is complete, whatever was killed. Processes that need
+the same data wait for the first one.
 """
 
 from __future__ import annotations
@@ -32,31 +31,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.dataset import Indexed
-from trainformer.data.fetcher import is_subset_itself, unwrap_subsets
-from trainformer.data.text.encode import Encoded, Encoder, Report
+from trainformer.data.dataset import IndexedDataset
+from trainformer.data.fetcher import is_plain_subset, unwrap_subsets
+from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import cache_dir as user_cache
 
 logger = logging.getLogger("trainformer")
 
-_FORMAT = 1  # of the files, and of what `encode` makes of a record: raise it when either changes
+_FORMAT = 1  # of the files and of the encoding: increase it when either changes
 _MANIFEST = "manifest.json"
-_CHUNK = 128  # records that a process takes at most at a time: some 10 ms of work, against 0.3 ms to hand them over
-_CHUNKS = 64  # at least as many, as far as there are records: long documents are to be shared out evenly
-_ALONE_SECONDS = 1.0  # less work than this is not worth other processes
-_MOST_WORKERS = 16
-_ORPHANED_SECONDS = 0.5  # how often a worker looks whether there is anybody left to work for
+_CHUNK = 128  # records per task at most: about 10 ms of work, against 0.3 ms to send them
+_CHUNKS = 64  # tasks at least, if there are enough records: spreads long documents evenly
+_SERIAL_SECONDS = 1.0  # less work does not pay for starting processes
+_MAX_WORKERS = 16
+_ORPHANED_SECONDS = 0.5  # how often a worker checks whether its parent is alive
 _MANY_DROPPED = 0.1
 
 
-class TokenStore(Indexed):
-    """Tokenised pieces in memory-mapped files: items are `{"input_ids", "labels"}`, read-only views of int32.
+class TokenStore(IndexedDataset):
+    """Token sequences in memory-mapped files: items are `{"input_ids", "labels"}`, read-only int32 views.
 
-    `lengths` and `supervised` (tokens that enter the loss) have one number per piece, `report` says what became of the
-    records. Pickled it is a path.
+    `lengths` and `supervised` (tokens that enter the loss) have one number per sequence; `report` counts dropped and
+    truncated records. Pickles as a path.
     """
 
-    # Reading is slicing, and the pages are shared: to hand a batch over from another process would cost more.
+    # Reading is slicing shared pages: receiving a batch from another process would cost more.
     in_memory = True
 
     def __init__(self, path: str | Path) -> None:
@@ -64,12 +63,12 @@ class TokenStore(Indexed):
         manifest = _manifest(self.path)
         if manifest is None:
             raise DataError(expected("a folder with a complete token store", str(path), "Tokenise the data again."))
-        self.report = Report(**manifest["report"])
+        self.report = EncodingReport(**manifest["report"])
         self.offsets = np.load(self.path / "offsets.npy")
         self.supervised = np.load(self.path / "supervised.npy")
         self.lengths = np.diff(self.offsets)
         self._tokens = _mapped(self.path / "tokens.bin")
-        # Where every token is trained on, the labels are the tokens.
+        # If every token is trained on, the labels are the tokens.
         self._labels = _mapped(self.path / "labels.bin") if "labels.bin" in manifest["sizes"] else self._tokens
 
     def __len__(self) -> int:
@@ -78,7 +77,7 @@ class TokenStore(Indexed):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         size = len(self.lengths)
         if not -size <= index < size:
-            raise IndexError(f"piece {index} of a store with {size} pieces")
+            raise IndexError(f"sequence {index} of a store with {size}")
         index = int(index) % size
         piece = slice(self.offsets[index], self.offsets[index + 1])
         return {"input_ids": self._tokens[piece], "labels": self._labels[piece]}
@@ -87,13 +86,13 @@ class TokenStore(Indexed):
         return TokenStore, (str(self.path),)
 
     def __repr__(self) -> str:
-        return f"TokenStore({len(self):,} pieces, {int(self.offsets[-1]):,} tokens)"
+        return f"TokenStore({len(self):,} sequences, {int(self.offsets[-1]):,} tokens)"
 
 
-class OverStore(Indexed):
-    """What data sets have in common that make something else of each piece of a store."""
+class StoreView(IndexedDataset):
+    """Base of the datasets that convert the sequences of a store."""
 
-    in_memory = True  # as the store is: reading is slicing
+    in_memory = True  # reading is slicing
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -131,13 +130,13 @@ def tokenize(
     progress: bool = True,
     name: str = "data",
 ) -> TokenStore:
-    """Tokenise records, or find them tokenised in `cache_dir` (a folder of the user's cache by default).
+    """Tokenise records, or load them from `cache_dir` (by default in the user's cache folder).
 
-    `records` is anything with a length and an index. What it holds is known by its own `fingerprint` (as those of
-    `trainformer.data.text` and HF `datasets` have one), else by reading it. `workers=None` uses other processes, one
-    for each core, if there is more than a second of work; 0 uses none. `name` is for the progress bar and the messages.
+    `records` is anything with a length and an index. It is identified by its own `fingerprint` (datasets of
+    `trainformer.data.text` and of HF have one), else by reading it. `workers=None` uses one process per core if there
+    is more than a second of work; 0 uses none. `name` is for the progress bar and messages.
 
-    Data on which nothing can be trained is an error that says why.
+    Data without anything to train on is an error that says why.
     """
     if workers is not None and (isinstance(workers, bool) or workers < 0):
         raise BadArgument(expected("workers to be None, 0 or more", workers))
@@ -148,28 +147,28 @@ def tokenize(
     key = _digest(fingerprint(records), encoder.fingerprint(), str(_FORMAT))
     target = root / key
     if _manifest(target) is None:
-        with _alone(root / f".{key}.lock", name) as alone:
+        with _lock(root / f".{key}.lock", name) as locked:
             if _manifest(target) is None:
-                if alone:
-                    _clear(root, key)
+                if locked:
+                    _remove_leftovers(root, key)
                 chunks = _chunks(records, encoder, workers)
-                _write(target, _with_bar(chunks, len(records), name, progress), name)
+                _write(target, _with_progress_bar(chunks, len(records), name, progress), name)
     store = TokenStore(target)
     level = logging.WARNING if store.report.dropped > _MANY_DROPPED * store.report.records else logging.INFO
     logger.log(level, "%s: %s", name, store.report)
     return store
 
 
-# -- names ---------------------------------------------------------------------------------------------------
+# -- fingerprints --------------------------------------------------------------------------------------------
 
 
 def fingerprint(records: Any) -> str:
-    """A digest of what the records are: their own, where they have one, else of their contents (some 100 MB/s).
+    """A digest of the records: their own `fingerprint`, else of their contents (about 100 MB/s).
 
     >>> fingerprint([{"text": "a"}]) == fingerprint(({"text": "a"},)), fingerprint(["a", "b"]) == fingerprint(["ab"])
     (True, False)
     """
-    if is_subset_itself(records):
+    if is_plain_subset(records):
         indices = np.asarray(records.indices, dtype="<i8").tobytes()
         return _digest("subset", fingerprint(records.dataset), hashlib.blake2b(indices).hexdigest())
     for attribute in ("fingerprint", "_fingerprint"):
@@ -180,12 +179,12 @@ def fingerprint(records: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for begin in range(0, len(records), _CHUNK):
         for record in _read(records, begin, min(begin + _CHUNK, len(records))):
-            digest.update(json.dumps(record, sort_keys=True, default=_plain).encode() + b"\n")
+            digest.update(json.dumps(record, sort_keys=True, default=_to_json).encode() + b"\n")
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no word for: arrays and tensors, and mappings that are no dicts."""
+def _to_json(value: Any) -> Any:
+    """Arrays, tensors and mappings as JSON values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return dict(value) if isinstance(value, Mapping) else repr(value)
@@ -199,7 +198,7 @@ def _digest(*parts: str) -> str:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """What a store says of itself, if its files are there and as long as they were."""
+    """The manifest of a store, if its files exist and have the recorded sizes."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
         whole = all((path / file).stat().st_size == size for file, size in manifest["sizes"].items())
@@ -209,7 +208,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """A file of tokens. A plain array over the same memory: its views are made ten times as fast as a memmap's."""
+    """A file of tokens, as a plain array over the memory map: slicing it is ten times as fast as slicing a memmap."""
     return np.asarray(np.memmap(path, dtype="<i4", mode="r"))
 
 
@@ -220,26 +219,26 @@ def _write(target: Path, chunks: Iterator[_Chunk], name: str) -> None:
     try:
         report = _fill(draft, chunks)
         if report.pieces == 0:
-            raise DataError(f"There is nothing to train on in {name}: {report}.")
+            raise DataError(f"Expected something to train on in {name}, received nothing: {report}.")
         sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
         manifest = {"format": _FORMAT, "sizes": sizes, "report": asdict(report)}
         (draft / _MANIFEST).write_text(json.dumps(manifest))
         for path in (*draft.iterdir(), draft):
             _sync(path)
         if target.exists() and _manifest(target) is None:
-            shutil.rmtree(target)  # damaged: a file was cut or lost
+            shutil.rmtree(target)  # damaged: a file was truncated or lost
         try:
             draft.rename(target)
         except OSError:
-            if _manifest(target) is None:  # else another process was first, where there are no locks
+            if _manifest(target) is None:  # otherwise another process was first, on a file system without locks
                 raise
         _sync(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _fill(draft: Path, chunks: Iterator[_Chunk]) -> Report:
-    report = Report()
+def _fill(draft: Path, chunks: Iterator[_Chunk]) -> EncodingReport:
+    report = EncodingReport()
     lengths: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
     with ExitStack() as stack:
@@ -271,15 +270,15 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _clear(root: Path, key: str) -> None:
-    """Remove what killed processes left. Only for one that holds the lock: nobody else is writing."""
+def _remove_leftovers(root: Path, key: str) -> None:
+    """Remove drafts of killed processes. Needs the lock: no other process is writing."""
     for path in root.glob(f".{key}-*.writing"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _alone(path: Path, name: str) -> Iterator[bool]:
-    """Hold a lock that the system takes back from the dead; False where there are none (work may be done twice)."""
+def _lock(path: Path, name: str) -> Iterator[bool]:
+    """Hold a file lock, which the system releases if the process dies; yields False if locks are unavailable."""
     try:
         import fcntl
     except ImportError:
@@ -298,17 +297,17 @@ def _alone(path: Path, name: str) -> Iterator[bool]:
         yield locked
 
 
-# -- work ----------------------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------------------
 
 
 class _Chunk(NamedTuple):
-    """Neighbouring records, tokenised. Labels that equal the tokens are left out."""
+    """Consecutive records, tokenised. Labels are None if they equal the tokens."""
 
     tokens: np.ndarray
     labels: np.ndarray | None
     lengths: np.ndarray
     supervised: np.ndarray
-    report: Report
+    report: EncodingReport
 
 
 def _chunks(records: Sequence[Any], encoder: Encoder, workers: int | None) -> Iterator[_Chunk]:
@@ -317,14 +316,14 @@ def _chunks(records: Sequence[Any], encoder: Encoder, workers: int | None) -> It
     step = min(_CHUNK, -(-size // _CHUNKS))
     spans = iter([(begin, min(begin + step, size)) for begin in range(0, size, step)])
     if workers is None:
-        deadline = time.monotonic() + _ALONE_SECONDS
+        deadline = time.monotonic() + _SERIAL_SECONDS
         for span in spans:
             yield _encode(records, encoder, span)
             if time.monotonic() > deadline:
                 break
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = min(cores, _MOST_WORKERS) if cores > 1 else 0
-    if workers == 0 or multiprocessing.current_process().daemon:  # such processes may have no children
+        workers = min(cores, _MAX_WORKERS) if cores > 1 else 0
+    if workers == 0 or multiprocessing.current_process().daemon:  # daemonic processes may not have children
         for span in spans:
             yield _encode(records, encoder, span)
     else:
@@ -336,54 +335,56 @@ def _in_processes(
 ) -> Iterator[_Chunk]:
     if not spans:
         return
-    # A fork shares the records and the tokenizer at no cost; elsewhere both are pickled, once per process.
+    # A fork shares the records and the tokenizer for free; elsewhere both are pickled, once per process.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(
-        min(workers, len(spans)), mp_context=context, initializer=_begin, initargs=(records, encoder, os.getpid())
+        min(workers, len(spans)),
+        mp_context=context,
+        initializer=_start_worker,
+        initargs=(records, encoder, os.getpid()),
     )
     waiting: deque[Future[_Chunk]] = deque()
     try:
         for span in spans:
-            waiting.append(pool.submit(_encode_mine, span))
-            if len(waiting) > 4 * workers:  # enough to keep everybody busy, and no more than that in memory
+            waiting.append(pool.submit(_encode_in_worker, span))
+            if len(waiting) > 4 * workers:  # keeps all workers busy, and memory small
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "A process that tokenised died, often for lack of memory. Pass fewer workers, or workers=0 to use none."
+            "A tokenising process died, often for lack of memory. Pass fewer workers, or workers=0 to use none."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_mine: list[Callable[[tuple[int, int]], _Chunk]] = []  # in a worker: what to do with a span
+_encode_span: list[Callable[[tuple[int, int]], _Chunk]] = []  # set in a worker process
 
 
-def _begin(records: Sequence[Any], encoder: Encoder, parent: int) -> None:
-    """Start a worker."""
-    # The threads of the tokenizers' own pool did not survive the fork, and every core has a process of ours.
+def _start_worker(records: Sequence[Any], encoder: Encoder, parent: int) -> None:
+    # The thread pool of `tokenizers` does not survive a fork, and every core has a process already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    _mine.append(lambda span: _encode(records, encoder, span))
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    _encode_span.append(lambda span: _encode(records, encoder, span))
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    """Do not outlive a parent that was killed: nothing else would end a worker that waits for work."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit if the parent is killed: nothing else would end a worker that waits for work."""
     while os.getppid() == parent:
         time.sleep(_ORPHANED_SECONDS)
     os._exit(1)
 
 
-def _encode_mine(span: tuple[int, int]) -> _Chunk:
-    return _mine[0](span)
+def _encode_in_worker(span: tuple[int, int]) -> _Chunk:
+    return _encode_span[0](span)
 
 
 def _encode(records: Sequence[Any], encoder: Encoder, span: tuple[int, int]) -> _Chunk:
-    report = Report()
+    report = EncodingReport()
     pieces: list[Encoded] = []
-    where = getattr(records, "where", None)  # data from files know the line
+    where = getattr(records, "location", None)  # data from files have line numbers
     for of_record in encoder.encode_all(_read(records, *span), report, first=span[0], where=where):
         pieces += of_record
     tokens = np.concatenate([np.empty(0, np.int32), *(piece.input_ids for piece in pieces)]).astype("<i4")
@@ -398,27 +399,27 @@ def _encode(records: Sequence[Any], encoder: Encoder, span: tuple[int, int]) -> 
 
 
 def _read(records: Any, begin: int, end: int) -> list[Any]:
-    """Neighbouring records: with one call where that is possible, which HF data sets answer ten times as fast."""
+    """Consecutive records, with one call if possible: HF datasets are ten times as fast then."""
     if hasattr(records, "__getitems__"):
         return records.__getitems__(list(range(begin, end)))
     return [records[i] for i in range(begin, end)]
 
 
-def _with_bar(chunks: Iterator[_Chunk], size: int, name: str, wanted: bool) -> Iterator[_Chunk]:
-    """The same chunks, with a progress bar where there is a terminal to draw on."""
+def _with_progress_bar(chunks: Iterator[_Chunk], size: int, name: str, wanted: bool) -> Iterator[_Chunk]:
+    """The same chunks, with a progress bar on a terminal."""
     console = Console(stderr=True)
     if not wanted or not console.is_terminal:
         yield from chunks
         return
     columns = TextColumn("tokenising {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    # No thread of its own: one that draws while processes are forked would leave them its locks, locked.
+    # Without its refresh thread, whose locks a fork would copy in the locked state.
     bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
     with bar:
         task = bar.add_task(name, total=size)
-        drawn = 0.0
+        refreshed = 0.0
         for chunk in chunks:
             bar.advance(task, chunk.report.records)
-            if time.monotonic() - drawn > 0.1:
+            if time.monotonic() - refreshed > 0.1:
                 bar.refresh()
-                drawn = time.monotonic()
+                refreshed = time.monotonic()
             yield chunk

@@ -1,22 +1,28 @@
-"""Opening a tokenizer without torch.
+"""Tokenizers: opening one without torch, training one from scratch, and the bytes per token.
 
-Owns that alone. `AutoTokenizer` reads the model's configuration first, and with it all that `transformers` can do with
-torch; the class that reads `tokenizer.json` does not need either. Every fast tokenizer is saved in that file.
+`AutoTokenizer` reads the model's configuration first, which imports torch. `PreTrainedTokenizerFast` needs neither: it
+reads `tokenizer.json`, which every fast tokenizer is saved in.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.data.text.schemas import require_text
 
 
 def open_tokenizer(source: Any) -> Any:
-    """The tokenizer of a folder or name, from its `tokenizer.json`; one that is a tokenizer already as it is.
+    """The tokenizer of a folder or name, from its `tokenizer.json`; a tokenizer is returned unchanged.
 
-    One without a padding token keeps it so: batches are padded with anything (`rows.token_batch`).
+    A padding token is not needed: batches are padded with any token (`token_batch`).
     """
     if hasattr(source, "encode") and hasattr(source, "decode"):
         return source
@@ -31,8 +37,95 @@ def open_tokenizer(source: Any) -> Any:
     transformers = require("transformers", "text", "to load tokenizers")
     try:
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder) if folder.is_dir() else str(source))
-    except Exception as error:  # of the hub, the network, or a file that is no tokenizer: many types
-        beside = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    except Exception as error:  # from the hub, the network, or an invalid file: many types
+        siblings = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        close = did_you_mean(folder.name, beside)
+        close = did_you_mean(folder.name, siblings)
         raise BadArgument(expected(f"a tokenizer called '{source}', or a folder with one", reason, close)) from error
+
+
+_BYTES = 256
+_END = "<|endoftext|>"
+
+
+def train_tokenizer(data: Iterable[Any], vocabulary: int, *, special: Sequence[str] = (), end: str = _END) -> Any:
+    """Train a byte-level BPE tokenizer, as in GPT-2, on texts or records with a `text`.
+
+    It encodes any text, so there is no unknown token. `vocabulary` is the total number of tokens; `end` is the EOS and
+    padding token; `special` are more tokens that are never split.
+
+    >>> tokenizer = train_tokenizer(["the cat sat on the mat"] * 4, vocabulary=262)
+    >>> len(tokenizer), tokenizer.decode(tokenizer("the mat 🎉")["input_ids"])
+    (262, 'the mat 🎉')
+    """
+    tokenizers = require("tokenizers", "text", "to train a tokenizer")
+    transformers = require("transformers", "text", "to train a tokenizer")
+    least = _BYTES + 1 + len(special)
+    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < least:
+        what = f"a vocabulary of at least {least} tokens (all bytes, and special ones)"
+        raise BadArgument(expected(what, vocabulary, "1024 is little, 32768 is usual."))
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE())
+    plain.pre_tokenizer = byte_level(add_prefix_space=False)
+    plain.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[end, *special],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    plain.train_from_iterator(_texts(data), trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token=end, eos_token=end, pad_token=end, additional_special_tokens=list(special)
+    )
+
+
+def _texts(data: Iterable[Any]) -> Iterator[str]:
+    for record in data:
+        yield require_text(record["text"] if isinstance(record, Mapping) else record, "text")
+
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a single byte in SentencePiece vocabularies
+_SPACE = "\u2581"  # and a space
+
+
+def token_bytes(tokenizer: Any) -> np.ndarray:
+    """UTF-8 bytes of each token; 0 for special tokens. Makes losses of different vocabularies comparable.
+
+    The sum over the tokens of a text is its length, up to spaces the tokenizer adds or drops.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    # In a byte-level vocabulary each character stands for a byte.
+    width = _by_bytes if _is_byte_level(tokenizer) else _by_characters
+    special = set(tokenizer.all_special_ids)
+    added = {index: str(token) for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    sizes = np.zeros(len(tokens), dtype=np.int64)
+    for index, token in enumerate(tokens):
+        if index in special or token is None:
+            continue
+        sizes[index] = len(added[index].encode()) if index in added else width(token)
+    return sizes
+
+
+def _by_bytes(token: str) -> int:
+    return len(token)
+
+
+def _by_characters(token: str) -> int:
+    """Bytes of a SentencePiece or WordPiece token.
+
+    >>> [_by_characters(token) for token in ("\u2581the", "<0x0A>", "##ing", "ü")]
+    [4, 1, 3, 2]
+    """
+    if _BYTE.fullmatch(token):
+        return 1
+    return len(token.removeprefix("##").replace(_SPACE, " ").encode("utf-8", "surrogatepass"))
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether every byte is one printable character in the vocabulary, as in GPT-2."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return hasattr(tokenizer, "byte_encoder")
+    state = json.loads(backend.to_str())
+    return "ByteLevel" in json.dumps([state.get("decoder"), state.get("pre_tokenizer")])

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Loss, Mean
-from trainformer.data.loader import batch_length
-from trainformer.data.sharding import slice_batch
+from trainformer.data.sharding import batch_length, slice_batch
 from trainformer.distributed.pipeline.stages import StagedModel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

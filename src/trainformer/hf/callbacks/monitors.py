@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.monitors import gradient_norm, named_gradients
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.common import is_evaluation, trainer_api
 from trainformer.hf.callbacks.tensorboard import WriterHandle
-from trainformer.utils.distributed import is_dtensor
 from trainformer.utils.helpers import _peak_resident_bytes
 
 logger = logging.getLogger("trainformer")
@@ -252,17 +252,11 @@ def layer_norms(
     model: nn.Module, optimizer: Any, norm_before_clipping: Tensor | None
 ) -> tuple[dict[str, float], float]:
     """The gradient norm of each layer, and the total norm, with one device synchronisation."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    found = [
-        (layer_of(names[id(p)]) if id(p) in names else _NO_LAYER, p.grad.detach())
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    ]
+    found = [(_NO_LAYER if name is None else layer_of(name), grad) for name, grad in named_gradients(model, optimizer)]
     if not found:
         return {}, 0.0
     before = norm_before_clipping
-    numbers = _to_host([*(_norm(grad) for _, grad in found), *([] if before is None else [before.detach()])])
+    numbers = _to_host([*(gradient_norm(grad) for _, grad in found), *([] if before is None else [before.detach()])])
     by_layer: dict[str, list[float]] = {}
     for (layer, _), number in zip(found, numbers, strict=False):
         by_layer.setdefault(layer, []).append(number)
@@ -273,11 +267,6 @@ def layer_norms(
     # Clipping scaled all gradients by one factor; the ratio of the total norms undoes it.
     undo_clipping = numbers[-1] / total if total > 0 and math.isfinite(total) else 1.0
     return {layer: norm * undo_clipping for layer, norm in norms.items()}, numbers[-1]
-
-
-def _norm(grad: Tensor) -> Tensor:
-    norm: Any = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def _to_host(scalars: list[Tensor]) -> list[float]:

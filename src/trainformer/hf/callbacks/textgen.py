@@ -13,7 +13,7 @@ from trainformer.backends.torch import capture_random, restore_random
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.text.batches import pad
+from trainformer.data.text.collate import pad
 from trainformer.hf.callbacks.common import trainer_api
 from trainformer.hf.callbacks.tensorboard import WriterHandle
 from trainformer.models.modes import eval_mode
@@ -130,12 +130,15 @@ class TextgenCallback(TrainerCallback):
         length, config = inputs["input_ids"].shape[1], getattr(model, "config", None)
         is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
         room = (getattr(config, "max_position_embeddings", None) or _DEFAULT_NEW_TOKENS + length) - length
-        tokens = model.generate(**inputs, **self._options(padding, _DEFAULT_NEW_TOKENS if is_encoder_decoder else room))
+        tokens = model.generate(
+            **inputs, **self.generate_kwargs(padding, _DEFAULT_NEW_TOKENS if is_encoder_decoder else room)
+        )
         if not is_encoder_decoder:
             tokens = tokens[:, length:]
         return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
-    def _options(self, padding: int, room: int = _DEFAULT_NEW_TOKENS) -> dict[str, Any]:
+    def generate_kwargs(self, padding: int, room: int = _DEFAULT_NEW_TOKENS) -> dict[str, Any]:
+        """The keyword arguments of `generate` besides the inputs, with our defaults."""
         config = self.generation_config
         if not isinstance(config, dict):
             known = {} if getattr(config, "pad_token_id", None) is not None else {"pad_token_id": padding}

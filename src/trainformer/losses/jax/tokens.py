@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from trainformer.core.errors import BadArgument, expected
 
-IGNORED = -100
+IGNORE_INDEX = -100
 Head = Callable[[jax.Array], jax.Array]
 """Makes logits (..., vocabulary) of hidden states."""
 
@@ -77,14 +77,14 @@ def row_sums(
         raise BadArgument(expected("chunks to be a positive whole number", chunks))
     if shift:
         # One place to the left, and nothing to predict at the end: the length stays, and so do its divisors.
-        labels = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
+        labels = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE_INDEX)
 
     def sums(states: jax.Array, labels: jax.Array) -> RowSums:
         return _sums(states if head is None else head(states), labels, z_loss, label_smoothing)
 
     if chunks == 1:
         return sums(states, labels)
-    pieces = _every_nth(states, chunks), _every_nth(labels, chunks, IGNORED)
+    pieces = _every_nth(states, chunks), _every_nth(labels, chunks, IGNORE_INDEX)
 
     def body(carry: RowSums, piece: tuple[jax.Array, jax.Array]) -> tuple[RowSums, None]:
         return jax.tree.map(jnp.add, carry, jax.checkpoint(sums)(*piece)), None
@@ -106,7 +106,7 @@ def _every_nth(x: jax.Array, count: int, filler: int = 0) -> jax.Array:
 
 def _sums(logits: jax.Array, labels: jax.Array, z_loss: float, smoothing: float) -> RowSums:
     scores = logits.astype(jnp.float32)
-    valid = labels != IGNORED
+    valid = labels != IGNORE_INDEX
     # Not a gather, whose gradient would be a scatter: this is one pass, also where words are divided over devices.
     is_label = labels[..., None] == jnp.arange(scores.shape[-1], dtype=labels.dtype)
     norms = jax.nn.logsumexp(scores, axis=-1)

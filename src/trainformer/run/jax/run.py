@@ -19,10 +19,10 @@ from trainformer.checkpointing.components import callback_states
 from trainformer.checkpointing.jax_files import JaxFiles, jax_components
 from trainformer.checkpointing.store import is_named
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.core.types import DataSource
 from trainformer.engine import Event
 from trainformer.engine.evaluation import evaluate
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
-from trainformer.engine.protocols import Source
 from trainformer.run.logging import eval_progress
 from trainformer.run.provenance import record_length, record_settings, size_of
 from trainformer.run.run import Run
@@ -69,8 +69,8 @@ class JaxRun(Run):
         settings: JaxSettings,
         backend: JaxBackend,
         *,
-        train_source: Source,
-        val_source: Source | None,
+        train_source: DataSource,
+        val_source: DataSource | None,
         callbacks: CallbackList,
         data: Any = None,
         passed: frozenset[str] = frozenset(),
@@ -196,7 +196,7 @@ class JaxRun(Run):
         assert self.val_source is not None
         return self.evaluate_on(self.val_source)
 
-    def evaluate_on(self, source: Source) -> dict[str, float]:
+    def evaluate_on(self, source: DataSource) -> dict[str, float]:
         """Metrics named ``val/...`` over a source."""
         with eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance, self.backend.run_context():
             metrics, _ = evaluate(

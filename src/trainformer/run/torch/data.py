@@ -12,17 +12,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.align import align_classes, numbered_alike
-from trainformer.data.dispatch import DispatchedSource
-from trainformer.data.loader import DatasetSource, LoaderSource, loader_source, stream_source
+from trainformer.core.types import DataSource
+from trainformer.data.hub import load_registered
+from trainformer.data.labels import align_classes, same_class_indices
+from trainformer.data.loader import DatasetSource, loader_source, stream_source
 from trainformer.data.metadata import DatasetInfo, extract_info
-from trainformer.data.sharding import ALL, Shard
+from trainformer.data.sharding import WHOLE, Shard
+from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
-
-Source = DatasetSource | LoaderSource | DispatchedSource
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LoadOptions:
     sampler: Any = None  # for training only, like the next
     drop_last: bool = False
     accumulation: int = 1
-    shard: Shard = ALL
+    shard: Shard = WHOLE
     dispatch: Any = None  # the process group to which rank 0 dispatches what it reads; None: each rank reads its own
 
 
@@ -59,7 +59,7 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     train, val = load(task, data), load(task, val_data) if val_data is not None else None
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
-        if is_loader(train) or isinstance(train, IterableDataset):
+        if is_loader(train) or isinstance(train, IterableDataset | DataSource):
             raise BadArgument(
                 expected(
                     "val_split with a dataset that has a length",
@@ -70,7 +70,7 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
         train, val = split_dataset(train, val_split, seed)
         info = extract_info(train)
     val = align_classes(val, info.class_names, is_open(task))
-    return TrainingData(train, val, info, numbered_alike(val, info.class_names))
+    return TrainingData(train, val, info, same_class_indices(val, info.class_names))
 
 
 def is_open(task: Any) -> bool:
@@ -79,7 +79,7 @@ def is_open(task: Any) -> bool:
 
 
 def load(task: Any, data: Any) -> Any:
-    """A dataset or loader from a path or name, arrays, a dataset or a loader."""
+    """A dataset, loader or data source from a path or name, arrays, a dataset, a loader or a data source."""
     if isinstance(data, (str, Path)):
         return _load_path(task, str(data))
     if isinstance(data, (torch.Tensor, np.ndarray)):
@@ -90,20 +90,23 @@ def load(task: Any, data: Any) -> Any:
             raise DataError(expected("arrays of one length", [len(t) for t in tensors]))
         return TensorDataset(*tensors)
     if (
-        isinstance(data, IterableDataset)
+        isinstance(data, IterableDataset | DataSource)
         or is_loader(data)
         or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     ):
         return data
     raise BadArgument(
         expected(
-            "data to be a path, a tuple of tensors, a Dataset, or a DataLoader (or another iterable of batches)",
+            "data to be a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a "
+            "DataSource",
             type(data).__name__,
         )
     )
 
 
 def _load_path(task: Any, path: str) -> Any:
+    if (loaded := load_registered(path)) is not None:
+        return load(task, loaded)
     if not provides(task, "load_data"):
         raise BadArgument(
             f"{type(task).__name__} cannot load data by path (received {path!r}). Pass a Dataset or DataLoader, "
@@ -117,15 +120,15 @@ def is_loader(data: Any) -> bool:
     if isinstance(data, DataLoader):
         return True
     indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return isinstance(data, Iterable) and not indexable and not isinstance(data, IterableDataset)
+    return isinstance(data, Iterable) and not indexable and not isinstance(data, IterableDataset | DataSource)
 
 
-def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Source:
+def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> DataSource:
     """Batches of loaded data, prepared by the task for training or evaluation."""
     if options.dispatch is None:
         return _own_source(task, data, options, train)
-    whole = _own_source(task, data, replace(options, shard=ALL), train)
-    if getattr(whole, "is_divided", False):
+    whole = _own_source(task, data, replace(options, shard=WHOLE), train)
+    if getattr(whole, "is_sharded", False):
         raise BadArgument(
             expected(
                 "data that rank 0 reads for all ranks (dispatch_batches=True)",
@@ -136,7 +139,11 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Sour
     return DispatchedSource(whole, options.dispatch)
 
 
-def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> DatasetSource | LoaderSource:
+def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> DataSource:
+    if isinstance(data, DataSource):
+        _reject_sampler(options, train, "a data source has an order and batches of its own")
+        is_sharded = getattr(data, "is_sharded", False)
+        return data if options.shard.is_whole or is_sharded else SlicedSource(data, options.shard)
     if is_loader(data):
         _reject_sampler(options, train, "a loader has a sampler and batches of its own; set them there")
         count = task.count_samples if provides(task, "count_samples") else None
@@ -176,7 +183,7 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
 def _sampler_for(data: Any, options: LoadOptions) -> Any:
     if options.sampler is None:
         return None
-    from trainformer.data.sampler_names import make_sampler
+    from trainformer.data.samplers import make_sampler
 
     return make_sampler(
         options.sampler, data, batch_size=options.batch_size, seed=options.seed, accumulation=options.accumulation

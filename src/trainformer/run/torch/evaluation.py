@@ -19,13 +19,12 @@ from trainformer.backends.torch import TorchBackend, capture_random, restore_ran
 from trainformer.backends.torch.optimizers import modules_of
 from trainformer.callbacks.base import CallbackList
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.core.types import DeviceBatch, EvalResult
-from trainformer.data.align import align_classes
-from trainformer.data.labels import is_stream
+from trainformer.core.types import DataSource, DeviceBatch, EvalResult
+from trainformer.data.labels import align_classes, is_stream
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
 from trainformer.run.logging import eval_progress
-from trainformer.run.torch.data import Source, TrainingData, is_loader, is_open, load, load_options, make_source
+from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, load_options, make_source
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 
@@ -44,7 +43,7 @@ class Inference:
         self.seed = seed
         self.reduces_rows = provides(task, "on_eval_end")
 
-    def evaluate(self, source: Source, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
+    def evaluate(self, source: DataSource, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
         batches = islice(source.batches(0), most)
         with self.eval_mode(model), eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
@@ -58,12 +57,12 @@ class Inference:
                 metrics |= self.task.derive_metrics(metrics)
         return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
 
-    def predict(self, source: Source) -> list[dict[str, Tensor]]:
+    def predict(self, source: DataSource) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""
         rows = self.rows(source)
         return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
 
-    def rows(self, source: Source, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
+    def rows(self, source: DataSource, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
         """Predictions for a source, or for its first `most` batches: one row per sample, in input order.
 
         `inputs` maps each batch to further columns.
@@ -133,7 +132,7 @@ class Evaluation:
         self.settings = settings
         self.loaded = loaded
         self.val_source = None if loaded.val is None else self._source(loaded.val)
-        self._sampled: tuple[int, Source] | None = None  # the last sampled subset
+        self._sampled: tuple[int, DataSource] | None = None  # the last sampled subset
 
     def validate(self, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
         """Metrics on the validation data or its first `most` batches, with the usual model or another."""
@@ -180,7 +179,7 @@ class Evaluation:
         rows = self.inference.rows(self._sampled[1], inputs, max_samples)
         return {name: values[:max_samples] for name, values in rows.items()}
 
-    def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> Source:
+    def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> DataSource:
         """Batches of loaded data in order; `options` override those of the run."""
         size = batch_size or self.settings.eval_batch_size
         backend = self.inference.backend

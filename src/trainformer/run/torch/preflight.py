@@ -149,7 +149,7 @@ def _data(run: TorchRun, dry_run: DryRun, report: CheckReport) -> DeviceBatch | 
         report.add("data", unread, "")
         return None
     problems = run.task.check_batch(batch.data) if provides(run.task, "check_batch") else []
-    size = batch.size if batch.whole is None else batch.whole
+    size = batch.size if batch.global_size is None else batch.global_size
     fine = f"a batch of {size} samples, labels and inputs fit the task"
     report.add("data", _of_all_ranks(run, problems), fine)
     return batch

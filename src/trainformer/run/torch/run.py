@@ -17,10 +17,10 @@ from trainformer.checkpointing.checkpointer import Assets, load_components
 from trainformer.checkpointing.components import callback_states
 from trainformer.checkpointing.torch_components import TRAINED, torch_components
 from trainformer.checkpointing.torch_files import write_single_file
+from trainformer.core.types import DataSource
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine import Event
 from trainformer.run.run import Run
-from trainformer.run.torch.data import Source
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.evaluation import Inputs
 from trainformer.run.torch.provenance import record_config, record_derived
@@ -36,8 +36,8 @@ class TorchRun(Run):
     settings: RunSettings
     process_group: TorchProcessGroup
     backend: TorchBackend
-    train_source: Source
-    val_source: Source | None
+    train_source: DataSource
+    val_source: DataSource | None
 
     def __init__(self, owner: Any, task: Any, settings: RunSettings, **options: Any) -> None:
         parts = build_run(owner, task, settings, **options)

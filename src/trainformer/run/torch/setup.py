@@ -18,6 +18,7 @@ from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.ema import EMA
 from trainformer.checkpointing.torch_files import TorchFiles
 from trainformer.core.errors import BadArgument, expected
+from trainformer.core.types import DataSource
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
 from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
@@ -25,7 +26,7 @@ from trainformer.distributed.process_group import Launch
 from trainformer.run.provenance import size_of
 from trainformer.run.settings import FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
-from trainformer.run.torch.data import Source, is_loader, load_options, load_training_data, make_source
+from trainformer.run.torch.data import is_loader, load_options, load_training_data, make_source
 from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
@@ -43,8 +44,8 @@ class TorchParts(RunParts):
     settings: RunSettings
     process_group: TorchProcessGroup
     backend: TorchBackend
-    train_source: Source
-    val_source: Source | None
+    train_source: DataSource
+    val_source: DataSource | None
     task: Any
     info: DatasetInfo
     evaluation: Evaluation

@@ -1,0 +1,154 @@
+"""`trainformer run CONFIG` builds what a config describes and runs it; `trainformer config` only shows it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainformer.cli import recipes
+from trainformer.cli.app import Command, add_action
+
+if TYPE_CHECKING:
+    from trainformer.config import Config
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a .yaml, .json, .toml or .py file; only .py is executed")
+    change = "change a value (a.b=3) or add one (+a.b=3); the value is YAML"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=change)
+    variable = "the value of a variable of a template or of !var"
+    parser.add_argument("--var", action="append", default=[], metavar="NAME=VALUE", dest="variables", help=variable)
+    folder = "a folder of templates, searched after the config's own"
+    parser.add_argument("--search", action="append", default=[], metavar="FOLDER", help=folder)
+
+
+def _read_config(args: argparse.Namespace, trust: list[str] | None = None) -> Config:
+    """The config with its changes. Modules in the current folder can be imported from now on."""
+    from trainformer.config import load_config
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    variables = _variables(args)
+    return load_config(args.config, args.overrides, search=args.search, trust=trust or (), variables=variables)
+
+
+def _variables(args: argparse.Namespace) -> dict[str, Any]:
+    from trainformer.config.loading import parse_assignment
+
+    return dict(parse_assignment(text, "a variable such as --var width=8") for text in args.variables)
+
+
+# -- run -------------------------------------------------------------------------------------------------------------
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config_arguments(parser)
+    target = "the key to run; by default trainer, else main, else the only one that can be built"
+    parser.add_argument("--target", metavar="NAME", help=target)
+    trust = "a package that may be imported for the config, besides the usual ones and the project's own"
+    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from trainformer.config import materialize
+
+    config = _read_config(args, args.trust)
+    key = _target(config, args.target)
+    recipes.seed(config[key])
+    thing = materialize(config[key])
+    if _is_instance(thing, "trainformer.trainer", "Trainer"):
+        recipes.keep(thing, config, key)
+    _start(thing, key)
+    return 0
+
+
+def _target(config: Config, wanted: str | None = None) -> str:
+    """The top-level key to run."""
+    from trainformer.config.nodes import as_call
+    from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+    buildable = [key for key, value in config.items() if as_call(value) is not None]
+    there = f"What can be built: {', '.join(map(str, buildable)) or 'nothing'}."
+    if wanted is not None:
+        if wanted in buildable:
+            return wanted
+        hint = did_you_mean(wanted, map(str, buildable)) or there
+        raise BadArgument(expected(f"a target that {config.file} describes by a tag or `type`", wanted, hint))
+    for key in ("trainer", "main"):
+        if key in buildable:
+            return key
+    if len(buildable) == 1:
+        return buildable[0]
+    raise BadArgument(
+        f"Expected {config.file} to have a key trainer or main, or only one that can be built. {there} "
+        f"Choose by --target NAME."
+    )
+
+
+def _start(thing: Any, key: str) -> None:
+    from trainformer.core.errors import BadArgument, expected
+
+    if _is_instance(thing, "trainformer.trainer", "Trainer"):
+        thing.fit()
+    elif _is_instance(thing, "torch.nn", "Module"):  # its train() only switches a mode
+        do = "A model does not train itself: name a trainer."
+        raise BadArgument(expected(f"{key!r} to be something that runs", type(thing).__name__, do))
+    elif callable(getattr(thing, "train", None)):
+        thing.train()
+    elif callable(thing):
+        thing()
+    else:
+        do = "A function to be called is written as !partial:module:function."
+        raise BadArgument(expected(f"{key!r} to have fit() or train(), or to be a function", thing, do))
+
+
+def _is_instance(thing: Any, module: str, name: str) -> bool:
+    """`isinstance` without an import: if the class was never imported, there are no instances of it."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(thing, kind)
+
+
+# -- config ----------------------------------------------------------------------------------------------------------
+
+
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
+    show, graph, _ = (
+        add_action(actions, name, purpose)
+        for name, purpose in (
+            ("show", "the config as YAML, with templates, variables and changes applied"),
+            ("graph", "the objects that the config describes, and which of them are shared"),
+            ("code", "the Python that builds the same objects"),
+        )
+    )
+    for action in actions.choices.values():
+        _add_config_arguments(action)
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON")
+    form.add_argument("--preprocessed", action="store_true", help="only the text of the file after templates")
+    graph.add_argument("--format", choices=("text", "dot"), default="text", help="a tree, or a graph for Graphviz")
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Print the config; nothing that it names is imported or built."""
+    from trainformer import config as configs
+
+    if args.action == "show" and args.preprocessed:
+        from trainformer.config.loading import preprocessed_text
+
+        text = preprocessed_text(args.config, _variables(args), args.search)
+    else:
+        config = _read_config(args)
+        if args.action == "show":
+            text = configs.to_json(config) if args.json else configs.to_yaml(config)
+        elif args.action == "graph":
+            text = configs.to_dot(config) if args.format == "dot" else configs.to_tree(config)
+        else:
+            text = configs.to_python(config)
+    print(text.removesuffix("\n"))
+    return 0
+
+
+COMMANDS = {"run": Command(_add_run_arguments, _run), "config": Command(_add_show_arguments, _show)}
