@@ -55,8 +55,8 @@ class HostBatch(NamedTuple):
     """A batch from the loader, with its number of samples, and of samples that could not be read (`bad`).
 
     When ranks share a global batch, `size` is the part of this rank: 0 if its data is only padding, so that the rank
-    can take part in collectives. `global_size` is the global batch size, None if each rank knows only its own. `consumed` is
-    how far the batch advances in the order of the epoch, None if by its own size.
+    can take part in collectives. `global_size` is the global batch size, None if each rank knows only its own.
+    `consumed` is how far the batch advances in the order of the epoch, None if by its own size.
     """
 
     data: Any
