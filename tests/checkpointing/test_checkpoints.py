@@ -400,7 +400,7 @@ def test_validation_folders_are_numbered_as_in_training(tmp_path):
     task = ImageClassification("test_resnet", pretrained=False, image_size=32)
     trainer = Trainer(task, "train", val_data="val", log="none", num_workers=0)
     assert [int(y) for b in run_of(trainer).val_source.batches(0) for y in b.data[1]] == [1, 1, 2, 2]
-    with pytest.raises(DataError, match="do not have: dog"):
+    with pytest.raises(DataError, match="received others: dog"):
         Trainer(
             ImageClassification("test_resnet", pretrained=False, image_size=32), "train", val_data="odd", log="none"
         )

@@ -91,7 +91,7 @@ def test_ranks_take_their_part_of_every_batch() -> None:
         [[4], [5], [6, 7]],
         [[8], [9], [10, 11]],
     ]
-    assert all(batch.whole == 4 for batches in parts for batch in batches)
+    assert all(batch.global_size == 4 for batches in parts for batch in batches)
     assert SlicedSource(Numbers(), Shard(0, 3)).batches_per_epoch == 3
 
 

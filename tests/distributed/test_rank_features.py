@@ -115,6 +115,6 @@ def test_single_is_refused_with_several_processes(monkeypatch, tmp_path):
     run = trainer("alone", 1, strategy="single")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BadArgument, match="2 processes that were started together, received 'single'"):
+    with pytest.raises(BadArgument, match="2 processes that were launched together, received 'single'"):
         run.fit()
     assert not list(tmp_path.iterdir())

@@ -247,7 +247,7 @@ def damage(folder):
 def test_damaged_checkpoints_are_no_fresh_start(old_run):
     damage(old_run)
     before = contents(old_run)
-    with pytest.raises(DataError, match="none of them can be read"):
+    with pytest.raises(DataError, match="all of them are damaged"):
         mlp_trainer(output_dir="old", num_train_epochs=9).train()
     with pytest.raises(DataError):
         mlp_trainer(output_dir="new").train(ckpt_path=old_run / "checkpoints/step_00000008")
@@ -280,9 +280,9 @@ def test_a_checkpoint_of_torch_is_refused():
     task, data = MeanTask(), TensorDataset(*classes())
     Trainer(task, data, run_dir="torch", epochs=1, batch_size=8, precision="fp32", log="none", device="cpu").fit()
     before = contents("torch")
-    with pytest.raises(DataError, match="no checkpoint of a run on JAX"):
+    with pytest.raises(DataError, match="is not a checkpoint of a JAX run"):
         mlp_trainer(output_dir="torch").train()
-    with pytest.raises(DataError, match="no checkpoint of a run on JAX"):
+    with pytest.raises(DataError, match="is not a checkpoint of a JAX run"):
         mlp_trainer(output_dir="new").train(ckpt_path="torch")
     assert contents("torch") == before
 

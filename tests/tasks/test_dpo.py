@@ -324,7 +324,7 @@ def test_wrong_arguments(task):
 
 
 def test_wrong_records(task):
-    with pytest.raises(DataError, match="form 'preference'"):
+    with pytest.raises(DataError, match="schema 'preference'"):
         trainer_for(task(), [{"text": "the fox"}] * 4)
     with pytest.raises(DataError, match="a prompt, or two whole conversations"):
         trainer_for(task(), [{"chosen": "the fox", "rejected": "a dog"}] * 4)

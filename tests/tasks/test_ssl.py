@@ -521,7 +521,7 @@ def test_callbacks_ask_for_what_they_need() -> None:
     with pytest.raises(BadArgument, match="OnlineLinear needs features and labels"):
         toys.fit(toys.make("simclr"), toys.pixels(4), max_steps=1, callbacks=[OnlineLinear()])
     images = toys.pixels(4)
-    with pytest.raises(DataError, match="OnlineKNN needs training and validation data with labels"):
+    with pytest.raises(DataError, match="OnlineKNN needs labels in the training and validation data"):
         toys.fit(toys.make("simclr"), images, val_data=images, max_steps=1, callbacks=[OnlineKNN()])
     for wrong, words in (
         (lambda: OnlineKNN(k=0), "k to be at least 1"),

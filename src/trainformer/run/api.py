@@ -41,6 +41,17 @@ class BatchLoader:
         return (batch.data for batch in self._source.batches(0))
 
 
+def train_loader(run: Any) -> BatchLoader:
+    """The training batches of a run."""
+    return BatchLoader(run.train_source, run.settings.batch_size)
+
+
+def val_loader(run: Any) -> BatchLoader | None:
+    """The validation batches of a run, if it has any."""
+    size = run.settings.eval_batch_size or run.settings.batch_size
+    return None if run.val_source is None else BatchLoader(run.val_source, size)
+
+
 class TrainerApi:
     """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), for any entry point."""
 
@@ -126,15 +137,12 @@ class TrainerApi:
     @property
     def train_dataloader(self) -> Any:
         """The training batches of this run, as an iterable with a length."""
-        run = self._run
-        return BatchLoader(run.train_source, run.settings.batch_size)
+        return train_loader(self._run)
 
     @property
     def val_dataloader(self) -> Any:
         """The validation batches, or None without validation data."""
-        run = self._run
-        size = run.settings.eval_batch_size or run.settings.batch_size
-        return None if run.val_source is None else BatchLoader(run.val_source, size)
+        return val_loader(self._run)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback after the others; also during the run."""

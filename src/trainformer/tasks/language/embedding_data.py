@@ -144,11 +144,11 @@ class EmbeddingEncoder(PartsEncoder):
 
     def _piece(self, record: Any, report: EncodingReport) -> Encoded:
         texts, target = self._parts_of(record)
-        encoded = [self._encode_text(text, self.prompts[place > 0]) for place, text in enumerate(texts)]
+        encoded = [self._tokenize(text, self.prompts[place > 0]) for place, text in enumerate(texts)]
         self._count(report, sum(len(ids) for ids, _ in encoded), any(cut for _, cut in encoded))
         return join_parts([*(ids for ids, _ in encoded), self._encode_target(target)])
 
-    def _encode_text(self, text: Any, prompt: str) -> tuple[np.ndarray, bool]:
+    def _tokenize(self, text: Any, prompt: str) -> tuple[np.ndarray, bool]:
         if not isinstance(text, str) and self.roles.texts[0].lower() == "input_ids":
             return self._given_tokens(text)
         ids, _, cut = self._tokens(prompt + self._text(text, "the texts of the record"))

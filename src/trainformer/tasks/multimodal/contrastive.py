@@ -134,7 +134,7 @@ def find_matches(images: Tensor, texts: Tensor, captions: Tensor) -> Matches:
     """
     image, place = captions.nonzero(as_tuple=True)
     ids, text = captions[image, place].unique(return_inverse=True)
-    first = torch.upcast((len(ids),), len(text)).scatter_reduce(0, text, torch.arange(len(text)), "amin")
+    first = torch.full((len(ids),), len(text)).scatter_reduce(0, text, torch.arange(len(text)), "amin")
     pairs = torch.stack([image, text], dim=1).unique(dim=0)  # an image may have the same caption twice
     return Matches(l2_normalize(images), l2_normalize(texts[image[first], place[first]]), pairs)
 
