@@ -399,7 +399,7 @@ def test_a_sweep_in_plots_and_in_a_table(visit, rich, tmp_path):
     assert sweep.locator(".parallel .kind").all_text_contents() == ["log"]
     assert sweep.locator(".bars .number").all_inner_texts() == ["75 %", "25 %"]
     titles = [box.get_attribute("data-title") for box in sweep.locator(".chart").all()]
-    assert titles == ["best so far", "on the way", "importance", "lr", "kind"]
+    assert titles == ["best so far", "intermediate values", "importance", "lr", "kind"]
     assert sweep.locator(".chart[data-title=lr] circle").count() == 4
     # On a log axis, decades are equally far from each other.
     across = sweep.locator(".chart[data-title=lr] circle").evaluate_all("all => all.map(c => +c.getAttribute('cx'))")

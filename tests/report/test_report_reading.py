@@ -322,7 +322,7 @@ def test_a_folder_name_that_is_not_valid_text(place):
 def test_a_report_needs_no_torch(place):
     everything(place / "runs" / "rich")
     program = (
-        "import sys; from trainformer.cli import frame; code = app.main(['report', 'rich', 'calm']); "
+        "import sys; from trainformer.cli import app; code = app.main(['report', 'rich', 'calm']); "
         "sys.exit(code or any(name in sys.modules for name in ('torch', 'jax', 'optuna', 'numpy')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=place, check=False)

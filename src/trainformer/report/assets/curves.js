@@ -1,7 +1,7 @@
 // The curves: one uPlot per metric, over all runs that are switched on, with one cursor and one zoom for all.
 
 const HEIGHT = 230;
-const SMOOTHED_OVER = 200; // a curve of so many points is smoothed from one to the next
+const SMOOTHED_OVER = 200; // with so many points, each is smoothed with its neighbour
 const view = { x: "step", log: false, smoothing: 0, zoom: null, off: new Set() };
 const charts = [];
 
@@ -32,8 +32,8 @@ function position(run, step) {
   return lookUp(run.clock, view.x === "epoch" ? "epochs" : "seconds", step);
 }
 
-// The average of what came before, the nearest counting most; not drawn to zero at its beginning (as in Adam). How much
-// is forgotten goes by the distance, not by the number of points: dense and sparse curves look equally smooth.
+// An exponential moving average with bias correction (as in Adam). The decay depends on the distance on the axis, not on
+// the number of points: dense and sparse curves look equally smooth.
 function smoothed(xs, values, amount) {
   const unit = (xs[xs.length - 1] - xs[0]) / SMOOTHED_OVER || 1;
   let average = 0, weight = 0, before = xs[0] - unit;
@@ -73,7 +73,7 @@ function curvesOf(plot) {
   return curves;
 }
 
-// All plots show the same stretch, whether a metric was there from the beginning or not.
+// All plots show the same range, even if a metric starts later.
 function extent() {
   const ends = report.runs.filter((run, place) => run.clock.steps.length && !view.off.has(place))
     .flatMap((run) => [run.clock.steps[0], run.clock.steps.at(-1)].map((step) => position(run, step)))
@@ -111,7 +111,7 @@ const axis = (more) => ({
   grid: { stroke: () => ink("--grid"), width: 1 }, ticks: { stroke: () => ink("--grid"), width: 1, size: 4 }, ...more,
 });
 
-// The value of a curve that is nearest to the cursor: runs have their values at different steps.
+// The value of a curve nearest to the cursor: runs log at different steps.
 function nearest(u, series, index, x) {
   if (series === 0) return index;
   const values = u.data[series], xs = u.data[0];
@@ -122,7 +122,7 @@ function nearest(u, series, index, x) {
   while (high < xs.length && !has(high)) high += 1;
   if (low < 0 && high >= xs.length) return null;
   const best = low < 0 ? high : high >= xs.length ? low : x - xs[low] <= xs[high] - x ? low : high;
-  // Beyond either end of a curve there is nothing to say.
+  // No value beyond either end of a curve.
   const reach = (u.scales.x.max - u.scales.x.min) * 0.02;
   return (low < 0 || high >= xs.length) && Math.abs(xs[best] - x) > reach ? null : best;
 }
@@ -211,7 +211,7 @@ function tooltipOf(chart, u) {
   place(chart, u.over.getBoundingClientRect(), left);
 }
 
-// Below the plot or above it, so that the curves stay in sight; beside the cursor if there is no room.
+// Below or above the plot, so that the curves stay visible; beside the cursor if there is no space.
 function place(chart, over, left) {
   const { tip, box } = chart, outer = box.getBoundingClientRect(), high = tip.offsetHeight, wide = tip.offsetWidth;
   const room = document.documentElement, x = over.left + left;
@@ -223,7 +223,7 @@ function place(chart, over, left) {
   tip.style.top = `${top - outer.top}px`;
 }
 
-// To the next 1, 2, 3 ... times a power of ten, not to the next power: most losses stay within one.
+// Rounded to 1, 2, 3 ... times a power of ten, not to powers: most losses span less than one.
 const nextDigit = (digit) => Math.floor(digit) + 1;
 const aroundLog = (u, low, high) => [oneDigit(low || 1, Math.floor), oneDigit(high || 10, nextDigit)];
 
@@ -289,7 +289,7 @@ function draw(chart) {
 function zoomTo(range) {
   view.zoom = range;
   document.querySelector("#unzoom").hidden = !range;
-  drawn((chart) => chart.plot.setScale("x", { min: 0, max: 1 })); // the range itself is that of `view`
+  drawn((chart) => chart.plot.setScale("x", { min: 0, max: 1 })); // the actual range is in `view`
 }
 
 const drawn = (action) => charts.filter((chart) => chart.plot).forEach(action);
@@ -301,7 +301,7 @@ function smooth(amount) {
   zoomTo(view.zoom);
 }
 
-// The keys move the cursor, as the mouse does.
+// The arrow keys move the cursor, like the mouse.
 function keys(chart, event) {
   const u = chart.plot, step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
   if (event.key === "Escape") { chart.tip.hidden = true; return; }
@@ -343,7 +343,7 @@ function makeChart(content) {
   return chart;
 }
 
-// Plots are drawn when they come into sight: a page of many opens at once.
+// Plots are drawn when they become visible, so that a page with many opens fast.
 const sight = new IntersectionObserver((entries) => entries.forEach((entry) => {
   const chart = charts.find((each) => each.box === entry.target);
   if (entry.isIntersecting && !chart.plot) draw(chart);

@@ -1,6 +1,6 @@
-// What belongs to one run: confusion matrices, images, texts, the test of the learning rate, checkpoints, events, log.
+// Details of one run: confusion matrices, images, texts, learning rate test, checkpoints, events, log.
 
-// A block for each run that has something to show.
+// One block per run that has content.
 function perRun(make, layout) {
   const blocks = report.runs.map((run, place) => {
     const content = [make(run)].flat(Infinity).filter(Boolean);
@@ -11,7 +11,7 @@ function perRun(make, layout) {
   return blocks.some(Boolean) ? el("div", { class: layout }, blocks) : null;
 }
 
-// Something that exists at several steps: the newest is shown, a slider leads to the others.
+// Content that exists at several steps: shows the newest, with a slider for the others.
 function bySteps(steps, name, make) {
   const last = steps.length - 1, place = el("div", {}, make(steps[last]));
   if (last === 0) return [el("p", { class: "muted" }, `${name}, step ${number(steps[0].step)}`), place];
@@ -97,16 +97,16 @@ const powers = (u, ticks) => ticks.map((tick) => (tick === null ? "" : tick.toEx
 function rateTest(run) {
   return run.lr_finder.map((test) => {
     const rest = test.suggestion === null ? "no suggestion" : `suggestion: ${number(test.suggestion)}`;
-    const told = el("p", { class: "readout muted" }, rest);
+    const readout = el("p", { class: "readout muted" }, rest);
     const box = el("div", {
       class: "canvas lr-finder", tabindex: "0", role: "img", "aria-label": `loss by learning rate; ${rest}`,
     });
     const tell = (n) => {
       const known = n !== null && n !== undefined;
-      told.textContent = known ? `lr ${number(test.lrs[n])}, loss ${number(test.losses[n])}; ${rest}` : rest;
+      readout.textContent = known ? `lr ${number(test.lrs[n])}, loss ${number(test.losses[n])}; ${rest}` : rest;
     };
-    requestAnimationFrame(() => plotRates(test, box, tell)); // its width is known when it is on the page
-    return [box, told];
+    requestAnimationFrame(() => plotRates(test, box, tell)); // the width is known once it is on the page
+    return [box, readout];
   });
 }
 
@@ -209,7 +209,7 @@ function events(run) {
   return [strip(run), several() ? folded() : list];
 }
 
-// All events along the steps, one row for each kind.
+// All events on the step axis, one row per kind.
 function strip(run) {
   const placed = run.events.filter((event) => isNumber(event.step));
   const last = Math.max(run.step, ...placed.map((event) => event.step));

@@ -1,4 +1,4 @@
-// Elements, numbers as text, and colours. Everything from a run comes onto the page as text, never as HTML.
+// Elements, number formats, and colours. Everything from a run is inserted as text, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -29,7 +29,7 @@ const right = (...children) => el("td", { class: "number" }, ...children);
 const muted = (...children) => el("span", { class: "muted" }, ...children);
 const numberHead = (name) => el("th", { scope: "col", class: "number" }, name);
 
-// Words that have a colour. Others come from users, and are not to meet a class of the page by chance.
+// Status words with a colour. Others come from users, and must not collide with a CSS class of the page.
 const TONES = new Set(["user", "data", "derived", "best", "last", "protected", "running", "finished", "completed",
   "failed", "killed", "interrupted", "aborted", "stopped", "pruned", "resumed", "skipped", "split", "saved",
   "evaluated"]);
@@ -89,7 +89,7 @@ const plural = (count, one, many) => `${count.toLocaleString("en-US")} ${count =
 
 // -- colours ------------------------------------------------------------------------------------------------
 
-// After Okabe and Ito, whose colours can be told apart with any kind of colour vision; a lighter set on dark ground.
+// The colour-blind safe palette of Okabe and Ito; lighter variants in dark mode.
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b5529a", "#b8860b", "#3f9bdc", "#6b6b6b"];
 const DARK = ["#5cb2f0", "#ff8f4d", "#33cfa0", "#ea9fd0", "#f2c14e", "#a6dcff", "#bdbdbd"];
 
@@ -115,7 +115,7 @@ function mix(first, second, share) {
 
 const faint = (hex, alpha) => `rgba(${channels(hex).join(",")},${alpha})`;
 
-// From dark blue over grey to yellow, like cividis: brightness grows all the way.
+// From dark blue over grey to yellow, like cividis: brightness increases monotonically.
 const RAMP = ["#00336f", "#4a5570", "#7c7b78", "#b0a26f", "#ebc84f"];
 function ramp(share) {
   const place = Math.min(0.9999, Math.max(0, share)) * (RAMP.length - 1);

@@ -1,9 +1,9 @@
-// The runs at a glance, and the legend that switches them on and off everywhere.
+// The table of runs, and the legend that shows and hides them everywhere.
 
 const swatch = (place) => el("i", { class: "swatch", "data-tone": place });
 const several = () => report.runs.length > 1;
 
-// Everything that belongs to one run has its number, so that it can be hidden with the run.
+// Every element of a run carries its number, so that it can be hidden with the run.
 const ofRun = (place, node) => { node.dataset.of = place; return node; };
 
 function overview() {

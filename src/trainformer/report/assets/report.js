@@ -1,11 +1,11 @@
 // The page, top to bottom.
 
 const report = JSON.parse(document.getElementById("data").textContent);
-// What runs name is looked up by name: a metric called "constructor" is not the one that every object has.
+// Names of runs and metrics are keys: a metric named "constructor" must not find the property of every object.
 const bare = (values) => Object.assign(Object.create(null), values);
 report.runs.forEach((run) => { run.series = bare(run.series); run.config = bare(run.config); });
 report.sweeps.forEach((sweep) => sweep.trials.forEach((trial) => { trial.config = bare(trial.config); }));
-const themed = []; // what is to be done when dark and light change
+const themed = []; // callbacks for a change between dark and light mode
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
@@ -24,7 +24,7 @@ function themeSwitch() {
   }, "◐");
 }
 
-// On paper the ground is white, whatever the page looks like.
+// Printed pages are always light.
 function printLight() {
   let before = null;
   window.addEventListener("beforeprint", () => { before = document.documentElement.dataset.theme; setTheme("light"); });

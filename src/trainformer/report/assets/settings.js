@@ -1,4 +1,4 @@
-// The configuration: every value and who set it; of several runs only what differs, until all is asked for.
+// The configuration: every value and its source; for several runs only the differences, unless all are requested.
 
 const SOURCES = {
   user: "set by the user", default: "left at its default", data: "read from the data",
@@ -49,7 +49,7 @@ function setting(run, place, key) {
     el("code", {}, valueText(entry.value)), " ", badge(entry.source, origin + from)));
 }
 
-// How it was started, and with what; once for all runs that have it in common.
+// The command and the versions; once for all runs that share them.
 function facts() {
   const groups = new Map();
   report.runs.forEach((run, place) => {
@@ -62,9 +62,9 @@ function facts() {
     const key = JSON.stringify(parts);
     groups.set(key, { parts, places: [...(groups.get(key)?.places || []), place] });
   });
-  const told = [...groups.values()].filter((group) => group.parts.length);
+  const shown = [...groups.values()].filter((group) => group.parts.length);
   const names = (places) => places.map((place) => [swatch(place), report.runs[place].name, " "]);
-  return told.map(({ parts, places }) => el("div", { class: "facts" },
+  return shown.map(({ parts, places }) => el("div", { class: "facts" },
     places.length < report.runs.length ? el("h4", {}, names(places)) : null,
     el("dl", {}, parts.map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]))));
 }

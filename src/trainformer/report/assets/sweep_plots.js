@@ -2,12 +2,12 @@
 
 const isScored = (trial) => isNumber(trial.metric);
 
-// What a trial had for a parameter. None is a choice like others; only what a trial does not have has no place.
+// The value of a parameter in a trial. None is a value like any other; only a missing value has no position.
 const chosen = (trial, name) => (trial.config[name] === null ? "null" : trial.config[name]);
 
 // -- axes ---------------------------------------------------------------------------------------------------
 
-// Where values are on an axis of a given length. Numbers are on a log scale if they were searched so.
+// The position of values on an axis. Numbers are on a log scale if they were sampled on one.
 function scaleOf(values, space, length) {
   const known = values.filter((value) => value !== null && value !== undefined);
   const numeric = known.length > 0 && known.every(isNumber);
@@ -28,7 +28,7 @@ function scaleOf(values, space, length) {
 
 const tickText = (value) => (value && Math.abs(value) < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(4)));
 
-// Round numbers between two others, some four to eight of them.
+// About four to eight round numbers in a range.
 function evenTicks(low, high) {
   if (low === high) return [low];
   const rough = (high - low) / 7, power = 10 ** Math.floor(Math.log10(rough));
@@ -49,7 +49,7 @@ function logTicks(low, high) {
 
 // -- trials -------------------------------------------------------------------------------------------------
 
-// By rank: a few bad trials would make all others look alike.
+// Coloured by rank: with a few very bad trials, all others would look alike.
 function shadeOf(sweep) {
   const sign = sweep.direction === "minimize" ? -1 : 1;
   const order = sweep.trials.filter(isScored).sort((a, b) => sign * (a.metric - b.metric));
@@ -60,7 +60,7 @@ function shadeOf(sweep) {
 const aboutTrial = (trial) => [`trial ${trial.number}: ${isScored(trial) ? number(trial.metric) : trial.status}`,
   ...Object.entries(trial.config).map(([name, value]) => `${name} = ${valueText(value)}`)].join("\n");
 
-// A mark of a trial that points at all others of it.
+// A mark of a trial; hovering highlights all marks of the same trial.
 function pointer(node, trial, board) {
   node.addEventListener("pointerenter", () => board.point(trial.number));
   node.addEventListener("pointerleave", () => board.point(null));
@@ -102,7 +102,7 @@ function parallel(sweep, board) {
     return TOP + TALL + (value === null || value === undefined ? 14 : spread - each.scale.at(value));
   };
   const shade = shadeOf(sweep);
-  const lines = [...sweep.trials].reverse().map((trial) => // the best are drawn over the others
+  const lines = [...sweep.trials].reverse().map((trial) => // the best are drawn on top
     lineOf(trial, axes.map((each) => [each.x, y(each, trial)]), shade, board));
   const brushed = () => {
     const outside = (each, height) => each.range && (height < each.range[0] || height > each.range[1]);
@@ -129,7 +129,7 @@ function axisOf(each, brushed) {
     ticks, brush(each, brushed));
 }
 
-// A drag along an axis keeps the trials in that part; a click takes it back.
+// A drag along an axis filters the trials; a click resets it.
 function brush(each, brushed) {
   const high = TALL + 22;
   const band = svg("rect", { class: "brush", x: each.x - 10, width: 20, y: TOP, height: 0 });
@@ -159,7 +159,7 @@ function brush(each, brushed) {
 
 // -- small plots --------------------------------------------------------------------------------------------
 
-// A frame with two axes; `draw(x, y)` returns what is in it.
+// A frame with two axes; `draw(x, y)` returns its content.
 function frame(title, xs, ys, draw, caption) {
   const [width, height, left, top] = [320, 200, 50, 10], [w, h] = [width - left - 14, height - top - 34];
   const [across, up] = [xs(w), ys(h)], few = (ticks, most) => Math.ceil(ticks.length / most);
@@ -206,13 +206,13 @@ function against(sweep, name, board) {
   return frame(name, xs, metricScale(sweep), dots, xs(1).log ? muted("log") : null);
 }
 
-// How the trials went on their way, where they told.
+// The intermediate values of the trials that reported some.
 function courses(sweep, board) {
   const course = (trial) => trial.intermediate.filter(([, value]) => isNumber(value));
-  const told = sweep.trials.filter((trial) => course(trial).length > 1), all = told.flatMap(course);
-  if (!told.length) return null;
+  const reported = sweep.trials.filter((trial) => course(trial).length > 1), all = reported.flatMap(course);
+  if (!reported.length) return null;
   const scale = (column) => (length) => scaleOf(all.map((point) => point[column]), "uniform", length);
   const shade = shadeOf(sweep);
-  return frame("on the way", scale(0), scale(1), (x, y) => [...told].reverse().map((trial) =>
+  return frame("intermediate values", scale(0), scale(1), (x, y) => [...reported].reverse().map((trial) =>
     lineOf(trial, course(trial).map(([step, value]) => [x(step), y(value)]), shade, board)), muted("by step"));
 }

@@ -1,6 +1,6 @@
-// A sweep: its trials in plots and in a table, which point at each other.
+// A sweep: its trials in linked plots and a table.
 
-// Which trial is pointed at, and which are left by the brushes; all plots and the table of a sweep show it.
+// The highlighted trial, and the trials that pass the filters; shared by all plots and the table of a sweep.
 function makeBoard(box) {
   const nodes = new Map();
   const mark = (name, holds) => nodes.forEach((all, trial) =>
@@ -19,7 +19,7 @@ function sweepView(sweep, place) {
   const box = el("div", { class: "sweep" }), board = makeBoard(box), names = Object.keys(sweep.spaces);
   box.append(...summary(sweep));
   if (sweep.trials.some(isScored)) {
-    if (names.length) box.append(el("h3", {}, "Parameters together"), parallel(sweep, board), howToBrush(sweep));
+    if (names.length) box.append(el("h3", {}, "Parallel coordinates"), parallel(sweep, board), howToBrush(sweep));
     box.append(
       el("div", { class: "grid thirds" }, bestSoFar(sweep, board), courses(sweep, board), importance(sweep)),
       el("h3", {}, "Each parameter"),
