@@ -22,6 +22,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "trainformer-jax-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 
+import hypothesis
 import pytest
 import torch
 
@@ -31,6 +32,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch wants s
 
 # The models are tiny; a second thread costs more than it brings, and far more on a busy machine.
 torch.set_num_threads(1)
+
+# A slow machine is not a failure: no deadline per example, and no health check on speed.
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-machine")
 
 # They hold fixtures and no examples; looked through for those, those of one name would be taken for one another.
 collect_ignore_glob = ["*/conftest.py"]

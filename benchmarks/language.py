@@ -114,7 +114,7 @@ def with_trainformer(work: Work) -> float:
     tokenizer = train_tokenizer(["a b c"], vocabulary=257)
     with tempfile.TemporaryDirectory() as folder:
         task = CausalLM(work.model(), max_length=work.size.length, tokenizer=tokenizer, cache_dir=folder)
-        task.text.add_tokens([f"<{number}>" for number in range(work.size.words - len(tokenizer))])
+        task.text_tokenizer.add_tokens([f"<{number}>" for number in range(work.size.words - len(tokenizer))])
         trainer = Trainer(
             task, work.sequences(), batch_size=work.size.batch, max_steps=work.steps + WARM, lr=LR, scheduler=None,
             gradient_clip=CLIP, precision="bf16" if work.device == "cuda" else "no", device=work.device, log="none",

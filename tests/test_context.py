@@ -1,4 +1,4 @@
-"""Configuration with provenance, and shared state with lifetimes."""
+"""Configuration with provenance, and shared state with lifecycles."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_default_of_none_still_counts_as_set() -> None:
     assert config.get("clip", 9) is None
 
 
-def test_a_wrong_key_names_close_ones(config: PipelineConfig) -> None:
+def test_an_unknown_key_suggests_similar_ones(config: PipelineConfig) -> None:
     for access in (config.__getitem__, config.source, config.explain):
         with pytest.raises(KeyError) as caught:
             access("epoch")
@@ -110,7 +110,7 @@ def test_cycles_are_refused_and_name_their_members() -> None:
     assert config["d"] == 1
 
 
-def test_a_bare_string_is_no_list_of_dependencies() -> None:
+def test_a_string_is_not_a_list_of_dependencies() -> None:
     with pytest.raises(BadArgument, match=r"\('epochs',\)"):
         PipelineConfig().set_derived("steps", 1, depends_on="epochs")
 
@@ -131,7 +131,7 @@ def test_to_json_has_value_source_and_dependencies(config: PipelineConfig) -> No
 
 
 @pytest.mark.parametrize("record", [{"value": 1}, {"source": "user"}, {"value": 1, "source": "me"}, 3])
-def test_from_json_refuses_what_it_did_not_write(record: Any) -> None:
+def test_from_json_refuses_malformed_records(record: Any) -> None:
     with pytest.raises(BadArgument, match="'lr'"):
         PipelineConfig.from_json({"lr": record})
 
@@ -165,8 +165,8 @@ class Thing:
         (np.bool_(True), True),
         (np.str_("s"), "s"),
         (np.dtype("int8"), "int8"),
-        (float("nan"), "nan"),
-        (-np.inf, "-inf"),
+        (float("nan"), "NaN"),
+        (-np.inf, "-Infinity"),
         (Lifecycle.RUN, "RUN"),
         (torch.nn.functional.relu, "torch.nn.functional.relu"),
         (torch.nn.Linear, "torch.nn.modules.linear.Linear"),
@@ -177,7 +177,7 @@ class Thing:
     ],
     ids=lambda item: type(item).__name__,
 )
-def test_values_leave_as_readable_json(value: Any, written: Any) -> None:
+def test_exported_values_are_readable_json(value: Any, written: Any) -> None:
     config = PipelineConfig()
     config.set_user("it", value, filterable=True)
 
@@ -206,7 +206,7 @@ def test_passed_or_different_means_user() -> None:
     assert config.get_filter_dimensions() == {"lr": 0.1, "epochs": 5}
 
 
-def test_arguments_that_cannot_be_compared_are_the_users() -> None:
+def test_arguments_that_cannot_be_compared_count_as_set_by_the_user() -> None:
     config = PipelineConfig()
     weights = torch.ones(3)
 
@@ -233,13 +233,13 @@ def alive(context: PipelineContext) -> tuple[set[str], set[str]]:
     return {n for n in names if context.get(n)}, {n for n in names if context.get_buffer(n) is not None}
 
 
-def test_a_step_ends_only_what_lives_for_a_step(context: PipelineContext) -> None:
+def test_step_end_drops_only_step_values(context: PipelineContext) -> None:
     context.on_step_end()
 
     assert alive(context) == ({"EPOCH", "RUN", "CACHED"},) * 2
 
 
-def test_an_epoch_ends_what_lives_for_an_epoch(context: PipelineContext) -> None:
+def test_epoch_end_drops_epoch_values(context: PipelineContext) -> None:
     context.on_step_end()
     context.on_epoch_end()
 
@@ -291,7 +291,7 @@ def test_lifecycles_match_a_naive_model(actions: list[tuple[str, Any]]) -> None:
         assert {k: context.get(k) for k in "abc"} == {k: model.get(k, (None,))[0] for k in "abc"}
 
 
-def test_entry_tells_owner_and_lifecycle() -> None:
+def test_entry_has_owner_and_lifecycle() -> None:
     context = PipelineContext()
     context.set("x", 1, Lifecycle.EPOCH, owner="ema")
 
@@ -304,7 +304,7 @@ def test_entry_tells_owner_and_lifecycle() -> None:
 # -- buffers -----------------------------------------------------------------------------------------------
 
 
-def test_accumulate_appends_and_cuts_gradients() -> None:
+def test_accumulate_appends_detached_tensors() -> None:
     context = PipelineContext()
     rows = torch.arange(6.0, requires_grad=True).reshape(3, 2)
     context.accumulate("rows", rows)
@@ -316,7 +316,7 @@ def test_accumulate_appends_and_cuts_gradients() -> None:
     assert torch.equal(result, torch.cat([rows, rows * 10]).detach())
 
 
-def test_a_first_accumulate_lives_for_an_epoch_and_a_registered_buffer_keeps_its_own_lifecycle() -> None:
+def test_accumulate_creates_epoch_buffers_and_keeps_the_lifecycle_of_existing_ones() -> None:
     context = PipelineContext()
     context.register_buffer("queue", torch.zeros(1), Lifecycle.RUN, owner="moco")
     context.accumulate("queue", torch.ones(1))
@@ -335,7 +335,7 @@ def test_a_first_accumulate_lives_for_an_epoch_and_a_registered_buffer_keeps_its
     max_size=st.integers(1, 8) | st.none(),
     dim=st.sampled_from([0, 1, -1]),
 )
-def test_accumulate_keeps_the_newest_also_of_the_first_tensor(sizes: list[int], max_size: int | None, dim: int) -> None:
+def test_accumulate_keeps_the_newest_even_of_the_first_tensor(sizes: list[int], max_size: int | None, dim: int) -> None:
     context = PipelineContext()
     pieces = torch.arange(float(sum(sizes))).split(sizes)
     shape = (-1, 1) if dim == 0 else (1, -1)
@@ -355,7 +355,7 @@ def test_accumulate_does_not_alias_the_callers_tensor() -> None:
     assert context.get_buffer("x").untyped_storage().nbytes() == 3 * 4  # and does not keep the whole batch alive
 
 
-def test_accumulate_refuses_a_size_of_nothing() -> None:
+def test_accumulate_refuses_a_size_of_zero() -> None:
     with pytest.raises(BadArgument, match="max_size"):
         PipelineContext().accumulate("x", torch.ones(1), max_size=0)
 
@@ -369,13 +369,13 @@ def test_subscribers_are_called_in_order_with_the_data() -> None:
     context.subscribe("saved", lambda data: calls.append(("second", data)))
 
     context.publish("saved", {"step": 3})
-    context.publish("nobody listens")
+    context.publish("no subscriber")
     context.publish("saved")
 
     assert calls == [("first", {"step": 3}), ("second", {"step": 3}), ("first", {}), ("second", {})]
 
 
-def test_a_subscriber_may_leave_while_it_is_called() -> None:
+def test_a_subscriber_may_unsubscribe_while_it_is_called() -> None:
     context, calls = PipelineContext(), []
 
     def once(data: dict[str, Any]) -> None:
@@ -389,7 +389,7 @@ def test_a_subscriber_may_leave_while_it_is_called() -> None:
 
     assert calls == ["once", "always", "always"]
     assert context.unsubscribe("x", once) is False
-    assert context.unsubscribe("never heard of", once) is False
+    assert context.unsubscribe("no such event", once) is False
 
 
 def test_bound_methods_can_be_unsubscribed() -> None:
@@ -401,7 +401,7 @@ def test_bound_methods_can_be_unsubscribed() -> None:
     assert calls == []
 
 
-def test_a_failing_subscriber_is_loud() -> None:
+def test_an_exception_of_a_subscriber_propagates() -> None:
     context = PipelineContext()
     context.subscribe("x", lambda data: 1 / 0)
 
@@ -477,7 +477,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_types(value: Any) -> Any:
-    """A value together with the types inside it: True == 1 and 1 == 1.0, but they are not the same state."""
+    """A value with the types inside it: True == 1 == 1.0, but they are not the same state."""
     if isinstance(value, list | tuple):
         return type(value), [with_types(item) for item in value]
     if isinstance(value, dict):
@@ -513,7 +513,7 @@ def test_buffers_survive_a_file_exactly(dtype: torch.dtype) -> None:
     assert restored.entry("queue").lifecycle is Lifecycle.RUN
 
 
-def test_only_what_lives_as_long_as_the_run_is_saved(context: PipelineContext) -> None:
+def test_only_run_values_are_saved(context: PipelineContext) -> None:
     state = context.state_dict()
 
     assert state["state"] == {"RUN": "RUN"}
@@ -547,7 +547,7 @@ def test_a_snapshot_does_not_follow_later_changes() -> None:
     assert state["state"]["history"] == [1]
 
 
-def test_loading_replaces_run_state_and_leaves_the_rest() -> None:
+def test_loading_replaces_run_values_only() -> None:
     context = PipelineContext()
     context.set("kept", 1)
     state = context.state_dict()
@@ -563,7 +563,7 @@ def test_loading_replaces_run_state_and_leaves_the_rest() -> None:
 @pytest.mark.parametrize(
     "value", [np.float64(1.0), np.ones(2), Path("x"), Point(1, 2), {"deep": [frozenset([1])]}, b"", Lifecycle.RUN]
 )
-def test_state_that_would_not_load_safely_is_refused_by_name(value: Any) -> None:
+def test_values_that_would_not_load_safely_are_refused(value: Any) -> None:
     context = PipelineContext()
     context.set("fine", 1)
     context.set("ema/odd", value)
@@ -572,7 +572,7 @@ def test_state_that_would_not_load_safely_is_refused_by_name(value: Any) -> None
         context.state_dict()
 
 
-def test_restored_buffers_go_on_accumulating() -> None:
+def test_restored_buffers_keep_accumulating() -> None:
     context, restored = PipelineContext(), PipelineContext()
     context.register_buffer("rows", torch.ones(2))
     restored.load_state_dict(through_a_file(context.state_dict()))
@@ -584,7 +584,7 @@ def test_restored_buffers_go_on_accumulating() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_buffers_of_a_gpu_are_saved_on_the_cpu_and_go_on_accumulating() -> None:
+def test_gpu_buffers_are_saved_on_the_cpu_and_keep_accumulating() -> None:
     context, restored = PipelineContext(), PipelineContext()
     context.register_buffer("rows", torch.ones(2, device="cuda"))
     state = context.state_dict()

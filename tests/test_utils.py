@@ -29,7 +29,7 @@ from trainformer.utils import count_parameters, get_device, move_to_device, prof
 
 @pytest.fixture(autouse=True)
 def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seeding is meant to change the whole process; a test must not."""
+    """Seeding changes the whole process; a test must not."""
     monkeypatch.setenv("PYTHONHASHSEED", os.environ.get("PYTHONHASHSEED", "random"))
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -56,7 +56,7 @@ def test_a_seed_fixes_every_generator(seed: int) -> None:
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_deterministic_sets_cudnn_and_otherwise_nothing_is_touched() -> None:
+def test_only_deterministic_changes_the_cudnn_settings() -> None:
     seed_everything(1, deterministic=False)
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (False, True)
 
@@ -104,7 +104,7 @@ def test_cpu_memory_is_that_of_the_process() -> None:
     process, size = psutil.Process(), 64 * 2**20
     before = process.memory_info().rss
     with profile_memory("allocate") as record:
-        # Pages of its own: what the allocator has left over from before would be none of the process's growth.
+        # New pages: memory that the allocator has left over would not count as growth.
         block = mmap.mmap(-1, size)
         block.write(bytes(1) * size)
         assert record.delta_bytes == 0
@@ -133,7 +133,7 @@ def test_cuda_peaks_are_those_of_the_block_also_when_nested() -> None:
     assert (outer.delta_bytes, outer.peak_bytes - base) == (kept.nbytes, 64 * mib)
 
 
-def test_an_exception_passes_and_is_logged_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_also_logged_after_an_exception(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO, logger="trainformer"),
         pytest.raises(ZeroDivisionError),
@@ -179,7 +179,7 @@ class OwnList(list):
 
 
 class MovesItself:
-    """A third-party batch that knows how to move, and does it in place, as graph libraries do."""
+    """A third-party batch with a `to` method that works in place, as in graph libraries."""
 
     def __init__(self) -> None:
         self.x = torch.zeros(1)
@@ -194,7 +194,7 @@ def one() -> torch.Tensor:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors, found by another way than the code under test."""
+    """All tensors, found independently of the code under test."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict | UserDict | MappingProxyType):
@@ -234,7 +234,7 @@ def test_every_container_keeps_its_type(batch: Any, non_blocking: bool) -> None:
     assert {t.device.type for t in tensors_in(batch)} == {"cpu"}, "the batch passed in was changed"
 
 
-def test_what_is_no_tensor_is_the_same_object() -> None:
+def test_other_objects_are_kept() -> None:
     marker = object()
     moved = move_to_device({"a": marker, "b": [marker, (marker,)], "c": Pair(one(), marker), "d": torch.Tensor}, "meta")
 
@@ -245,7 +245,7 @@ def test_what_is_no_tensor_is_the_same_object() -> None:
     assert moved["d"] is torch.Tensor
 
 
-def test_containers_keep_what_they_carry() -> None:
+def test_containers_keep_their_attributes() -> None:
     assert move_to_device(defaultdict(list, x=one()), "meta")["new"] == []
     assert list(move_to_device(OrderedDict(b=one(), a=one()), "meta")) == ["b", "a"]
     with pytest.raises(FrozenInstanceError):

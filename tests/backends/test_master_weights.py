@@ -59,7 +59,7 @@ def by_hand(task, optimizer_of, scheduler_of, clip=1.0):
 )
 def test_master_weights_are_training_in_fp32_with_rounded_weights(name, reference, dtypes, pieces, monkeypatch):
     if pieces == "one by one":
-        monkeypatch.setattr(master_weights, "_MOST_PER_PIECE", 1)
+        monkeypatch.setattr(master_weights, "MAX_CHUNK", 1)
     hand = Upcast(net(*dtypes))
     full = by_hand(
         hand, reference, lambda o: torch.optim.lr_scheduler.OneCycleLR(
@@ -142,7 +142,7 @@ def test_copies_follow_loaded_weights_and_keep_the_low_bits_of_the_rest():
 
 
 def test_a_parameter_without_gradient_stays_and_gradients_are_left_as_they_were(monkeypatch):
-    monkeypatch.setattr(master_weights, "_MOST_PER_PIECE", 1)
+    monkeypatch.setattr(master_weights, "MAX_CHUNK", 1)
     (p, q), optimizer = sgd_on(1.0, 1.0)
     r = nn.Parameter(torch.ones(2))
     make_sgd = lambda groups: torch.optim.SGD(groups, lr=0.5)  # noqa: E731

@@ -318,7 +318,7 @@ def test_a_signal_saves_and_leaves_with_its_code(number, code):
     whole, resumed = MeanTask(), MeanTask()
     make(whole, run_dir="a").fit()
     with pytest.raises(SystemExit) as left:
-        make(callbacks=[At(7, lambda t: os.kill(os.getpid(), number))]).fit()
+        make(callbacks=[At(7, lambda t: signal.raise_signal(number))]).fit()
     assert left.value.code == code
     assert signal.getsignal(number) is before
     assert saved_steps() == [7]
@@ -329,8 +329,8 @@ def test_a_signal_saves_and_leaves_with_its_code(number, code):
 
 def test_a_second_interrupt_stops_at_once():
     def twice(trainer):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # to this thread: handled at once, never merged with the second
+        signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         make(callbacks=[At(7, twice)]).fit()
@@ -338,11 +338,11 @@ def test_a_second_interrupt_stops_at_once():
 
 
 def test_usr1_saves_and_goes_on_and_signals_need_not_exit():
-    trainer = make(save_last=9, callbacks=[At(7, lambda t: os.kill(os.getpid(), signal.SIGUSR1))]).fit()
+    trainer = make(save_last=9, callbacks=[At(7, lambda t: signal.raise_signal(signal.SIGUSR1))]).fit()
     assert trainer.state.step == 20
     assert saved_steps() == [7, 20]
     stopped = make(
-        run_dir="b", exit_on_signal=False, callbacks=[At(7, lambda t: os.kill(os.getpid(), signal.SIGTERM))]
+        run_dir="b", exit_on_signal=False, callbacks=[At(7, lambda t: signal.raise_signal(signal.SIGTERM))]
     ).fit()
     assert stopped.state.step == 7
     assert stopped.control.stopped_by == "a signal"

@@ -288,7 +288,7 @@ def test_resume_of_a_finished_run_says_how_to_train_longer(pets, copy, capsys):
     recorded = json.loads((copy / "config.json").read_text())
     assert {recorded[name]["source"] for name in ("max_steps", "resume", "load_components")} == {"default"}
     assert {recorded[name]["source"] for name in asked} == {"user"}
-    # The same in Python: the trainer of the run goes on for another epoch.
+    # The same in Python: continue the trainer of the run for another epoch.
     longer = by_hand(pets.root, "longer", epochs=4, log_every=1)
     longer.load(list_checkpoints(pets.run)[-1].path).fit()
     assert compare(copy, "longer", ["model"]).equal

@@ -145,7 +145,7 @@ def test_a_killed_run_is_resumed_by_the_same_command(write):
     Path("again").touch()
     done = run_alone("run.yaml")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "going on from by_config/checkpoints/step_00000002" in Path("by_config/log.txt").read_text()
+    assert "resuming from by_config/checkpoints/step_00000002" in Path("by_config/log.txt").read_text()
     assert compare("by_config", by_hand()).parts["model"].equal
 
 

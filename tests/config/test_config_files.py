@@ -147,7 +147,7 @@ def test_an_alias_to_plain_data_is_a_copy(write):
         ("a: 1\nb: !var x", r"a variable that has a value \(run.yaml:2\), received 'x'.*--var x=value"),
         ("a: [1", "run.yaml:1"),
         ("a: 1\n b: 2", "run.yaml:2: mapping values"),
-        ("? [a]\n: 1", "a key that is a word"),
+        ("? [a]\n: 1", "a key that is a string"),
         ("- 1\n- 2", "keys and values at the top"),
         ("a: 1\n---\nb: 2", "run.yaml:2.*single document"),
         ("a: \x01", "run.yaml: unacceptable character"),

@@ -272,6 +272,14 @@ class Mortal(Noisy):
         return super().__getitem__(i)
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Let torch look for dead workers every 0.2 seconds instead of every 5."""
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(iterator._try_get_data, "__defaults__", (0.2,))
+
+
+@pytest.mark.usefixtures("impatient")
 def test_dead_workers_are_restarted_and_no_sample_is_lost(tmp_path, caplog):
     reference = table(DatasetSource(Noisy(24), 4, shuffle=True, seed=2, num_workers=0))
     source = DatasetSource(Mortal(tmp_path, 2), 4, shuffle=True, seed=2, num_workers=2)
@@ -279,6 +287,7 @@ def test_dead_workers_are_restarted_and_no_sample_is_lost(tmp_path, caplog):
     assert caplog.text.count("DataLoader worker died (") == 2
 
 
+@pytest.mark.usefixtures("impatient")
 def test_workers_that_keep_dying_are_an_error(tmp_path):
     source = DatasetSource(Mortal(tmp_path, 9), 4, num_workers=1)
     with pytest.raises(DataError, match=r"died 4 times.*num_workers"):

@@ -68,7 +68,7 @@ def test_the_exit_code_is_that_of_the_process_that_failed(program):
     code, said = ended(launch(program, "--nproc", "2", "-m", "program", "fail"))
     assert code == 7
     assert "error: Rank 1 of 2" in said
-    assert "exit code 7" in said
+    assert "exited with code 7" in said
     assert "Traceback" not in said
     assert ended(launch(program, "--nproc", "2", "--max-restarts", "1", "program.py", "fail"))[0] == 0
 

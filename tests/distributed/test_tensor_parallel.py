@@ -154,7 +154,7 @@ def test_one_process_behaves_like_the_single_strategy():
     assert not strategy.shards_state
     assert strategy.train_step() is None
     with pytest.raises(BadArgument, match="size to divide the number of processes"):
-        TensorParallel(size=2).join("cpu", 1.0)
+        TensorParallel(size=2).setup_environment("cpu", 1.0)
 
 
 def names_of(model, plan, size=2):

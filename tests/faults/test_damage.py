@@ -1,4 +1,4 @@
-"""Damaged and malicious checkpoints: never a wrong state, never a crash without explanation, nothing executed."""
+"""Damaged and malicious checkpoints: never a wrong state, never an unexplained crash, no code execution."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from victim import Case, make_trainer
 from trainformer.checkpointing import FileRecord, Manifest
 from trainformer.core.errors import DataError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FILES = [
     "backend.pt", "callback.EMA.pt", "callback.EarlyStopping.pt", "context.pt", "loggers.json", "manifest.json",
@@ -39,12 +39,12 @@ def delete(path):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The run, left in peace."""
+    """An uninterrupted run."""
     return complete(Case(), tmp_path_factory.mktemp("reference"))
 
 
 def killed_after(step, folder):
-    """A real run, killed after a step."""
+    """A run that is killed after a step."""
     case = replace(Case(), signals=((step, signal.SIGKILL),))
     assert finish(launch(case, folder), folder) == -signal.SIGKILL, output(folder)
     return folder
@@ -52,37 +52,37 @@ def killed_after(step, folder):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Killed in the second epoch; the newest checkpoint is that of step 12, and there are older ones."""
+    """Killed in the second epoch; the newest checkpoint is from step 12, and there are older ones."""
     return killed_after(14, tmp_path_factory.mktemp("killed"))
 
 
 @pytest.fixture(scope="module")
 def killed_early(tmp_path_factory):
-    """Killed when there was one checkpoint, that of step 4."""
+    """Killed when there was one checkpoint, from step 4."""
     return killed_after(5, tmp_path_factory.mktemp("killed_early"))
 
 
-def test_all_files_are_tried(killed, killed_early):
+def test_the_list_of_files_is_complete(killed, killed_early):
     for folder in (killed / "run/checkpoints/step_00000012", killed_early / "run/checkpoints/step_00000004"):
         assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", [truncate, flip, delete])
-def test_the_checkpoint_before_is_used(tmp_path, reference, killed, harm, name):
+def test_resume_falls_back_to_the_previous_checkpoint(tmp_path, reference, killed, harm, name):
     folder = Path(shutil.copytree(killed, tmp_path / "copy"))
     harm(folder / "run/checkpoints/step_00000012" / name)
     complete(Case(), folder)
     assert differences(reference, folder) == []
-    said = (folder / "run/log.txt").read_text()
-    # A folder without its manifest is no checkpoint at all; else the very file is named.
-    assert f"step_00000012/{name}" in said or (name, harm) == ("manifest.json", delete)
-    assert "step_00000012 is not a complete checkpoint" in said or (name, harm) != ("manifest.json", delete)
-    assert "resuming from run/checkpoints/step_00000009" in said
+    log = (folder / "run/log.txt").read_text()
+    # A folder without a manifest is not a checkpoint at all; otherwise the damaged file is named.
+    assert f"step_00000012/{name}" in log or (name, harm) == ("manifest.json", delete)
+    assert "step_00000012 is not a complete checkpoint" in log or (name, harm) != ("manifest.json", delete)
+    assert "resuming from run/checkpoints/step_00000009" in log
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_without_another_checkpoint_it_begins_anew(tmp_path, reference, killed_early, name):
+def test_without_another_checkpoint_the_run_starts_over(tmp_path, reference, killed_early, name):
     folder = Path(shutil.copytree(killed_early, tmp_path / "copy"))
     flip(folder / "run/checkpoints/step_00000004" / name)
     complete(Case(), folder)
@@ -90,7 +90,7 @@ def test_without_another_checkpoint_it_begins_anew(tmp_path, reference, killed_e
     assert differences(reference, folder) == []
 
 
-def test_several_damaged_checkpoints_and_rubbish(tmp_path, reference, killed):
+def test_several_damaged_checkpoints_and_stray_files(tmp_path, reference, killed):
     folder = Path(shutil.copytree(killed, tmp_path / "copy"))
     checkpoints = folder / "run/checkpoints"
     flip(checkpoints / "step_00000012" / "model.safetensors")
@@ -103,11 +103,11 @@ def test_several_damaged_checkpoints_and_rubbish(tmp_path, reference, killed):
     assert "resuming from run/checkpoints/step_00000008" in (folder / "run/log.txt").read_text()
 
 
-# -- malice ------------------------------------------------------------------------------------------------
+# -- attacks -----------------------------------------------------------------------------------------------
 
 
 class Bomb:
-    """Leaves a mark when it is unpickled without care."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -125,7 +125,7 @@ def as_torch_file(bomb, path):
 
 
 def put_in_place(folder, name, plant, mark):
-    """Replace a file of a checkpoint, and make the manifest say that all is as it should be."""
+    """Replace a file of a checkpoint, and update the digests in its manifest."""
     plant(Bomb(mark), folder / name)
     manifest = Manifest.read(folder)
     components = {key: [FileRecord.of(folder, f.name) for f in files] for key, files in manifest.components.items()}
@@ -139,12 +139,12 @@ def test_a_pickle_bomb_is_refused(tmp_path, killed, name, plant):
     mark = tmp_path / "executed"
     put_in_place(folder / "run/checkpoints/step_00000012", name, plant, mark)
     code = finish(launch(Case(), folder), folder)
-    said = output(folder) + (folder / "run/log.txt").read_text()
+    log = output(folder) + (folder / "run/log.txt").read_text()
     assert not mark.exists()
     assert code not in (0, -signal.SIGKILL)
-    assert "DataError" in said
-    assert f"step_00000012/{name}" in said
-    assert "could execute code" in said or name == "model.safetensors"
+    assert "DataError" in log
+    assert f"step_00000012/{name}" in log
+    assert "could execute code" in log or name == "model.safetensors"
 
 
 @pytest.mark.parametrize("plant", [as_pickle, as_torch_file])

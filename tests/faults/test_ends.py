@@ -1,4 +1,4 @@
-"""The last moments of a run, one by one: the last save, record and evaluation, and the status."""
+"""Kills at every moment of the end of a run: the last save, log point and evaluation, and the status."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from harness import complete, differences, kill_at_operation
 from victim import Case
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CASES = {
     "finished": Case(epochs=1, save_every=9),
@@ -17,8 +17,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kill_in_the_last_moments_changes_nothing(tmp_path, name):
-    """The newest checkpoint is already that of the last step, but what comes after it is not done."""
+def test_a_kill_at_the_end_of_a_run_changes_nothing(tmp_path, name):
+    """The newest checkpoint is already that of the last step, but what follows it is not done."""
     case = CASES[name]
     reference = complete(case, tmp_path / "reference")
     operations = json.loads((reference / "end.json").read_text())["operations"]
@@ -32,7 +32,7 @@ def test_a_kill_in_the_last_moments_changes_nothing(tmp_path, name):
     assert not wrong, json.dumps(wrong, indent=2)
 
 
-def test_a_finished_run_is_not_trained_further_by_the_same_command(tmp_path):
+def test_a_finished_run_is_not_trained_again_by_the_same_command(tmp_path):
     for name, case in (("finished", Case(epochs=1)), ("stopped", Case(epochs=12, patience=1, lr=0.1))):
         reference = complete(case, tmp_path / f"{name} once")
         twice = complete(case, complete(case, tmp_path / f"{name} twice"))

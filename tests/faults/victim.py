@@ -1,8 +1,8 @@
-"""A training process that is meant to be killed: small, and with everything on that could break an exact resume.
+"""A small training process to kill, with everything on that could break an exact resume.
 
-Every sample is augmented at random with all three generators, the order is shuffled, windows of three micro-batches
-leave a smaller one at the end of an epoch, and there are dropout, batch statistics, fp16 with a loss scaler, an
-average of the weights, early stopping, evaluations, and saves and log records at steps that do not coincide.
+Random augmentation with all three generators, shuffling, gradient accumulation with an incomplete last window per
+epoch, dropout, batch norm, fp16 with a loss scaler, EMA, early stopping, evaluations, and saves and log points at steps
+that do not coincide.
 
     python victim.py '{"run_dir": "somewhere", "workers": 2}'
 """
@@ -23,19 +23,20 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from file_operations import count_operations
+from file_operations import block, block_in_save, count_operations
 from trainformer import Trainer
 from trainformer.callbacks import EMA, EarlyStopping
+from trainformer.checkpointing import store
 
-SAMPLES = 102  # 26 micro-batches, the last of 2 samples; 9 windows, the last of 2 micro-batches
+SAMPLES = 102  # 26 micro-batches, the last with 2 samples; 9 steps, the last with 2 micro-batches
 STEPS_PER_EPOCH = 9
 
 
 @dataclass(frozen=True)
 class Case:
-    """One command. The same case always means the same training, whatever else happens to it."""
+    """One command. The same case always means the same training, whatever faults are injected."""
 
-    run_dir: str | None = "run"  # None: unnamed, the library chooses a folder in runs/
+    run_dir: str | None = "run"  # None: unnamed; the library chooses a folder in runs/
     workers: int = 0
     save_async: bool = False
     epochs: int = 4
@@ -50,17 +51,19 @@ class Case:
     lr: float = 0.01
     save_dir: str = "checkpoints"
 
-    # What is done to it; none of this may change the result.
-    pause: float = 0.0  # seconds that a micro-batch takes longer
-    slow: float = 0.0  # seconds that syncing a file of a checkpoint takes longer
-    die_at: int | None = None  # end by SIGKILL at this file operation
+    # Injected faults; none of them may change the result.
+    pause: float = 0.0  # extra seconds per micro-batch
+    slow: float = 0.0  # extra seconds per fsync of a checkpoint file
+    block_in_save: tuple[int, int] | None = None  # (save, fsync): block there until killed, see `file_operations`
+    block_in_step: int | None = None  # block inside this step, from "in_step" to "release" (files)
+    die_at: int | None = None  # SIGKILL at this file operation
     failing_saves: tuple[int, ...] = ()  # saves (counted from 1) that find the disk full
-    fails_after: float = 0.0  # seconds until such a save notices
-    signals: tuple[tuple[int, int], ...] = ()  # (step, signal) that the process gets just after that step
+    fail_in_step: int | None = None  # such a save fails only when training has reached this step
+    signals: tuple[tuple[int, int], ...] = ()  # (step, signal) sent to itself just after that step
 
 
 class Augmented(Dataset):
-    """Samples that look different in every epoch; each says which it is."""
+    """Samples that differ in every epoch, each with its index."""
 
     def __init__(self, size=SAMPLES, random_too=True):
         g = torch.Generator().manual_seed(7)
@@ -79,20 +82,24 @@ class Augmented(Dataset):
 
 
 class Task:
-    """Classification; remembers which samples it was given since the last step."""
+    """Classification; remembers the samples it has seen since the last step."""
 
     def __init__(self, case):
         torch.manual_seed(3)
         self.model = nn.Sequential(
             nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3), nn.Dropout(0.1)
         )
-        self.pause = case.pause
+        self.case = case
+        self.micro_batches = 0
         self.seen = []
 
     def train_step(self, batch):
         x, y, index = batch
         self.seen += index.tolist()
-        time.sleep(self.pause)
+        time.sleep(self.case.pause)
+        self.micro_batches += 1
+        if self.case.block_in_step is not None and self.micro_batches == 3 * self.case.block_in_step - 1:
+            block("in_step", until="release")
         return F.cross_entropy(self.model(x), y)
 
     def eval_step(self, batch):
@@ -102,7 +109,7 @@ class Task:
 
 
 class Recorder:
-    """Writes down which samples every step was trained on (one line per step, in one system call), then signals."""
+    """Records the samples of every step (one line, one system call), then sends itself the signal of that step."""
 
     def __init__(self, task, path, signals=()):
         self.task, self.path, self.signals = task, path, dict(signals)
@@ -114,7 +121,7 @@ class Recorder:
         os.close(descriptor)
         self.task.seen = []
         if step in self.signals:
-            os.kill(os.getpid(), self.signals[step])
+            signal.raise_signal(self.signals[step])  # to this thread: handled before the next line
 
 
 def make_trainer(case, callbacks=()):
@@ -151,55 +158,56 @@ def make_trainer(case, callbacks=()):
 
 
 def train(case):
-    """Train to the end, with the faults that the case asks for."""
+    """Train to the end, with the faults of the case."""
     torch.set_num_threads(1)
     slow_down_saves(case.slow)
-    fail_saves(case.failing_saves, case.fails_after)
+    fail_saves(case.failing_saves, case.fail_in_step)
+    if case.block_in_save is not None:
+        block_in_save([store], case.block_in_save)
     operations = count_operations(Path.cwd(), case.die_at)
     before = handlers()
     try:
         make_trainer(case).fit()
     finally:
-        # Not reached by who is killed.
+        # Not reached by a process that is killed.
         end = {"operations": operations[0], "handlers_restored": handlers() == before}
         Path("end.json").write_text(json.dumps(end))
 
 
 def handlers():
-    """Who would handle the signals that a run listens to."""
+    """The current handlers of the signals that a run handles."""
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 
 
 def slow_down_saves(seconds):
-    """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
-    from trainformer.checkpointing import store
-
+    """Make saves slow, so that one is still in progress while something else happens."""
     if seconds:
-        really = store.sync
-        store.sync = lambda path: (time.sleep(seconds), really(path))
+        original = store.sync
+        store.sync = lambda path: (time.sleep(seconds), original(path))
 
 
-def fail_saves(numbers, seconds):
-    """Let some saves find the disk full, as the system would say it."""
+def fail_saves(numbers, step):
+    """Let some saves raise the error of a full disk, when training has reached a step."""
     from trainformer.checkpointing import torch_files as state_files
 
-    really, count = state_files.write_component, [0]
+    original, count = state_files.write_component, [0]
 
     def write_component(folder, stem, format, state):
         count[0] += stem == "model"
         if count[0] in numbers and stem == "optimizer":
-            time.sleep(seconds)
+            while step is not None and len(Path("samples.jsonl").read_text().splitlines()) < step:
+                time.sleep(0.005)
             raise OSError(28, "No space left on device")
-        return really(folder, stem, format, state)
+        return original(folder, stem, format, state)
 
     if numbers:
         state_files.write_component = write_component
 
 
 def start(case, folder):
-    """Train in a folder, as the whole life of a process that was forked for it; output goes to a file there."""
+    """The target of a forked process: train in a folder, with the output in a file there."""
     os.chdir(folder)
-    # Worker processes are to be children of the victim, as they usually are, not of the server it comes from.
+    # Workers must be children of the victim, as usual, not of the server that it was forked from.
     multiprocessing.set_start_method("fork", force=True)
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)

@@ -133,7 +133,7 @@ def peak_of_a_step(dtype, **options):
 
 
 def test_memory_of_a_step(monkeypatch):
-    monkeypatch.setattr(master_weights, "_MOST_PER_PIECE", 2 * 2048 * 2048)
+    monkeypatch.setattr(master_weights, "MAX_CHUNK", 2 * 2048 * 2048)
     full = peak_of_a_step(torch.float32, name="adamw")
     masters = peak_of_a_step(torch.bfloat16, name="adamw")
     short = peak_of_a_step(torch.bfloat16, name="adamw", master_weights=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from file_operations import count_operations
+from file_operations import block_in_save, count_operations
 from trainformer.run import run_of
 
 SAMPLES = 102  # as the victim on torch has: 8 batches of 12 and one of 6
@@ -37,7 +37,7 @@ class JaxCase:
 
     # What is done to it; none of this may change the result.
     pause: float = 0.0  # seconds that a step takes longer
-    slow: float = 0.0  # seconds that syncing a file of a checkpoint takes longer
+    block_in_save: tuple[int, int] | None = None  # (save, fsync): block there until killed
     die_at: int | None = None  # end by SIGKILL at this file operation
     signals: tuple[tuple[int, int], ...] = ()  # (step, signal) that the process gets just after that step
 
@@ -150,23 +150,16 @@ def make_trainer(case, callbacks=()):
 
 def train(case, callbacks=()):
     """Train to the end, with the faults that the case asks for."""
-    slow_down_saves(case.slow)
+    from trainformer.checkpointing import jax_files, store
+
+    if case.block_in_save is not None:
+        block_in_save([store, jax_files], case.block_in_save)
     operations = count_operations(Path.cwd(), case.die_at)
     trainer = make_trainer(case, callbacks)
     try:
         trainer.train()
     finally:  # not reached by who is killed
         Path("end.json").write_text(json.dumps({"operations": operations[0]}))
-
-
-def slow_down_saves(seconds):
-    """Make every sync of a file take longer, so that a kill is likely to hit a half-written checkpoint."""
-    from trainformer.checkpointing import jax_files as orbax_files
-    from trainformer.checkpointing import store
-
-    if seconds:
-        really = store.sync
-        store.sync = orbax_files.sync = lambda path: (time.sleep(seconds), really(path))
 
 
 def start(case, folder, *callbacks):

@@ -64,7 +64,7 @@ def test_batches_are_those_of_the_torch_task(kind, position, tokenizer, tmp_path
         task.prepare_dataset(DATA[kind], train=True), 4, shuffle=True, seed=7, collate=task.collate_fn
     )
     tokens = causal_tokens(DATA[kind], Encoder(tokenizer, max_length=LENGTH), cache_dir=tmp_path / "own")
-    pad = task.text.pad_token_id
+    pad = task.text_tokenizer.pad_token_id
     mine = NumpySource(tokens, 4, shuffle=True, seed=7, collate=lambda found: token_batch(found, LENGTH, pad))
     names = ("input_ids", "labels", "attention_mask")
     batches = mine.batches(2, position // 4, position), theirs.batches(2, position // 4, position)
@@ -75,7 +75,7 @@ def test_packed_batches_are_those_of_the_torch_task(tokenizer, tmp_path):
     task = CausalLM(llama(), tokenizer=tokenizer, max_length=LENGTH, cache_dir=tmp_path, packing=True)
     theirs = DatasetSource(task.prepare_dataset(DATA["texts"], train=True), 2, shuffle=True, collate=task.collate_fn)
     tokens = causal_tokens(DATA["texts"], Encoder(tokenizer, max_length=LENGTH), packing=True, cache_dir=tmp_path)
-    pad = task.text.pad_token_id
+    pad = task.text_tokenizer.pad_token_id
     mine = NumpySource(tokens, 2, shuffle=True, collate=lambda found: token_batch(found, LENGTH, pad))
     names = ("input_ids", "labels", "position_ids")
     assert check_against_torch(mine.batches(1), theirs.batches(1), names) > 1
@@ -98,7 +98,7 @@ def test_pairs_are_those_of_the_torch_task(tokenizer, tmp_path):
     theirs = DatasetSource(task.prepare_dataset(preferences(), train=True), 4, shuffle=True, collate=task.collate_fn)
     encoder = PairEncoder(tokenizer, max_length=LENGTH, train_on="completion")
     pairs = preference_tokens(preferences(), encoder, cache_dir=tmp_path / "own")
-    pad = task.text.pad_token_id
+    pad = task.text_tokenizer.pad_token_id
     mine = NumpySource(pairs, 4, shuffle=True, collate=lambda found: pair_batch(found, LENGTH, pad))
     names = ("input_ids", "labels", "attention_mask")
     assert check_against_torch(mine.batches(0), theirs.batches(0), names) >= 2

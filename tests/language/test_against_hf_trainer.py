@@ -42,7 +42,7 @@ def both(tmp_path, accumulation, schedule="linear", chunk_tokens=0, mean_of_mean
         model,
         TrainingArguments(**settings(trainer, tmp_path / "hf", adam_epsilon=EPS, **yours)),
         train_dataset=ordered,
-        data_collator=DataCollatorForSeq2Seq(task.text, pad_to_multiple_of=8),
+        data_collator=DataCollatorForSeq2Seq(task.text_tokenizer, pad_to_multiple_of=8),
     )
     if mean_of_means:
         theirs.model_accepts_loss_kwargs = False

@@ -35,7 +35,7 @@ def trl(trainer, folder, records=CHATS, **options):
     arguments = settings(trainer, folder, max_length=64, assistant_only_loss=True, dataset_num_proc=None, **options)
     model = twin(trainer.task.model)
     return SFTTrainer(
-        model, SFTConfig(**arguments), train_dataset=Dataset.from_list(records), processing_class=trainer.task.text
+        model, SFTConfig(**arguments), train_dataset=Dataset.from_list(records), processing_class=trainer.task.text_tokenizer
     )
 
 

@@ -263,7 +263,7 @@ def test_every_task_with_every_adapter(name, choice, bases, tmp_path):
     torch.testing.assert_close(outputs_of(again.task.model, row), after)
     if row.generate is not None:
         # A model that knows nothing would end at once.
-        options = {"max_new_tokens": 5, "suppress_tokens": trainer.task.text.all_special_ids}
+        options = {"max_new_tokens": 5, "suppress_tokens": trainer.task.text_tokenizer.all_special_ids}
         texts = row.generate(again.task, **options)
         assert texts == row.generate(trainer.task, **options)
         assert any(texts)

@@ -1,4 +1,4 @@
-"""The victims of the fault tests are also the ones that are controlled here."""
+"""The runs that are controlled here are those of the fault tests."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 
 @pytest.fixture(autouse=True)
-def no_sockets_of_the_dead(tmp_path):
-    """Tests kill runs; what these leave in the system's temporary folder goes when the test has ended."""
+def remove_dead_sockets(tmp_path):
+    """Tests kill runs; remove the sockets that those leave in the temporary folder of the system."""
     from trainformer.live import address
 
     yield
@@ -22,7 +22,7 @@ def no_sockets_of_the_dead(tmp_path):
 
 @pytest.fixture(scope="session")
 def undisturbed_run(tmp_path_factory):
-    """For a case, the folder of a run that nobody asked for anything."""
+    """The folder of an uncontrolled run of a case."""
     from harness import complete
 
     folders = {}

@@ -1,4 +1,4 @@
-"""Runs that wait at chosen steps until so many requests have come in: what is asked for lands at just that step."""
+"""Runs that block at chosen steps until a number of requests have arrived, so each request is applied at that step."""
 
 import json
 import os
@@ -13,30 +13,30 @@ from harness import output, wait_for
 from forking import SERVER
 from trainformer.run import run_of
 
-_MOST_SECONDS = 60
+_TIMEOUT = 300
 
 
 class Gate:
-    """After each step of `gates` waits for a number of requests. `reached.txt` says at which step it stands."""
+    """Blocks after each step in `gates` until a number of requests have arrived. `reached.txt` holds the gate."""
 
-    def __init__(self, gates, last_words=0):
+    def __init__(self, gates, at_end=0):
         self.gates = dict(gates)
-        self.last_words = last_words  # requests to wait for when training has ended
+        self.at_end = at_end  # requests to wait for when training has ended
 
     def on_step_end(self, trainer, step, loss):
         if step in self.gates:
             self._wait(trainer, self.gates[step], str(step))
 
     def on_train_end(self, trainer):
-        if self.last_words:
-            self._wait(trainer, self.last_words, "end")
+        if self.at_end:
+            self._wait(trainer, self.at_end, "end")
 
     def _wait(self, trainer, requests, where):
         Path("reached.tmp").write_text(where)
         os.replace("reached.tmp", "reached.txt")
-        until = time.monotonic() + _MOST_SECONDS
+        deadline = time.monotonic() + _TIMEOUT
         while run_of(trainer).live_control._incoming.qsize() < requests:
-            assert time.monotonic() < until, "nobody asked for anything"
+            assert time.monotonic() < deadline, "no request arrived"
             time.sleep(0.002)
 
 
@@ -47,7 +47,7 @@ def _start(case, folder, gate):
 
 
 def launch_gated(case, folder, gates=None, **options):
-    """Start a process that trains in a folder and stops at gates; comes back when it has reached the first."""
+    """Start a process that trains in a folder; returns when it blocks at its first gate."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reached.txt").unlink(missing_ok=True)
     process = SERVER.Process(target=_start, args=(case, str(folder), Gate(gates or {}, **options)))
@@ -57,14 +57,14 @@ def launch_gated(case, folder, gates=None, **options):
 
 
 def wait_at(process, folder, gate):
-    """Wait until a process stands at a gate."""
+    """Wait until a process blocks at a gate."""
     reached = folder / "reached.txt"
-    arrived = wait_for(lambda: reached.exists() and reached.read_text() == str(gate), process, _MOST_SECONDS)
+    arrived = wait_for(lambda: reached.exists() and reached.read_text() == str(gate), process, _TIMEOUT)
     assert arrived, output(folder)
 
 
 def ctl(folder, *words):
-    """What `trainformer ctl` does in a folder, in a process of its own."""
+    """Run `trainformer ctl` in a folder, in a separate process."""
     return finish_ctl(start_ctl(folder, *words))
 
 
@@ -75,12 +75,12 @@ def start_ctl(folder, *words, **options):
 
 
 def finish_ctl(process):
-    out, err = process.communicate(timeout=_MOST_SECONDS)
+    out, err = process.communicate(timeout=_TIMEOUT)
     return subprocess.CompletedProcess(process.args, process.returncode, out, " ".join(err.split()))
 
 
 def asked(folder, *words):
-    """The answer to a request that must succeed."""
+    """The reply to a request that must succeed."""
     done = ctl(folder, *words, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

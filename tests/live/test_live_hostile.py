@@ -1,4 +1,4 @@
-"""Clients that mean ill, or mean nothing: they get nothing, and neither the run nor other clients notice."""
+"""Hostile and broken clients: they get no reply, and neither the run nor other clients are affected."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from harness import differences, finish
 from victim import Case
 
 from trainformer.live import address
-from trainformer.live.server import MOST_BYTES, MOST_CONNECTIONS, ControlServer
+from trainformer.live.server import MAX_BYTES, MAX_CONNECTIONS, ControlServer
 
 
 def connected(path):
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(20)
+    connection.settimeout(300)
     connection.connect(path)
     return connection
 
 
 def reply_to(path, message):
-    """Everything that comes back until the other side closes the connection."""
+    """Everything received until the server closes the connection."""
     with connected(path) as connection:
         try:
             connection.sendall(message)
@@ -42,15 +42,15 @@ def line(**values):
     return json.dumps(values).encode() + b"\n"
 
 
-RUBBISH = {
+GARBAGE = {
     "nothing": b"",
     "half a message": b'{"token": "',
     "no JSON": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "no object": b"[1, 2, 3]\n",
     "binary": bytes(range(256)) * 10 + b"\n",
     "deeply nested": b"[" * 50_000 + b"\n",
-    "huge": b'{"token": "' + b"a" * (4 * MOST_BYTES) + b'"}\n',
-    "endless": b"a" * (64 * MOST_BYTES),
+    "huge": b'{"token": "' + b"a" * (4 * MAX_BYTES) + b'"}\n',
+    "endless": b"a" * (64 * MAX_BYTES),
     "no token": line(verb="stop"),
     "a wrong token": line(verb="stop", token="0" * 64),
     "an empty token": line(verb="stop", token=""),
@@ -59,14 +59,14 @@ RUBBISH = {
 }
 
 
-def test_rubbish_gets_nothing_and_the_run_goes_on(tmp_path, undisturbed):
+def test_garbage_gets_no_reply_and_the_run_continues(tmp_path, undisturbed):
     process = launch_gated(Case(), tmp_path, {5: 1})
     known = control_file(tmp_path / "run")
     almost = known["token"][:-1] + ("0" if known["token"][-1] != "0" else "1")
-    replies = {name: reply_to(known["path"], message) for name, message in RUBBISH.items()}
+    replies = {name: reply_to(known["path"], message) for name, message in GARBAGE.items()}
     replies["an almost right token"] = reply_to(known["path"], line(verb="stop", token=almost))
     assert set(replies.values()) == {b""}, replies
-    hanging = [connected(known["path"]) for _ in range(MOST_CONNECTIONS // 2)]  # connect and say nothing
+    hanging = [connected(known["path"]) for _ in range(MAX_CONNECTIONS // 2)]  # connect and send nothing
     hanging[0].sendall(b'{"token": ')
     assert asked(tmp_path, "save", "run")["step"] == 5
     assert finish(process, tmp_path) == 0
@@ -76,13 +76,13 @@ def test_rubbish_gets_nothing_and_the_run_goes_on(tmp_path, undisturbed):
         connection.close()
 
 
-def test_a_client_that_leaves_does_not_take_its_request_along(tmp_path):
+def test_a_request_outlives_its_client(tmp_path):
     process = launch_gated(Case(), tmp_path, {5: 2})
     client = start_ctl(tmp_path, "save", "run")
     known = control_file(tmp_path / "run")
     with connected(known["path"]) as connection:
         connection.sendall(line(verb="save", token=known["token"], by="a\nforged line\x1b[31m" + "x" * 500))
-    assert client.wait(60) == 0
+    assert client.wait(300) == 0
     assert finish(process, tmp_path) == 0
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count("save at step 5: asked by ") == 2
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_does_not_take_its_request_along(tmp_path):
     assert max(map(len, log.splitlines())) < 400
 
 
-def test_an_unknown_verb_from_someone_with_the_token(tmp_path):
+def test_an_unknown_verb_with_a_valid_token(tmp_path):
     process = launch_gated(Case(), tmp_path, {5: 1})
     known = control_file(tmp_path / "run")
     reply = json.loads(reply_to(known["path"], line(verb="exec", token=known["token"])))
@@ -105,7 +105,7 @@ def test_another_user_cannot_control_the_run(tmp_path):
     for folder in (tmp_path, *tmp_path.parents):
         if not folder.stat().st_mode & 0o001:
             folder.chmod(0o755)
-    code = (  # everything is imported before the rights are gone: Python itself may be out of reach then
+    code = (  # import everything before dropping privileges: Python itself may be unreadable afterwards
         "import os, socket, sys; from trainformer.cli import main\n"
         "main(['ctl', 'stop', 'nowhere']); main(['ctl', 'status', 'run']); sys.stdout.flush()\n"
         "os.setgid(65534); os.setuid(65534)\n"
@@ -117,7 +117,9 @@ def test_another_user_cannot_control_the_run(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout.endswith("\nno entry\n")
-    assert "control.json belongs to root: only who started a run can control it." in " ".join(done.stderr.split())
+    assert "control.json belongs to root: only the user who started a run can control it." in " ".join(
+        done.stderr.split()
+    )
     assert asked(tmp_path, "save", "run")["step"] == 5
     assert finish(process, tmp_path) == 0
 
@@ -126,7 +128,7 @@ def test_another_user_cannot_control_the_run(tmp_path):
 
 
 class Listening:
-    """A server that notes what it is asked for, and says nothing until told to."""
+    """A server that records requests and does not reply by itself."""
 
     def __init__(self):
         listener, self.address = address.listen()
@@ -147,7 +149,7 @@ class Listening:
         address.withdraw(Path(), self.address)
 
     def connect(self, **message):
-        connection = address.connect(self.address, 20)
+        connection = address.connect(self.address, 300)
         connection.sendall(line(token=self.address.token, **message))
         return connection
 
@@ -157,39 +159,39 @@ class Listening:
 
 
 def test_too_many_connections_are_closed_and_later_ones_served(monkeypatch):
-    monkeypatch.setattr("trainformer.live.server.READ_SECONDS", 60.0)  # not closed because they are silent
+    monkeypatch.setattr("trainformer.live.server.READ_SECONDS", 600.0)  # no connection is closed for being silent
     with Listening() as run:
-        waiting = [run.connect(verb="save") for _ in range(MOST_CONNECTIONS)]
+        waiting = [run.connect(verb="save") for _ in range(MAX_CONNECTIONS)]
         for _ in waiting:
-            run.arrived.acquire(timeout=20)
-        with address.connect(run.address, 20) as refused:
+            run.arrived.acquire(timeout=300)
+        with address.connect(run.address, 300) as refused:
             assert refused.recv(1) == b""
         for ticket in run.tickets:
             ticket.answer(step=1)
-        assert [json.loads(c.makefile().readline()) for c in waiting] == [{"ok": True, "step": 1}] * MOST_CONNECTIONS
-        assert [c.recv(1) for c in waiting] == [b""] * MOST_CONNECTIONS
+        assert [json.loads(c.makefile().readline()) for c in waiting] == [{"ok": True, "step": 1}] * MAX_CONNECTIONS
+        assert [c.recv(1) for c in waiting] == [b""] * MAX_CONNECTIONS
         assert run.ask(verb="status") == {"ok": True, "step": 3}
         for connection in waiting:
             connection.close()
 
 
-def test_a_silent_client_is_shown_out(monkeypatch):
+def test_a_silent_client_is_disconnected(monkeypatch):
     monkeypatch.setattr("trainformer.live.server.READ_SECONDS", 0.05)
-    with Listening() as run, address.connect(run.address, 20) as silent:
+    with Listening() as run, address.connect(run.address, 300) as silent:
         assert silent.recv(1) == b""
 
 
-def test_who_still_waits_at_the_end_is_told():
+def test_clients_that_wait_at_the_end_get_an_error():
     with Listening() as run:
         waiting = run.connect(verb="stop")
-        run.arrived.acquire(timeout=20)
+        run.arrived.acquire(timeout=300)
     assert json.loads(waiting.makefile().readline()) == {"ok": False, "error": "It is over."}
-    run.tickets[0].answer(step=1)  # too late, and no harm done
+    run.tickets[0].answer(step=1)  # too late: ignored
     waiting.close()
     assert not Path(run.address.path).parent.exists()
 
 
-def test_a_state_that_cannot_be_read_does_not_end_the_thread():
+def test_an_error_in_the_snapshot_does_not_end_the_thread():
     with Listening() as run:
         run.server._snapshot = lambda: 1 / 0
         assert "ZeroDivisionError" in run.ask(verb="status")["error"]
@@ -197,7 +199,7 @@ def test_a_state_that_cannot_be_read_does_not_end_the_thread():
         assert run.ask(verb="status")["step"] == 4
 
 
-def test_without_unix_sockets_a_port_of_this_machine_is_used(monkeypatch):
+def test_without_unix_sockets_a_local_port_is_used(monkeypatch):
     def refuse(root):
         raise OSError("no sockets in this file system")
 
@@ -205,7 +207,7 @@ def test_without_unix_sockets_a_port_of_this_machine_is_used(monkeypatch):
     with Listening() as run:
         assert run.address.path is None
         assert run.ask(verb="status") == {"ok": True, "step": 3}
-        with address.connect(run.address, 20) as stranger:
+        with address.connect(run.address, 300) as stranger:
             assert stranger.getpeername()[0] == "127.0.0.1"
             stranger.sendall(line(verb="status", token="guess"))
             assert stranger.recv(1) == b""
@@ -245,7 +247,7 @@ def test_the_file_is_never_readable_by_others(tmp_path, monkeypatch):
     assert target.read_text() == "precious"
     assert address.read(tmp_path) == known
     address.withdraw(tmp_path, address.Address(token="another", process=1, identity=None, host="h"))
-    assert address.read(tmp_path) == known  # that of somebody else stays
+    assert address.read(tmp_path) == known  # the file of another run stays
     address.withdraw(tmp_path, known)
     assert address.read(tmp_path) is None
 
@@ -254,7 +256,7 @@ def _is_control(path):
     return isinstance(path, str | os.PathLike) and os.fspath(path).endswith("control.json")
 
 
-def test_a_stale_file_cannot_make_us_remove_what_is_not_ours(tmp_path):
+def test_a_stale_file_cannot_cause_the_removal_of_other_files(tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "control").write_text("keep")
@@ -265,6 +267,6 @@ def test_a_stale_file_cannot_make_us_remove_what_is_not_ours(tmp_path):
     assert address.read(tmp_path).token == "new"
 
 
-def test_wrong_words_are_refused_with_exit_code_2(tmp_path):
+def test_usage_errors_have_exit_code_2(tmp_path):
     for words in (["explode", "run"], ["save"], ["save", "run", "--timeout", "-1"], ["stop", "a", "b"]):
         assert ctl(tmp_path, *words).returncode == 2, words

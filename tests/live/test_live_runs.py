@@ -1,4 +1,4 @@
-"""Runs in this process that are asked from another thread, and what their folders tell."""
+"""Runs in this process that are controlled from another thread, and the status of run folders."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from trainformer import Trainer
 from trainformer.checkpointing import CheckpointStore
 from trainformer.core.errors import BadArgument
 from trainformer.live import ControlError, address, ask, describe, list_runs
-from trainformer.live.requests import Request, Ticket
+from trainformer.live.server import Request, Ticket
 from trainformer.run import run_of
 from trainformer.run.folder import NoFolder
 from trainformer.utils.processes import process_identity
@@ -36,14 +36,14 @@ def trainer(*callbacks, **settings):
 
 
 def train_and_ask(trainer, requests):
-    """Train while something is asked for at some steps; the answers, or what went wrong."""
+    """Train while another thread sends requests at some steps; the replies, or the errors."""
     answers = []
 
     def make():
         for step, verb in requests.items():
             wait_for(lambda step=step: Path("reached.txt").exists() and Path("reached.txt").read_text() == str(step))
             try:
-                answers.append(ask("here", verb, timeout=30))
+                answers.append(ask("here", verb, timeout=300))
             except ControlError as error:
                 answers.append(str(error))
 
@@ -51,11 +51,11 @@ def train_and_ask(trainer, requests):
     asking = threading.Thread(target=make)
     asking.start()
     trainer.fit()
-    asking.join(30)
+    asking.join(300)
     return answers
 
 
-def test_without_validation_data_eval_says_so_and_the_run_goes_on():
+def test_eval_without_validation_data_is_refused_and_the_run_continues():
     ours = trainer()
     refused, saved = train_and_ask(ours, {3: "eval", 5: "save"})
     assert refused == "here: There is no validation data, so nothing can be evaluated. The run continues."
@@ -63,7 +63,7 @@ def test_without_validation_data_eval_says_so_and_the_run_goes_on():
     assert ours.state.step == 16
 
 
-def test_stop_saves_also_where_the_end_of_a_run_does_not():
+def test_stop_saves_even_if_the_run_does_not_save_at_its_end():
     ours = trainer()
     run_of(ours).options = replace(run_of(ours).options, plan={"save_at_end": False})
     (answer,) = train_and_ask(ours, {3: "stop"})
@@ -71,17 +71,17 @@ def test_stop_saves_also_where_the_end_of_a_run_does_not():
     assert [saved.step for saved in CheckpointStore(Path("runs/here/checkpoints")).checkpoints()] == [3]
 
 
-def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
+def test_a_late_request_is_not_carried_out_by_the_next_run():
     class Late:
-        """Asks in the very last moment: the answers have been given, the server is about to close."""
+        """Sends a request at the last moment: replies have been sent, and the server is about to close."""
 
         def on_train_end(self, trainer):
             live = run_of(trainer).live_control
             given = live._close
-            live._close = lambda *args: (given(*args), live._take(ticket))
+            live._close = lambda *args: (given(*args), live._receive(ticket))
 
-    told = []
-    ticket = Ticket(Request("stop", "somebody"), told.append, lambda file, reply: None)
+    replies = []
+    ticket = Ticket(Request("stop", "somebody"), replies.append, lambda file, reply: None)
     ours = trainer(Late(), run_dir="runs/first")
     ours.fit()
     del run_of(ours).live_control._close
@@ -92,8 +92,8 @@ def test_what_came_too_late_for_one_run_is_not_done_by_the_next():
     assert (saved["step"], again.state.step) == (3, 16)
 
 
-def test_what_was_just_done_is_answered_without_doing_it_again():
-    """Asked while a boundary's own evaluation and save go on, it finds both done when that step is polled again."""
+def test_a_request_that_was_just_done_is_not_done_again():
+    """A request during the evaluation and save of a step boundary finds both done when that step is polled again."""
     ours = trainer(val_data=TensorDataset(*classes(n=8, seed=1)))
     live, state, answers = run_of(ours).live_control, ours.state, {}
     history = [
@@ -106,7 +106,7 @@ def test_what_was_just_done_is_answered_without_doing_it_again():
     state.log_history[:] = history
     live._checkpointer = SimpleNamespace(store=CheckpointStore(Path("runs/here/checkpoints")), failures=5)
     for verb in ("eval", "save"):
-        live._take(Ticket(Request(verb, "me"), partial(answers.__setitem__, verb), lambda file, reply: None))
+        live._receive(Ticket(Request(verb, "me"), partial(answers.__setitem__, verb), lambda file, reply: None))
     live.apply_requests(live.take())
     assert answers == {"eval": {"ok": True, "step": 6, "metrics": {"val/loss": 1.0}}}
     live._checkpointer.failures += 1  # only failures since then count
@@ -115,7 +115,7 @@ def test_what_was_just_done_is_answered_without_doing_it_again():
     assert not live.waiting
 
 
-def test_who_calls_off_a_stop_is_obeyed_and_whoever_asked_is_told():
+def test_a_callback_can_call_off_a_stop_and_the_client_gets_an_error():
     class Stubborn:
         def on_save(self, trainer, path):
             trainer.control.cancel_stop()
@@ -125,7 +125,7 @@ def test_who_calls_off_a_stop_is_obeyed_and_whoever_asked_is_told():
     assert ours.state.step == 16
 
 
-def test_callbacks_that_come_and_go_do_not_cost_an_answer():
+def test_adding_and_removing_callbacks_loses_no_reply():
     class Passing:
         def on_step_end(self, trainer, step, loss):
             """Nothing."""
@@ -142,7 +142,7 @@ def test_callbacks_that_come_and_go_do_not_cost_an_answer():
     assert evaluated["metrics"].keys() == {"val/loss", "val/accuracy"}
 
 
-def test_a_stopped_run_goes_on_when_that_is_wanted():
+def test_a_stopped_run_can_be_resumed_explicitly():
     (answer,) = train_and_ask(trainer(), {3: "stop"})
     assert answer["status"] == "stopped"
     again = trainer()
@@ -179,8 +179,8 @@ def test_each_fit_has_its_own_token_and_cleans_up():
     assert not [t for t in threading.enumerate() if t.name == "trainformer-control"]
 
 
-def test_what_killed_runs_left_is_swept_away(tmp_path, monkeypatch):
-    """Folders on whose socket nobody listens, unless they are young, of another machine, or hold something else."""
+def test_sockets_of_killed_runs_are_removed(tmp_path, monkeypatch):
+    """Folders whose socket has no listener, unless they are new, from another machine, or hold other files."""
     monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(prefix="t", dir="/tmp"))
     listeners = {}
     for name in ("dead", "young", "alive", "full"):
@@ -203,7 +203,7 @@ def test_what_killed_runs_left_is_swept_away(tmp_path, monkeypatch):
     assert left == {*kept, far, Path(own.path).parent}
 
 
-def test_a_run_that_cannot_listen_runs_all_the_same(monkeypatch):
+def test_a_run_that_cannot_listen_still_trains(monkeypatch):
     def refuse():
         raise OSError("too many open files")
 
@@ -211,10 +211,10 @@ def test_a_run_that_cannot_listen_runs_all_the_same(monkeypatch):
     ours = trainer()
     ours.fit()
     assert ours.state.step == 16
-    assert "cannot be controlled from outside" in Path("runs/here/log.txt").read_text()
+    assert "live control is off: no socket could be opened" in Path("runs/here/log.txt").read_text()
 
 
-def test_without_a_folder_nobody_listens():
+def test_a_run_without_a_folder_does_not_listen():
     threads = threading.active_count()
     with run_of(trainer()).live_control.serving(NoFolder(), None, lambda: "finished"):
         assert threading.active_count() == threads
@@ -232,13 +232,13 @@ def write_run(name, status="running", process=None, identity="of another", **con
     return folder
 
 
-def test_a_number_that_was_given_to_another_process_does_not_make_a_run_alive():
+def test_a_reused_process_id_does_not_make_a_run_alive():
     write_run("old")
     write_run("young", identity=process_identity(os.getpid()))
     assert {info.name: info.status for info in list_runs()} == {"old": "killed", "young": "running"}
-    with pytest.raises(ControlError, match=r"is gone\. Run the same command again to begin anew: it had no checkpoint"):
+    with pytest.raises(ControlError, match=r"is gone\. Run the same command again to start over: it had no checkpoint"):
         ask("old", "save")
-    with pytest.raises(ControlError, match=r"young runs \(process \d+\) but does not listen"):
+    with pytest.raises(ControlError, match=r"young is running \(process \d+\) but does not listen"):
         ask("young", "save")
 
 
@@ -247,13 +247,13 @@ def test_a_zombie_is_dead():
     alive = process_identity(child.pid)
     assert alive is not None
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended; nobody has waited for it
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is not reaped
     assert Path(f"/proc/{child.pid}/stat").exists() == Path("/proc/self").exists()
     assert process_identity(child.pid) is None
     child.communicate()
 
 
-def test_a_run_on_another_machine_is_not_called_dead():
+def test_a_run_on_another_machine_is_not_reported_as_dead():
     folder = write_run("far", process=7)
     far = address.Address(token="t", process=7, identity="of another", host="elsewhere", path="/nowhere")
     (folder / "control.json").write_text(json.dumps(vars(far)))
@@ -262,7 +262,7 @@ def test_a_run_on_another_machine_is_not_called_dead():
         ask("far", "stop")
 
 
-def test_a_socket_that_is_gone_is_told():
+def test_a_missing_socket_is_reported():
     folder = write_run("mute", identity=process_identity(os.getpid()))
     gone = address.Address("t", os.getpid(), process_identity(os.getpid()), socket.gethostname(), path="/nowhere/s")
     address.publish(folder, gone)
@@ -270,7 +270,7 @@ def test_a_socket_that_is_gone_is_told():
         ask("mute", "save")
 
 
-def test_progress_is_read_from_what_was_logged():
+def test_progress_is_read_from_the_logged_metrics():
     folder = write_run("half", "failed", epochs=4)
     lines = [{"step": i, "train/loss": 1 / i, "train/epoch": i / 1000} for i in range(1, 2001)]
     text = "\n".join(map(json.dumps, [*lines, {"step": 2000, "val/loss": "NaN"}]))
@@ -282,12 +282,12 @@ def test_progress_is_read_from_what_was_logged():
     assert (describe(folder).steps, describe(folder).loss, describe(folder).progress) == (50, "NaN", 1.0)
 
 
-def test_runs_that_do_not_exist_and_what_may_have_been_meant(tmp_path):
+def test_unknown_runs_get_a_suggestion(tmp_path):
     write_run("resnet-small", "finished")
     Path("runs/empty").mkdir()
     with pytest.raises(BadArgument, match=r"received 'resnet-smal'\. Did you mean 'resnet-small'"):
         ask("resnet-smal", "save")
-    with pytest.raises(BadArgument, match=r"There is no status\.json of a run in it"):
+    with pytest.raises(BadArgument, match=r"It has no status\.json of a run"):
         ask("empty", "save")
     with pytest.raises(BadArgument, match=r"a verb among status, save, stop, abort, eval, received 'sav'\."):
         ask("resnet-small", "sav")

@@ -1,4 +1,4 @@
-"""The interface, the public names, and what all loggers have in common."""
+"""The interface, the public names, and what all loggers share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import trainformer.loggers as public
+from trainformer.context.jsonable import jsonable
 from trainformer.core import BadArgument, MissingDependency
 from trainformer.loggers import (
     BaseLogger,
@@ -24,7 +25,7 @@ from trainformer.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
-from trainformer.loggers.values import as_numbers, flatten, jsonable
+from trainformer.loggers.base import as_numbers, flatten
 
 
 def test_public_names() -> None:
@@ -97,7 +98,7 @@ def test_log_before_init_is_a_clear_error(logger: BaseLogger) -> None:
     assert logger.state_dict() == {}
 
 
-def test_noop_logger_takes_every_call() -> None:
+def test_noop_logger_accepts_every_call() -> None:
     logger = NoOpLogger()
     logger.log({"train/loss": 1.0}, step=1)
     logger.init({"lr": 0.1})

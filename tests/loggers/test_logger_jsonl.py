@@ -1,10 +1,9 @@
-"""metrics.jsonl: exact after any crash and any restart."""
+"""metrics.jsonl: exact after any crash and any resume."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -47,7 +46,7 @@ def test_one_object_per_line(tmp_path: Path) -> None:
     assert read_jsonl(path)[1]["text/sample"] == "línea\nuno\u2028dos"
 
 
-def test_nonfinite_numbers_are_valid_json_and_come_back_as_floats(tmp_path: Path) -> None:
+def test_nonfinite_numbers_are_valid_json_and_read_back_as_floats(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     logger = JsonlLogger(path)
     logger.init({})
@@ -80,7 +79,7 @@ def test_a_new_start_appends(tmp_path: Path) -> None:
     assert positions(path) == [(1, 0), (2, 1), (3, 0)]
 
 
-def test_torn_last_line_breaks_neither_reading_nor_appending(tmp_path: Path) -> None:
+def test_partial_last_line_breaks_neither_reading_nor_appending(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2])
     with open(path, "ab") as file:
@@ -91,7 +90,7 @@ def test_torn_last_line_breaks_neither_reading_nor_appending(tmp_path: Path) -> 
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_a_record_that_only_lost_its_newline_is_kept(tmp_path: Path) -> None:
+def test_a_record_that_only_lacks_its_newline_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2])
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))
@@ -100,7 +99,7 @@ def test_a_record_that_only_lost_its_newline_is_kept(tmp_path: Path) -> None:
     assert positions(path) == [(1, 0), (2, 1), (3, 0)]
 
 
-def test_a_damaged_line_in_the_middle_is_named_and_left_out(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_skipped_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [1])
     with open(path, "ab") as file:
@@ -117,7 +116,7 @@ def test_continue_from_without_a_file_does_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_continue_from_leaves_no_temporary_file_and_goes_on(tmp_path: Path) -> None:
+def test_continue_from_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     write(path, [1, 2, 3, 4])
     logger = JsonlLogger(path)
@@ -138,7 +137,7 @@ def test_a_crash_while_rewriting_keeps_the_old_file(tmp_path: Path, monkeypatch:
         raise OSError("power cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", crash)
+        patch.setattr(Path, "replace", crash)
         with pytest.raises(OSError, match="power cut"):
             JsonlLogger(path).continue_from(1)
     assert positions(path) == [(1, 0), (2, 1), (3, 2)]
@@ -161,13 +160,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert positions(path) == [(step, step) for step in range(1, 101)]
 
 
-@given(steps=st.lists(st.integers(0, 50), max_size=30), cut=st.integers(-1, 51), torn=st.binary(max_size=20))
-def test_continue_from_keeps_exactly_the_records_up_to_the_step(steps: list[int], cut: int, torn: bytes) -> None:
+@given(steps=st.lists(st.integers(0, 50), max_size=30), cut=st.integers(-1, 51), partial=st.binary(max_size=20))
+def test_continue_from_keeps_exactly_the_records_up_to_the_step(steps: list[int], cut: int, partial: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
         write(path, steps)
         with open(path, "ab") as file:
-            file.write(b'{"step": 0, "torn' + torn.replace(b"\n", b""))
+            file.write(b'{"step": 0, "partial' + partial.replace(b"\n", b""))
         JsonlLogger(path).continue_from(cut)
         wanted = [(step, position) for position, step in enumerate(steps) if step <= cut]
         assert positions(path) == wanted

@@ -143,11 +143,11 @@ def test_resuming_goes_on_in_the_same_run_and_repeats_no_step(store: str, client
     assert run.info.status == "FINISHED"
 
 
-def test_a_run_that_is_gone_is_replaced_with_a_warning(store: str, client: Any) -> None:
+def test_a_missing_run_is_replaced_with_a_warning(store: str, client: Any) -> None:
     for gone in ("0" * 32, _deleted_run(store, client)):
         logger = MLflowLogger(tracking_uri=store)
         logger.load_state_dict({"run_id": gone})
-        with pytest.warns(RuntimeWarning, match=f"go on with MLflow run {gone}.* A new run is started"):
+        with pytest.warns(RuntimeWarning, match=f"resume MLflow run {gone}.* A new run is started"):
             logger.init({})
         logger.log({"train/loss": 1.0}, step=1)
         logger.finish()

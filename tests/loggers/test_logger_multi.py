@@ -1,4 +1,4 @@
-"""Several loggers as one, and the names that make them."""
+"""MultiLogger, and loggers by name: built-in ones and those of other packages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from plugin_packages import install  # noqa: F401 - a fixture
 from trainformer.core import BadArgument
 from trainformer.loggers import (
     BaseLogger,
@@ -25,41 +26,41 @@ from trainformer.loggers import (
 
 
 class Recorder(BaseLogger):
-    """Notes every call; fails where it is told to."""
+    """Records every call; `fail` names the method that raises."""
 
     def __init__(self, fail: str = "", remote: bool = False) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fail = fail
         self.remote = remote  # type: ignore[misc]
 
-    def _note(self, *call: Any) -> None:
+    def _record(self, *call: Any) -> None:
         self.calls.append(call)
         if call[0] == self.fail:
             raise ConnectionError("no route to host")
 
     def init(self, config: dict[str, Any]) -> None:
-        self._note("init", config)
+        self._record("init", config)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self._note("log", metrics, step)
+        self._record("log", metrics, step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        self._note("log_text", key, text, step)
+        self._record("log_text", key, text, step)
 
     def flush(self) -> None:
-        self._note("flush")
+        self._record("flush")
 
     def continue_from(self, step: int) -> None:
-        self._note("continue_from", step)
+        self._record("continue_from", step)
 
     def finish(self, status: str = "finished") -> None:
-        self._note("finish", status)
+        self._record("finish", status)
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": len(self.calls)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._note("load_state_dict", state)
+        self._record("load_state_dict", state)
 
 
 def test_every_call_reaches_every_logger() -> None:
@@ -73,7 +74,7 @@ def test_every_call_reaches_every_logger() -> None:
     logger.flush()
     state = logger.state_dict()
     logger.finish("stopped")
-    logger.flush()  # at any time: there is nothing to do now
+    logger.flush()  # allowed at any time
     for number, part in enumerate(parts, start=1):
         assert part.calls == [
             ("load_state_dict", {"calls": number}),
@@ -87,14 +88,14 @@ def test_every_call_reaches_every_logger() -> None:
     assert state == {"Recorder": {"calls": 6}, "Recorder#2": {"calls": 6}}
 
 
-def test_a_logger_added_since_the_checkpoint_starts_afresh() -> None:
+def test_a_logger_added_after_the_checkpoint_starts_a_new_run() -> None:
     part = Recorder()
     MultiLogger([NoOpLogger(), part]).load_state_dict({})
     assert part.calls == []
 
 
 @pytest.mark.parametrize("call", ["log", "log_text", "flush", "finish"])
-def test_a_remote_failure_is_warned_about_once_and_counted(call: str) -> None:
+def test_a_remote_failure_warns_once_and_is_counted(call: str) -> None:
     broken, fine = Recorder(fail=call, remote=True), Recorder()
     logger = MultiLogger([broken, fine])
     logger.init({})
@@ -127,7 +128,7 @@ def test_a_local_failure_is_raised() -> None:
     assert logger.failures == {}
 
 
-def test_an_error_in_init_is_raised_and_closes_what_was_opened() -> None:
+def test_an_error_in_init_is_raised_and_closes_open_loggers() -> None:
     first, broken, last = Recorder(), Recorder(fail="init", remote=True), Recorder()
     logger = MultiLogger([first, broken, last])
     with pytest.raises(ConnectionError, match="no route"):
@@ -156,7 +157,7 @@ def test_failures_start_at_zero_in_the_next_run() -> None:
         logger.finish()
 
 
-def test_only_loggers_are_taken() -> None:
+def test_only_loggers_are_accepted() -> None:
     with pytest.raises(BadArgument, match="Expected loggers to be BaseLogger instances, received 'wandb'"):
         MultiLogger(["wandb"])  # type: ignore[list-item]
 
@@ -191,7 +192,7 @@ def test_names_and_instances(spec: Any, wanted: list[str], tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()  # nothing is opened before init
 
 
-def test_each_logger_gets_its_place_in_the_run_folder(tmp_path: Path) -> None:
+def test_each_logger_gets_its_path_in_the_run_folder(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     parts = make(["console", "wandb", "tensorboard", "mlflow"], tmp_path, console=console).loggers
     jsonl, terminal, wandb, tensorboard, mlflow = parts
@@ -222,18 +223,58 @@ def test_the_file_is_not_written_twice(tmp_path: Path) -> None:
         ("xyz", "Pass a name"),
     ],
 )
-def test_unknown_names_get_the_nearest(spec: Any, hint: str, tmp_path: Path) -> None:
+def test_unknown_names_get_a_suggestion(spec: Any, hint: str, tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match=f"one of console, wandb, tensorboard, mlflow, none, .*{hint}"):
         make(spec, tmp_path)
 
 
-def test_things_that_are_no_loggers(tmp_path: Path) -> None:
+PLUGIN = """
+from trainformer.loggers import BaseLogger
+
+class FileLogger(BaseLogger):
+    def __init__(self, run_dir, name=None):
+        self.run_dir, self.name = run_dir, name
+
+    def init(self, config): ...
+    def log(self, metrics, step):
+        (self.run_dir / "plugin.txt").write_text(f"{step}: {metrics}")
+    def finish(self, status="finished"): ...
+
+def everything(**about_run):
+    logger = FileLogger(about_run["run_dir"])
+    logger.about_run = about_run
+    return logger
+
+def nothing():
+    return None
+"""
+
+
+def test_a_logger_of_another_package(install: Any, tmp_path: Path) -> None:  # noqa: F811
+    install("logger_plugin", PLUGIN, "loggers", file="FileLogger", everything="everything", nothing="nothing")
+    logger = make(["file", "console", "everything"], tmp_path)
+    assert kinds(logger) == ["JsonlLogger", "FileLogger", "ConsoleLogger", "FileLogger"]
+    assert logger.loggers[1].name == "first"  # type: ignore[attr-defined]
+    about_run = {"project": "birds", "name": "first", "run_dir": tmp_path}
+    assert logger.loggers[3].about_run == about_run  # type: ignore[attr-defined]
+    logger.init({})
+    logger.log({"train/loss": 0.5}, step=3)
+    logger.finish()
+    assert (tmp_path / "plugin.txt").read_text() == "3: {'train/loss': 0.5}"
+    with pytest.raises(BadArgument, match="the plugin 'nothing' to make a BaseLogger, received None"):
+        make("nothing", tmp_path)
+    names = "console, wandb, tensorboard, mlflow, everything, file, nothing, none"
+    with pytest.raises(BadArgument, match=f"one of {names}, .*Did you mean 'file'"):
+        make("fil", tmp_path)
+
+
+def test_values_that_are_no_loggers_are_refused(tmp_path: Path) -> None:
     for wrong in (3, {"name": "wandb"}, [NoOpLogger]):
         with pytest.raises(BadArgument, match=r"received .* Pass a name, a BaseLogger, or a list of them"):
             make(wrong, tmp_path)
 
 
-def test_a_run_and_its_continuation(tmp_path: Path) -> None:
+def test_a_run_and_its_resume(tmp_path: Path) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=False)
     first = make(["console", "tensorboard"], tmp_path, console=console)
@@ -251,4 +292,4 @@ def test_a_run_and_its_continuation(tmp_path: Path) -> None:
         second.log({"train/loss": 1 / step}, step)
     second.finish()
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert stream.getvalue().count("step     3") == 2  # what a person has read cannot be taken back
+    assert stream.getvalue().count("step     3") == 2  # printed lines cannot be undone

@@ -1,4 +1,4 @@
-"""One browser for all tests, which is refused every connection, and reports to look at."""
+"""One offline browser for all tests, and reports to open in it."""
 
 import os
 import shutil
@@ -18,13 +18,13 @@ FLAGS = [
 
 @dataclass
 class Visit:
-    """A page, and what it did that it should not: errors, words on the console, requests for anything but itself."""
+    """A page and its faults: errors, console messages, and requests for anything but itself."""
 
     page: object
     faults: list = field(default_factory=list)
 
     def tone(self, title: str, colour: str, x: float | None = None) -> int:
-        """How many pixels of a plot have a colour, all in all or near a value of the horizontal axis."""
+        """The number of pixels of a plot with a colour, in total or near a value of the x axis."""
         script = """([title, red, green, blue, at]) => {
             const canvas = document.querySelector(`figure[data-title="${title}"] canvas`);
             const { width, height } = canvas;
@@ -45,24 +45,24 @@ class Visit:
         return self.page.evaluate(script, [title, red, green, blue, at])
 
     def plot(self, title: str, what: str):
-        """Something of the uPlot of a metric, which is called `u`."""
+        """Evaluate an expression on the uPlot `u` of a metric."""
         box = f'document.querySelector(`figure[data-title="{title}"] .canvas`)'
         return self.page.evaluate(f"() => {{ const u = {box}.uplot; return {what}; }}")
 
     def hover(self, title: str, x: float) -> None:
-        """Move the mouse to a value of the horizontal axis."""
+        """Move the mouse to a value of the x axis."""
         over = self.page.locator(f'figure[data-title="{title}"] .u-over')
         over.scroll_into_view_if_needed()
         inside = f"Math.min(u.over.clientWidth - 1, u.valToPos({x}, 'x'))"
         over.hover(position={"x": self.plot(title, inside), "y": 60})
 
-    def told(self, title: str) -> dict:
-        """The values that the tooltip of a plot shows, by run and metric."""
+    def tooltip(self, title: str) -> dict:
+        """The values in the tooltip of a plot, by run and metric."""
         cells = self.page.locator(f'figure[data-title="{title}"] .tip .value').all()
         return {(c.get_attribute("data-run"), c.get_attribute("data-name")): c.inner_text() for c in cells}
 
 
-@pytest.fixture(scope="module")  # not longer: processes that other tests fork would hold its pipes open
+@pytest.fixture(scope="module")  # not session: processes forked by other tests would hold its pipes open
 def chromium():
     executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     sync_api = pytest.importorskip("playwright.sync_api") if "CI" not in os.environ else None
@@ -80,7 +80,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def screens(chromium):
-    """One context for each kind of screen: making one takes as long as opening a report."""
+    """One browser context per screen: creating one takes as long as opening a report."""
     made = {}
 
     def screen(scheme: str, width: int, height: int):
@@ -96,14 +96,14 @@ def screens(chromium):
 
 @pytest.fixture
 def visit(screens):
-    """Open a report as from a disk, without a network. What it should not have done fails the test at its end."""
+    """Open a report from disk, offline. Faults fail the test at its end."""
     opened = []
 
     def open_(path: Path, *, scheme="light", width=1280, height=900) -> Visit:
         seen = Visit(screens(scheme, width, height).new_page())
         opened.append(seen)
         page, address = seen.page, path.resolve().as_uri()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(120_000)
         page.on("console", lambda message: seen.faults.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: seen.faults.append(f"error: {error}"))
         page.on("dialog", lambda dialog: (seen.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
@@ -113,14 +113,14 @@ def visit(screens):
 
     yield open_
     for seen in opened:
-        seen.page.evaluate("localStorage.clear()")  # what one page remembers, all of a disk do
+        seen.page.evaluate("localStorage.clear()")  # shared by all file:// pages
         seen.page.close()
         assert not seen.faults, seen.faults
 
 
 @pytest.fixture(scope="session")
 def rich(tmp_path_factory):
-    """A report of one run that has all there is."""
+    """A report of a run with every kind of content."""
     return write_report(everything(tmp_path_factory.mktemp("rich") / "everything"))
 
 

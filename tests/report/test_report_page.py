@@ -10,7 +10,7 @@ from run_folders import CONFIG, EVIL, happened, png, training, write_run
 
 from trainformer.loggers import read_jsonl
 from trainformer.report import write_report
-from trainformer.report.page import page as page_of
+from trainformer.report.writing import render
 
 EMPTY = {"title": "t", "written": 0, "version": "0", "points": 5000, "plots": [], "runs": []}
 BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
@@ -29,7 +29,7 @@ def draw_all(page):
 # -- curves ------------------------------------------------------------------------------------------------
 
 
-def test_every_metric_has_its_plot_and_train_and_val_share_one(visit, rich):
+def test_every_metric_has_a_plot_and_train_and_val_share_one(visit, rich):
     page = visit(rich).page
     draw_all(page)
     titles = [box.get_attribute("data-title") for box in page.locator("#curves .chart").all()]
@@ -47,13 +47,13 @@ def test_hovering_shows_what_was_logged(visit, rich):
     values = logged(rich.parent, "train/loss")
     for step in (10, 100, 200):
         seen.hover("loss", step)
-        assert float(seen.told("loss")["everything", "train/loss"]) == pytest.approx(values[step], rel=1e-5)
+        assert float(seen.tooltip("loss")["everything", "train/loss"]) == pytest.approx(values[step], rel=1e-5)
     seen.hover("loss", 100)
-    assert float(seen.told("loss")["everything", "val/loss"]) == pytest.approx(values[100] + 0.05, rel=1e-5)
+    assert float(seen.tooltip("loss")["everything", "val/loss"]) == pytest.approx(values[100] + 0.05, rel=1e-5)
     assert "resumed at step 100" in seen.page.locator("figure[data-title=loss] .tip").inner_text()
 
 
-def test_the_cursor_of_one_plot_is_that_of_all(visit, rich):
+def test_all_plots_share_a_cursor(visit, rich):
     seen = visit(rich)
     draw_all(seen.page)
     seen.hover("loss", 100)
@@ -67,12 +67,12 @@ def test_the_keys_move_the_cursor(visit, rich):
     plot.focus()
     for _ in range(3):
         plot.press("ArrowRight")
-    assert float(seen.told("loss")["everything", "train/loss"]) == pytest.approx(
+    assert float(seen.tooltip("loss")["everything", "train/loss"]) == pytest.approx(
         logged(rich.parent, "train/loss")[6], rel=1e-5
     )
 
 
-def test_a_value_that_is_not_finite_is_marked_and_told(visit, rich):
+def test_a_nonfinite_value_is_marked_and_shown(visit, rich):
     seen = visit(rich)
     [step] = [step for step, value in logged(rich.parent, "train/loss").items() if math.isnan(value)]
     assert "1 value not finite" in seen.page.locator("figure[data-title=loss] .note").inner_text()
@@ -92,7 +92,7 @@ def test_a_resume_is_a_line_in_every_plot(visit, rich):
         assert seen.tone(title, "#555555", 150) == 0
 
 
-def test_a_run_that_is_switched_off_disappears_from_plots_and_tables(visit, three):
+def test_a_hidden_run_disappears_from_plots_and_tables(visit, three):
     seen = visit(three)
     page = seen.page
     for title in ("loss", "lr"):
@@ -105,27 +105,29 @@ def test_a_run_that_is_switched_off_disappears_from_plots_and_tables(visit, thre
     assert not page.locator("#run-1").is_visible()
     assert page.locator("#run-2").is_visible()
     seen.hover("loss", 60)
-    assert {run for run, _ in seen.told("loss")} == {"first", "third"}
+    assert {run for run, _ in seen.tooltip("loss")} == {"first", "third"}
     page.get_by_role("button", name="second", exact=True).click()
     assert seen.tone("loss", VERMILION) > 20
     page.get_by_role("button", name="third", exact=True).click(modifiers=["Shift"])
     assert page.locator(".bar-top .chip[aria-pressed=true]").all_inner_texts() == ["third"]
 
 
-def test_runs_with_other_steps_each_show_their_nearest_value(visit, three):
+def test_runs_with_different_steps_show_their_nearest_values(visit, three):
     seen = visit(three)
     seen.hover("loss", 60)
-    told = seen.told("loss")
+    shown = seen.tooltip("loss")
     for run in ("first", "second", "third"):
         expected = logged(three.parent / run, "train/loss")[60]
-        assert float(told[run, "train/loss"]) == pytest.approx(expected, rel=1e-5)
+        assert float(shown[run, "train/loss"]) == pytest.approx(expected, rel=1e-5)
     seen.hover("loss", 33)  # the first has values at 32 and 34, the third at 35
-    told = seen.told("loss")
-    assert float(told["second", "train/loss"]) == pytest.approx(logged(three.parent / "second", "train/loss")[33], 1e-5)
-    assert float(told["third", "train/loss"]) == pytest.approx(logged(three.parent / "third", "train/loss")[35], 1e-5)
-    assert ("first", "train/loss") in told
+    shown = seen.tooltip("loss")
+    assert float(shown["second", "train/loss"]) == pytest.approx(
+        logged(three.parent / "second", "train/loss")[33], 1e-5
+    )
+    assert float(shown["third", "train/loss"]) == pytest.approx(logged(three.parent / "third", "train/loss")[35], 1e-5)
+    assert ("first", "train/loss") in shown
     seen.hover("loss", 160)
-    assert {run for run, _ in seen.told("loss")} == {"first"}
+    assert {run for run, _ in seen.tooltip("loss")} == {"first"}
 
 
 def test_smoothing_changes_the_line_and_not_the_data(visit, rich):
@@ -143,14 +145,14 @@ def test_smoothing_changes_the_line_and_not_the_data(visit, rich):
     assert [v for v in drawn if v is not None][-1] == pytest.approx(average / weight)
     seen.hover("loss", 100)
     raw = logged(rich.parent, "train/loss")[100]
-    told = seen.page.locator("figure[data-title=loss] .tip tr", has_text="train").inner_text()
-    assert float(re.search(r"raw ([\d.]+)", told)[1]) == pytest.approx(raw, rel=1e-5)
-    assert float(seen.told("loss")["everything", "train/loss"]) != pytest.approx(raw, rel=1e-3)
+    shown = seen.page.locator("figure[data-title=loss] .tip tr", has_text="train").inner_text()
+    assert float(re.search(r"raw ([\d.]+)", shown)[1]) == pytest.approx(raw, rel=1e-5)
+    assert float(seen.tooltip("loss")["everything", "train/loss"]) != pytest.approx(raw, rel=1e-3)
     seen.page.locator("#smoothing").fill("0")
     assert seen.tone("loss", BLUE) == pixels
 
 
-def test_a_drag_zooms_all_plots_and_a_double_click_goes_back(visit, rich):
+def test_a_drag_zooms_all_plots_and_a_double_click_resets(visit, rich):
     seen = visit(rich)
     draw_all(seen.page)
     box = seen.page.locator("figure[data-title=loss] .u-over").bounding_box()
@@ -167,7 +169,7 @@ def test_a_drag_zooms_all_plots_and_a_double_click_goes_back(visit, rich):
     assert [seen.plot("loss", f"u.scales.x.{end}") for end in ("min", "max")] == [2, 200]
 
 
-def test_the_axis_can_be_steps_epochs_or_time_at_work(visit, rich):
+def test_the_axis_can_be_steps_epochs_or_training_time(visit, rich):
     seen = visit(rich)
     assert seen.plot("loss", "u.scales.x.max") == 200
     seen.page.get_by_role("radio", name="epoch").check()
@@ -191,7 +193,7 @@ def test_the_log_scale(visit, rich):
 # -- the look ----------------------------------------------------------------------------------------------
 
 
-def test_dark_and_light_follow_the_system_until_they_are_switched(visit, rich):
+def test_dark_mode_follows_the_system_until_it_is_switched(visit, rich):
     ground = "getComputedStyle(document.body).backgroundColor"
     seen = visit(rich, scheme="dark")
     assert seen.page.evaluate(ground) == "rgb(20, 23, 27)"
@@ -202,7 +204,7 @@ def test_dark_and_light_follow_the_system_until_they_are_switched(visit, rich):
     assert visit(rich, scheme="light").page.evaluate(ground) == "rgb(255, 255, 255)"
 
 
-def test_on_paper_it_is_light_and_complete(visit, rich):
+def test_the_printed_page_is_light_and_complete(visit, rich):
     seen = visit(rich, scheme="dark", height=500)
     seen.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert seen.tone("memory_gb", BLUE) > 20
@@ -211,7 +213,7 @@ def test_on_paper_it_is_light_and_complete(visit, rich):
     assert len(seen.page.pdf()) > 20_000
 
 
-def test_on_a_telephone_nothing_sticks_out(visit, three):
+def test_nothing_overflows_on_a_phone(visit, three):
     page = visit(three, width=390, height=800).page
     draw_all(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -220,7 +222,7 @@ def test_on_a_telephone_nothing_sticks_out(visit, three):
     assert 300 < widths.pop() <= 390
 
 
-def test_everything_that_can_be_clicked_can_be_reached_by_keys(visit, three):
+def test_everything_clickable_is_reachable_by_keyboard(visit, three):
     page = visit(three).page
     unreachable = page.locator("button, a, input, summary, .canvas").evaluate_all(
         "all => all.filter(node => node.tabIndex < 0).map(node => node.outerHTML)"
@@ -234,7 +236,7 @@ def test_everything_that_can_be_clicked_can_be_reached_by_keys(visit, three):
 # -- the other parts ---------------------------------------------------------------------------------------
 
 
-def test_settings_show_who_set_them(visit, rich):
+def test_settings_show_their_source(visit, rich):
     page = visit(rich).page
     row = page.locator(".settings tr", has_text="total_steps")
     assert row.locator("code").inner_text() == "200"
@@ -245,7 +247,7 @@ def test_settings_show_who_set_them(visit, rich):
     assert dict(zip(names, badges, strict=True)) == {key: entry[1] for key, entry in CONFIG.items()}
 
 
-def test_of_several_runs_only_the_difference_is_shown(visit, three):
+def test_several_runs_show_only_differing_settings(visit, three):
     page = visit(three).page
     visible = [row.locator("th").inner_text() for row in page.locator(".settings tbody tr").all() if row.is_visible()]
     assert visible == ["lr", "epochs", "dropout"]
@@ -255,7 +257,7 @@ def test_of_several_runs_only_the_difference_is_shown(visit, three):
     assert page.locator(".settings tbody tr:visible").count() == len(CONFIG) + 1
 
 
-def test_the_confusion_matrix_in_shares_and_in_counts(visit, rich):
+def test_the_confusion_matrix_in_rates_and_counts(visit, rich):
     page = visit(rich).page
     cells = page.locator(".matrix tbody tr").first.locator("td")
     assert cells.all_inner_texts() == ["85", "13", "3", "85.0 %"]
@@ -265,7 +267,7 @@ def test_the_confusion_matrix_in_shares_and_in_counts(visit, rich):
     assert cells.all_inner_texts()[0] == "32"
 
 
-def test_images_texts_rates_events_and_log(visit, rich):
+def test_images_texts_lr_test_events_and_log(visit, rich):
     page = visit(rich).page
     assert page.locator("#images img").evaluate_all("all => all.map(i => i.naturalWidth)") == [8, 8, 8]
     assert page.locator("#texts p").last.inner_text() == "Once upon a time at step 200."
@@ -280,7 +282,7 @@ def test_images_texts_rates_events_and_log(visit, rich):
     assert "saved step_00000100" in page.locator("#log pre").inner_text()
 
 
-def test_what_a_run_is_called_is_never_executed(visit, tmp_path):
+def test_the_name_of_a_run_is_never_executed(visit, tmp_path):
     """Names, metrics, settings, texts, errors: all appear as they are written."""
     metrics = [{**record, f"val/{EVIL}": 0.5} for record in training(8)]
     records = [
@@ -304,7 +306,7 @@ def test_what_a_run_is_called_is_never_executed(visit, tmp_path):
     assert page.locator("#page script").count() == 0
 
 
-def test_no_address_in_the_file(rich):
+def test_no_url_in_the_file(rich):
     text = rich.read_text()
     assert set(re.findall(r"https?://[^\s\"'<]*", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|src=[\"'](?!data:)", text)
@@ -317,20 +319,22 @@ def test_no_address_in_the_file(rich):
 # -- odd runs ----------------------------------------------------------------------------------------------
 
 
-def test_runs_with_little_or_damaged_content_are_shown_as_far_as_they_go(visit, tmp_path):
+def test_sparse_and_damaged_runs_are_shown_as_far_as_possible(visit, tmp_path):
     old = write_run(tmp_path / "old", list(training(20)), status=None)
     empty = write_run(tmp_path / "empty", status="running")
-    torn = write_run(tmp_path / "torn", list(training(20)), happened(20)[:3], status="failed")
-    with (torn / "metrics.jsonl").open("a") as file:
+    damaged = write_run(tmp_path / "damaged", list(training(20)), happened(20)[:3], status="failed")
+    with (damaged / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "tr\n[1]\n{"step": "x", "train/loss": 1}\n{"step": 22}\n{"step": 23, "train/lo')
-    with (torn / "records.jsonl").open("a") as file:
+    with (damaged / "records.jsonl").open("a") as file:
         file.write('{"kind": 7}\n{"step": 3}\n{"kind": "saved"}\n{"kind": "text"}\n{"kind": "lr_finder", "lrs": 3}\n')
         file.write('{"kind": "confusion_matrix", "matrix": [[1], 2]}\n{"kind": "images", "images": [3]}\n')
-    (torn / "config.json").write_text('{"lr": 3, "epochs": {"value": 1}')
-    page = visit(write_report([old, empty, torn], tmp_path)).page
+    (damaged / "config.json").write_text('{"lr": 3, "epochs": {"value": 1}')
+    page = visit(write_report([old, empty, damaged], tmp_path)).page
     draw_all(page)
     assert page.locator(".overview .badge").all_inner_texts() == ["unknown", "killed", "failed"]
-    assert page.locator("#runs .note").inner_text() == "torn: 2 lines of metrics.jsonl cannot be read and left out."
+    assert (
+        page.locator("#runs .note").inner_text() == "damaged: 2 lines of metrics.jsonl cannot be read and are skipped."
+    )
     assert page.locator("#curves canvas").count() == 6
     assert page.locator("#settings, #checkpoints, #images").count() == 0
     page = visit(write_report(empty)).page
@@ -338,7 +342,7 @@ def test_runs_with_little_or_damaged_content_are_shown_as_far_as_they_go(visit, 
     assert page.locator(".bar-top").count() == 0
 
 
-def test_names_that_every_object_has_and_a_best_value_that_is_no_number(visit, tmp_path):
+def test_names_of_builtin_properties_and_a_best_value_that_is_not_a_number(visit, tmp_path):
     """One of two runs has metrics and settings called like what JavaScript gives to all objects."""
     names = ["constructor", "toString", "val/__proto__"]
     metrics = [{"step": step, "time": 1.0 + step, "val/loss": "Infinity"} for step in (1, 2)]
@@ -352,7 +356,7 @@ def test_names_that_every_object_has_and_a_best_value_that_is_no_number(visit, t
     assert page.locator(".overview td:nth-child(6)").all_inner_texts() == ["Infinity at 1"] * 2
 
 
-def test_one_point_and_one_value_make_a_plot(visit, tmp_path):
+def test_a_single_point_makes_a_plot(visit, tmp_path):
     metrics = [{"step": 5, "time": 1.0, "train/loss": 0.5, "val/zero": 0.0, "val/odd": "Infinity"}]
     seen = visit(write_report(write_run(tmp_path / "one", metrics)))
     draw_all(seen.page)
@@ -361,7 +365,7 @@ def test_one_point_and_one_value_make_a_plot(visit, tmp_path):
     seen.page.locator("#smoothing").fill("0.5")
     seen.page.get_by_role("radio", name="step").check()
     seen.hover("loss", 5)
-    assert seen.told("loss") == {("one", "train/loss"): "0.5"}
+    assert seen.tooltip("loss") == {("one", "train/loss"): "0.5"}
     assert seen.page.locator("#curves .chart").count() == 3
 
 
@@ -369,7 +373,7 @@ def test_one_point_and_one_value_make_a_plot(visit, tmp_path):
 
 
 def sweep_content(runs=()):
-    """A sweep as `trainformer.report.sweeps` reads it; its second trial has the first run of the page."""
+    """A sweep as `trainformer.report.reading` reads it; its second trial has the first run of the page."""
     trials = [
         {"number": n, "config": {"lr": 10 ** -(n + 1), "kind": "ab"[n % 2]}, "metric": 0.9 - n / 10, "error": None,
          "status": "pruned" if n == 3 else "completed", "seconds": 1.5, "attempt": 1, "run": None, "page": None,
@@ -388,7 +392,7 @@ def sweep_content(runs=()):
 def test_a_sweep_in_plots_and_in_a_table(visit, rich, tmp_path):
     content = json.loads(re.search(r'id="data">(.*?)</script>', rich.read_text(), re.S)[1])
     path = tmp_path / "sweep.html"
-    path.write_text(page_of({**content, "sweeps": [sweep_content(runs=[rich])]}))
+    path.write_text(render({**content, "sweeps": [sweep_content(runs=[rich])]}))
     page = visit(path).page
     sweep = page.locator(".sweep")
     assert sweep.locator(".parallel path.trial").count() == 5
@@ -409,11 +413,11 @@ def test_a_sweep_in_plots_and_in_a_table(visit, rich, tmp_path):
     assert page.evaluate("location.hash") == "#run-0"
 
 
-def test_a_choice_of_none_has_its_place(visit, tmp_path):
+def test_a_choice_of_none_is_shown(visit, tmp_path):
     path, sweep = tmp_path / "sweep.html", sweep_content()
     for trial in sweep["trials"][1::2]:
         trial["config"]["kind"] = None
-    path.write_text(page_of({**EMPTY, "sweeps": [sweep]}))
+    path.write_text(render({**EMPTY, "sweeps": [sweep]}))
     page = visit(path).page
     plot = page.locator(".chart[data-title=kind]")
     across = plot.locator("circle").evaluate_all("all => all.map(c => +c.getAttribute('cx'))")
@@ -424,9 +428,9 @@ def test_a_choice_of_none_has_its_place(visit, tmp_path):
     assert page.locator(".parallel").bounding_box()["width"] < 900  # of two parameters
 
 
-def test_a_part_of_an_axis_can_be_kept(visit, tmp_path):
+def test_a_range_of_an_axis_can_be_selected(visit, tmp_path):
     path = tmp_path / "sweep.html"
-    path.write_text(page_of({**EMPTY, "sweeps": [sweep_content()]}))
+    path.write_text(render({**EMPTY, "sweeps": [sweep_content()]}))
     page = visit(path).page
     axis = page.locator(".parallel .brushing").last.bounding_box()
     middle = axis["x"] + axis["width"] / 2

@@ -1,4 +1,4 @@
-"""From folders to the content of a report, and the command that writes it."""
+"""The content of a report, read from folders, and the command that writes it."""
 
 import json
 import math
@@ -18,30 +18,30 @@ from trainformer.cli import app
 from trainformer.core.errors import BadArgument
 from trainformer.loggers import read_jsonl
 from trainformer.report import write_report
-from trainformer.report.events import happenings
+from trainformer.report.events import collect_events
 from trainformer.report.reading import read_run
-from trainformer.report.series import clock_of, kept_points, plots_of, series_of
+from trainformer.report.series import downsample, group_plots, read_clock, read_series
 from trainformer.sweep import choice, grid, sweep
-from trainformer.tasks.confusion import confusion_record
+from trainformer.tasks.classification_report import confusion_record
 
 
 def content_of(path):
-    """What is in a report, as its scripts read it."""
+    """The data in a report, as its script reads it."""
     return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)[1])
 
 
 # -- curves ------------------------------------------------------------------------------------------------
 
 
-def test_few_of_many_points_lose_no_peak_no_dip_and_no_nan():
+def test_downsampling_loses_no_peak_no_dip_and_no_nan():
     chance = random.Random(0)
     values = [chance.gauss(0, 1) for _ in range(9_973)]
     values[4_321], values[77], values[8_000], values[8_001] = 50.0, -50.0, math.nan, math.inf
-    kept = kept_points(values, 1_000)
+    kept = downsample(values, 1_000)
     assert kept == sorted(set(kept))
     assert len(kept) <= 1_000 + 3
     assert {0, 77, 4_321, 8_000, 9_972} <= set(kept)
-    # Wherever one looks, the highest that is drawn is the highest there is.
+    # In every window, the extremes that are drawn are the true ones.
     for begin in range(0, 9_900, 100):
         stretch = [v for v in values[begin : begin + 100] if math.isfinite(v)]
         near = [values[k] for k in kept if begin - 20 <= k < begin + 120 and math.isfinite(values[k])]
@@ -50,34 +50,34 @@ def test_few_of_many_points_lose_no_peak_no_dip_and_no_nan():
 
 
 def test_few_points_are_all_kept():
-    assert kept_points([3.0, 1.0, 2.0], 3) == [0, 1, 2]
+    assert downsample([3.0, 1.0, 2.0], 3) == [0, 1, 2]
 
 
-def test_a_step_that_was_logged_twice_counts_as_logged_last_and_steps_are_in_order():
+def test_the_last_value_of_a_repeated_step_counts_and_steps_are_sorted():
     records = [{"step": 1, "a": 1.0}, {"step": 3, "a": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": 4.0, "b": "text"}]
-    found = series_of(records)
+    found = read_series(records)
     assert (found["a"].steps, found["a"].values, found.keys()) == ([1, 2, 3], [1.0, 2.0, 4.0], {"a"})
 
 
-def test_time_at_work_leaves_out_the_pause_between_two_processes():
+def test_training_time_excludes_pauses_between_processes():
     records = resumed_times(training(40, 10), after=20, pause=1000)
-    clock = clock_of(records, [START, START + 1020, START + 1020.1], [START, START + 1020, START + 1020.1])
+    clock = read_clock(records, [START, START + 1020, START + 1020.1], [START, START + 1020, START + 1020.1])
     assert clock["steps"] == [10, 20, 30, 40]
     # The last sign of the first process was at 20.5, so that 999.5 s and 0.1 s are left out.
     assert clock["seconds"] == pytest.approx([10.5, 20.5, 30.9, 40.9])
     assert clock["epochs"] == [1, 2, 3, 4]
 
 
-def test_quick_steps_have_times_of_their_own():
+def test_fast_steps_have_separate_times():
     """Two at one time would be one point of the curves over time."""
     records = [{"step": step, "time": START + step / 500, "train/loss": 1.0} for step in range(1, 200)]
-    assert len(set(clock_of(records, [], [])["seconds"])) == 199
+    assert len(set(read_clock(records, [], [])["seconds"])) == 199
 
 
 def test_metrics_are_grouped_by_what_they_measure():
     names = ["train/epoch", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/memory_gb", "val/f1",
              "train/loss", "val/loss", "reward", "train/f1", "train/peak_memory_gb", "val/birds/recall"]  # fmt: skip
-    plots = {plot["title"]: (plot["group"], plot["names"]) for plot in plots_of(names)}
+    plots = {plot["title"]: (plot["group"], plot["names"]) for plot in group_plots(names)}
     assert plots == {
         "loss": ("Loss", ["train/loss", "val/loss"]),
         "f1": ("Validation", ["train/f1", "val/f1"]),
@@ -108,7 +108,7 @@ def trained(tmp_path_factory):
     return trainer, folder
 
 
-def test_a_real_run_is_shown_as_it_was(trained):
+def test_the_content_of_a_real_run(trained):
     trainer, folder = trained
     content = content_of(write_report(folder))
     [run] = content["runs"]
@@ -134,7 +134,7 @@ def test_a_real_run_is_shown_as_it_was(trained):
     assert best["bytes"] == sizes - (folder / "checkpoints" / best["name"] / "manifest.json").stat().st_size
 
 
-def test_a_run_that_failed_shows_why(tmp_path):
+def test_a_failed_run_shows_its_error(tmp_path):
     class Failing:
         def on_epoch_end(self, trainer, epoch, metrics):
             raise RuntimeError("the disk is full")
@@ -149,14 +149,14 @@ def test_a_run_that_failed_shows_why(tmp_path):
     assert "the disk is full" in run["error"]
 
 
-def test_a_resumed_run_marks_where_it_went_on(tmp_path):
+def test_a_resumed_run_marks_the_step(tmp_path):
     run = read_run(everything(tmp_path / "run"))
     assert {(mark["kind"], mark["step"]) for mark in run["marks"]} == {("split", 20), ("skipped", 31), ("resumed", 100)}
     assert run["command"] == ["train.py", "--lr", "1e-3"]
     assert run["versions"]["torch"] == "2.13.0"
 
 
-def test_an_error_counts_until_the_run_begins_again(tmp_path):
+def test_an_error_is_shown_until_the_run_starts_again(tmp_path):
     failed = [
         {"time": START, "step": 0, "kind": "began"},
         {"time": START + 9, "step": 9, "kind": "ended", "error": "E: no"},
@@ -172,7 +172,7 @@ def test_an_error_counts_until_the_run_begins_again(tmp_path):
     assert (run["error"], run["step"]) == (None, 6)
 
 
-def test_texts_are_shown_once_whether_logged_or_recorded_or_made_again(tmp_path):
+def test_texts_are_shown_once_whether_logged_recorded_or_repeated(tmp_path):
     metrics = [
         {"step": 4, "time": START, "text/free": "hello"},
         {"step": 4, "time": START, "text/story/1": "Once⟶upon"},
@@ -188,20 +188,20 @@ def test_texts_are_shown_once_whether_logged_or_recorded_or_made_again(tmp_path)
     }
 
 
-def test_events_of_a_long_run_are_thinned_but_none_that_matters_is_lost():
+def test_routine_events_of_a_long_run_are_dropped_but_no_important_one():
     saves = [{"kind": "saved", "step": step, "time": START + step} for step in range(5_000)]
     saves.insert(2_500, {"kind": "resumed", "step": 2_500, "time": START, "from_step": 2_500})
-    shown = happenings(saves)
+    shown = collect_events(saves)
     assert shown["event_count"] == 5_001
     assert len(shown["events"]) == 500
     assert [event["step"] for event in shown["events"] if event["kind"] == "resumed"] == [2_500]
 
 
-def test_of_very_many_classes_those_that_are_confused_are_shown():
+def test_with_many_classes_the_most_confused_are_shown():
     size = 200
     matrix = [[50 if row == column else 0 for column in range(size)] for row in range(size)]
     matrix[150][3] = 25
-    shown = happenings([{"kind": "confusion_matrix", "step": 1, "key": "val", "labels": None, "matrix": matrix}])
+    shown = collect_events([{"kind": "confusion_matrix", "step": 1, "key": "val", "labels": None, "matrix": matrix}])
     [step] = shown["confusion"][0]["steps"]
     place = step["labels"].index("150")
     assert len(step["matrix"]) == 64
@@ -210,10 +210,10 @@ def test_of_very_many_classes_those_that_are_confused_are_shown():
     assert step["accuracy"] == pytest.approx(10_000 / 10_025)
 
 
-def test_shares_are_those_of_all_classes_also_if_a_task_records_some():
+def test_rates_refer_to_all_classes_even_if_a_task_records_a_subset():
     counts = torch.randint(0, 9, (130, 130), generator=torch.Generator().manual_seed(0))
     record = {**confusion_record(counts, None)["confusion_matrix"], "kind": "confusion_matrix", "step": 1}
-    [step] = happenings([record])["confusion"][0]["steps"]
+    [step] = collect_events([record])["confusion"][0]["steps"]
     assert (len(step["matrix"]), step["classes"]) == (50, 130)
     assert step["accuracy"] == pytest.approx(float(counts.trace() / counts.sum()))
     for place, label in enumerate(map(int, step["labels"])):
@@ -252,12 +252,12 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_command_says_where_it_wrote(place, capsys):
+def test_the_command_prints_the_path(place, capsys):
     assert app.main(["report", "calm"]) == 0
     assert capsys.readouterr().out.startswith("wrote runs/calm/report.html (0.1 MB)")
     assert app.main(["report", "runs", "--json", "--title", "both"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"report": "report.html", "bytes": (place / "report.html").stat().st_size}
+    message = json.loads(capsys.readouterr().out)
+    assert message == {"report": "report.html", "bytes": (place / "report.html").stat().st_size}
     content = content_of(place / "report.html")
     assert content["title"] == "both"
     assert [run["name"] for run in content["runs"]] == ["bold", "calm"]
@@ -265,14 +265,14 @@ def test_the_command_says_where_it_wrote(place, capsys):
     assert [run["name"] for run in content_of(place / "here" / "report.html")["runs"]] == ["calm", "bold"]
 
 
-def test_the_report_is_replaced_as_a_whole(place):
+def test_the_report_is_replaced_atomically(place):
     (place / "runs/calm/report.html").write_text("old")
     write_report("calm")
     assert (place / "runs/calm/report.html").read_text().startswith("<!doctype html>")
     assert not list((place / "runs/calm").glob(".*"))
 
 
-def test_what_is_no_run_is_told(place, capsys):
+def test_unknown_sources_are_reported(place, capsys):
     assert app.main(["report", "clam"]) == 1
     assert "Did you mean 'calm'?" in " ".join(capsys.readouterr().err.split())
     (place / "nothing").mkdir()
@@ -286,7 +286,7 @@ def test_what_is_no_run_is_told(place, capsys):
         app.main(["report"])
 
 
-def test_runs_of_one_name_are_told_apart(place):
+def test_runs_with_the_same_name_get_unique_names(place):
     write_run(place / "other" / "calm", list(training(8)))
     content = content_of(write_report(["calm", "other/calm"]))
     assert [run["name"] for run in content["runs"]] == ["runs/calm", "other/calm"]
@@ -296,25 +296,25 @@ def test_runs_of_one_name_are_told_apart(place):
     assert names == [f"{place.name}/runs/calm", "bold", "other/runs/calm"]
 
 
-def test_a_folder_with_a_folder_of_runs_is_enough(place):
+def test_a_folder_that_contains_a_runs_folder_is_accepted(place):
     """As the `output_dir` of a trainer in HuggingFace's style."""
     write_run(place / "out" / "runs" / "first", list(training(8)))
     assert [run["name"] for run in content_of(write_report("out"))["runs"]] == ["first"]
 
 
-def test_no_other_file_is_replaced_and_a_place_that_cannot_be_written_is_told(place, capsys):
+def test_other_files_are_not_replaced_and_unwritable_paths_are_reported(place, capsys):
     (place / "train.py").write_text("import this")
     assert app.main(["report", "calm", "--out", "train.py"]) == 1
     assert app.main(["report", "calm", "--out", "train.py/report.html"]) == 1
     assert (place / "train.py").read_text() == "import this"
-    told = " ".join(capsys.readouterr().err.split())
-    assert "a page, or no file yet" in told
-    assert "'train.py/report.html'. It cannot be written" in told
+    message = " ".join(capsys.readouterr().err.split())
+    assert "an HTML file, or a new file, for the report" in message
+    assert "'train.py/report.html'. It cannot be written" in message
     write_report("calm", "page")
     assert write_report("calm", "page", title="new").read_text().count("<title>new</title>") == 1
 
 
-def test_a_folder_whose_name_is_no_text(place):
+def test_a_folder_name_that_is_not_valid_text(place):
     run = write_run(place / os.fsdecode(b"caf\xe9"), list(training(8)))
     assert "<title>caf?</title>" in write_report(run).read_text()
 
@@ -359,10 +359,10 @@ def test_a_real_sweep_with_the_run_of_its_best_trial(tmp_path, monkeypatch):
     assert [each["name"] for each in content_of(write_report("sweeps"))["sweeps"]] == ["tiny"]
 
 
-def test_the_words_of_the_records_are_those_that_the_page_knows():
-    """A kind that nobody writes any more, or one that is spelt otherwise, would silently be missing."""
+def test_the_page_knows_every_kind_of_record():
+    """A kind that is no longer written, or is spelled differently, would silently be missing."""
     kinds = [record["kind"] for record in happened()]
-    shown = happenings(happened())
+    shown = collect_events(happened())
     assert [event["kind"] for event in shown["events"]] == [
         kind for kind in kinds if kind not in ("lr_finder", "confusion_matrix", "images", "text")
     ]

@@ -1,4 +1,4 @@
-"""records.jsonl: what happened in a run, once each, also after crashes, and at no cost to the run."""
+"""records.jsonl: every event of a run exactly once, also after crashes, at no cost per step."""
 
 import json
 import logging
@@ -30,8 +30,8 @@ def records(kind=None, folder="run"):
     return [line for line in lines if kind in (None, line["kind"])]
 
 
-class RequestFlag:
-    """Remembers which checkpoints were written."""
+class SaveRecorder:
+    """Remembers the checkpoints that were written."""
 
     def __init__(self):
         self.saves = []
@@ -50,16 +50,16 @@ class Fails(MeanTask):
     def train_step(self, batch):
         self.left -= 1
         if self.left < 0:
-            raise RuntimeError("the data are gone")
+            raise RuntimeError("the data is gone")
         return super().train_step(batch)
 
 
 # -- the events of a run -------------------------------------------------------------------------------------
 
 
-def test_a_run_tells_how_it_began_what_was_saved_and_how_it_ended():
-    heard = RequestFlag()
-    trainer = trainer_for(save_every=5, callbacks=[heard]).fit()
+def test_start_saves_evaluations_and_end_are_recorded():
+    saves = SaveRecorder()
+    trainer = trainer_for(save_every=5, callbacks=[saves]).fit()
     kinds = [(r["step"], r["kind"]) for r in records()]
     assert kinds == [
         *((0, "began"), (5, "saved"), (8, "evaluated"), (8, "saved"), (10, "saved"), (15, "saved")),
@@ -71,7 +71,7 @@ def test_a_run_tells_how_it_began_what_was_saved_and_how_it_ended():
     assert began["versions"]["torch"] == torch.__version__
     assert began["versions"]["trainformer"] == trainformer.__version__
     assert isinstance(began["command"], list)
-    assert [r["checkpoint"] for r in records("saved")] == heard.saves
+    assert [r["checkpoint"] for r in records("saved")] == saves.saves
     assert all(r["seconds"] >= 0 for r in records("saved"))
     times = [r["time"] for r in records()]
     assert times == sorted(times)
@@ -79,15 +79,15 @@ def test_a_run_tells_how_it_began_what_was_saved_and_how_it_ended():
     assert (ended["status"], ended["error"]) == ("finished", None)
 
 
-def test_evaluations_are_those_that_were_logged():
+def test_recorded_evaluations_match_the_metrics():
     trainer_for().fit()
     logged = [{k: v for k, v in r.items() if k != "time"} for r in read_jsonl("run/metrics.jsonl") if "val/loss" in r]
     assert [{"step": r["step"], **r["metrics"]} for r in records("evaluated")] == logged
     assert len(logged) == 2
 
 
-def test_saves_say_why():
-    """The best evaluation, the cadence, a callback that asked, whoever stopped the run."""
+def test_saves_have_a_reason():
+    """The best evaluation, the cadence, a request by a callback, the end of the run."""
 
     class Asks:
         def on_step_end(self, trainer, step, loss):
@@ -102,7 +102,7 @@ def test_saves_say_why():
     assert [(r["step"], r["reason"]) for r in records("saved", "b")] == [(8, "due"), (16, "end")]
 
 
-def test_who_stopped_it_is_named():
+def test_a_stop_names_the_callback():
     trainer_for(callbacks=[EarlyStopping(patience=1, min_delta=10.0)], epochs=9).fit()
     (stopped,), (ended,) = records("stopped"), records("ended")
     assert (stopped["by"], stopped["step"]) == ("EarlyStopping", ended["step"])
@@ -124,11 +124,11 @@ def test_a_signal():
     assert ended["status"] == "interrupted"
 
 
-def test_a_failure_and_going_on_after_it():
+def test_a_failure_and_the_resume_after_it():
     with pytest.raises(RuntimeError):
         trainer_for(Fails(11)).fit()
     assert records()[-1]["kind"] == "ended"
-    assert (records()[-1]["status"], records()[-1]["error"]) == ("failed", "RuntimeError: the data are gone")
+    assert (records()[-1]["status"], records()[-1]["error"]) == ("failed", "RuntimeError: the data is gone")
     before = len(records())
     saved = CheckpointStore(Path("run/checkpoints")).newest()
     trainer_for().fit()
@@ -139,7 +139,7 @@ def test_a_failure_and_going_on_after_it():
     assert [r["step"] for r in records("evaluated")] == [8, 16]
 
 
-def test_a_checkpoint_that_was_loaded_is_told_once():
+def test_a_loaded_checkpoint_is_recorded_once():
     trainer_for(run_dir="a").fit()
     trainer = trainer_for(epochs=3).load("a")
     trainer.fit()
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_was_loaded_is_told_once():
     assert [r["step"] for r in records("began")] == [16, 24]
 
 
-def test_a_run_that_begins_anew_leaves_the_old_records_in_the_archive():
+def test_a_run_that_starts_over_archives_the_old_records():
     trainer_for().fit()
     old = Path("run/records.jsonl").read_bytes()
     trainer_for(resume=None).fit()
@@ -158,7 +158,7 @@ def test_a_run_that_begins_anew_leaves_the_old_records_in_the_archive():
 
 
 def test_skipped_steps_are_all_counted(caplog):
-    """Also those that come to light at an evaluation or a save, and not at a log point."""
+    """Also those that are noticed at an evaluation or a save instead of a log point."""
 
     class Bad(MeanTask):
         calls = 0
@@ -193,18 +193,18 @@ def test_batches_that_were_split():
 # -- the file ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("torn", "kept"), [(b'{"time": 1, "st', 0), (b'{"time": 1, "step": 1, "kind": "mine"}', 1)])
-def test_half_a_line_of_a_killed_process_does_no_harm(torn, kept):
+@pytest.mark.parametrize(("partial", "kept"), [(b'{"time": 1, "st', 0), (b'{"time": 1, "step": 1, "kind": "mine"}', 1)])
+def test_a_partial_line_of_a_killed_process_is_removed(partial, kept):
     trainer_for().fit()
     whole = len(records())
     with open("run/records.jsonl", "ab") as file:
-        file.write(torn)
+        file.write(partial)
     trainer_for(epochs=3).fit()
     assert len(records("mine")) == kept
     assert records()[whole + kept]["kind"] == "began"
 
 
-def test_records_that_cannot_be_written_do_not_end_the_run(caplog):
+def test_a_failed_write_of_a_record_does_not_end_the_run(caplog):
     reference = trainer_for(run_dir="reference").fit()
     Path("run/records.jsonl").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "trainformer"):
@@ -213,8 +213,8 @@ def test_records_that_cannot_be_written_do_not_end_the_run(caplog):
     assert same(weights(trainer.task), weights(reference.task))
 
 
-def test_after_a_failed_write_the_file_is_whole_again(tmp_path, monkeypatch):
-    """Half a record is on the disk when it is full; there is room again for the next one."""
+def test_after_a_failed_write_the_file_is_valid_again(tmp_path, monkeypatch):
+    """The disk is full after half a record, and has space again for the next one."""
     import builtins
 
     file = RecordFile(tmp_path / "records.jsonl")
@@ -234,7 +234,7 @@ def test_after_a_failed_write_the_file_is_whole_again(tmp_path, monkeypatch):
     assert [r["kind"] for r in records(folder=tmp_path)] == ["one", "three"]
 
 
-def test_a_save_that_failed_is_no_save(monkeypatch):
+def test_a_failed_save_is_not_recorded_as_saved(monkeypatch):
     write = CheckpointStore.write
 
     def fails_once(store, manifest, fill):
@@ -258,7 +258,7 @@ def test_nothing_is_written_per_step():
 # -- what users and callbacks add ----------------------------------------------------------------------------
 
 
-def test_records_of_ones_own():
+def test_custom_records():
     class Notes:
         def on_epoch_end(self, trainer, epoch, metrics):
             trainer.record("note", text="ünïcode", values=[epoch, float("inf")])
@@ -286,7 +286,7 @@ def test_the_curve_of_the_learning_rate_finder():
     assert len(found["lrs"]) > 5
 
 
-def test_texts_that_a_model_wrote():
+def test_generated_texts():
     class Writes(MeanTask):
         def generate(self, prompts, max_new_tokens):
             return [prompt[::-1] for prompt in prompts]
@@ -302,17 +302,17 @@ def test_texts_that_a_model_wrote():
 # -- memory and versions -------------------------------------------------------------------------------------
 
 
-def test_every_record_of_training_says_how_much_memory_there_is():
+def test_training_records_have_the_memory_use():
     trainer_for().fit()
-    told = [r["train/memory_gb"] for r in read_jsonl("run/metrics.jsonl") if "train/loss" in r]
+    values = [r["train/memory_gb"] for r in read_jsonl("run/metrics.jsonl") if "train/loss" in r]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     resident = int(status["VmRSS"].split()[0]) * 1024 / 1e9
-    assert len(told) == 5
-    assert all(abs(value - resident) < 0.1 * resident for value in told)
+    assert len(values) == 5
+    assert all(abs(value - resident) < 0.1 * resident for value in values)
     assert not any("train/memory_gb" in r for r in read_jsonl("run/metrics.jsonl") if "val/loss" in r)
 
 
-def test_the_commit_is_that_of_git(tmp_path):
+def test_the_commit_is_recorded(tmp_path):
     def git(*words, cwd=tmp_path):
         settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
         return subprocess.run(["git", *settings, *words], cwd=cwd, check=True, capture_output=True, text=True).stdout

@@ -1,11 +1,11 @@
-"""Studies of tests need not survive a power cut: without waiting for the disk they take a third of the time."""
+"""Studies in tests need not survive a power cut: without fsync they take a third of the time."""
 
 import pytest
 import sqlalchemy
 
 
 @pytest.fixture(autouse=True)
-def _without_waiting_for_the_disk():
+def _sqlite_without_fsync():
     def relax(connection, record):
         connection.execute("PRAGMA synchronous=OFF")
 

@@ -1,7 +1,4 @@
-"""What tests of sweeps share: sweeps that are interrupted, the script that runs them, and what is read of them.
-
-Imports no torch, so that processes start quickly.
-"""
+"""Shared by the sweep tests: sweeps to interrupt, a script that runs them, and a reader. Without torch, for speed."""
 
 import multiprocessing
 import os
@@ -14,7 +11,7 @@ from trainformer.sweep import choice, current_trial, log_uniform, read_sweep, sw
 
 QUIET = {"log": "none"}
 
-# As somebody writes it who knows nothing of processes: without `if __name__ == "__main__"`.
+# Without `if __name__ == "__main__"`, as most users write it.
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -28,20 +25,20 @@ Path("ended").touch()
 
 @sweep(x=uniform(-1, 1), rate=log_uniform(1e-4, 1), kind=choice("a", "b", "c"))
 def victim(x, rate, kind):
-    """Says that it has begun, and as which process; waits as long as it is told to."""
+    """Writes its process id to begun-NUMBER-ATTEMPT, then blocks while a file hold-NUMBER exists."""
     trial = current_trial()
     if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGTERM, lambda *_: Path(f"told-{trial.number}").touch() or os._exit(1))
+        signal.signal(signal.SIGTERM, lambda *_: Path(f"sigterm-{trial.number}").touch() or os._exit(1))
     Path(f"begun-{trial.number}-{trial.attempt}").write_text(str(os.getpid()))
-    until = time.monotonic() + 60
-    while Path(f"hold-{trial.number}").exists() and time.monotonic() < until:
+    deadline = time.monotonic() + 300
+    while Path(f"hold-{trial.number}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     return rate - x**2 + len(kind) * (kind == "b")
 
 
 @sweep(x=choice(*range(7)))
 def accidents(x):
-    """Ends in many ways."""
+    """Ends in a different way for each x."""
     trial = current_trial()
     with Path("attempts.txt").open("a") as file:
         file.write(f"{x} {trial.attempt} {os.getpid()} {os.environ.get('OMP_NUM_THREADS')}\n")
@@ -58,6 +55,6 @@ def accidents(x):
     return 10 * x
 
 
-def kept(name):
-    """The trials of a sweep as its folder shows them; which settings matter takes long to tell."""
+def trials_of(name):
+    """The trials of a sweep, read from its folder; without importances, which take long."""
     return read_sweep(name, with_importances=False).trials

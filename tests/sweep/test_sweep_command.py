@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the folder of the script is added to it
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the folder of the script
     monkeypatch.delitem(sys.modules, "beside", raising=False)
     Path("scripts").mkdir()
     Path("scripts/beside.py").write_text("offset = 10\n")
@@ -43,31 +43,31 @@ def script(monkeypatch):
     return "scripts/search.py"
 
 
-def test_a_script_is_swept_and_shown(script, capsys):
+def test_sweep_command_runs_a_script_and_shows_it(script, capsys):
     assert app.main(["sweep", script, "--n-trials", "6", "--n-parallel", "2"]) == 0
-    said = capsys.readouterr()
-    lines = [line for line in said.err.splitlines() if line.startswith("trial ")]
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("trial ")]
     assert len(lines) == 6
     record = read_sweep("experiment")
     assert {trial.status for trial in record.trials} == {"completed", "failed"}
     assert all(10 < trial.metric < 11 for trial in record.trials if trial.status == "completed")
     for trial in record.trials:
-        row = next(line for line in said.out.splitlines() if line.strip().startswith(f"{trial.number} "))
+        row = next(line for line in captured.out.splitlines() if line.strip().startswith(f"{trial.number} "))
         assert trial.status in row
         assert ("a bad one" in row) == (trial.status == "failed")
 
     assert app.main(["sweep", script, "--n-trials", "7", "--json"]) == 0
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     record = read_sweep("experiment")
-    assert [row["metric"] for row in json.loads(said.out)] == [trial.metric for trial in record.trials]
-    assert "6 of 7 trials are done" in said.err
+    assert [row["metric"] for row in json.loads(captured.out)] == [trial.metric for trial in record.trials]
+    assert "6 of 7 trials are done" in captured.err
 
     Path("sweeps/gone").mkdir()
     Path("sweeps/gone/sweep.json").write_text(Path("sweeps/experiment/sweep.json").read_text())
     assert app.main(["sweep", "show"]) == 0
-    said = capsys.readouterr()
-    assert "experiment" in said.out
-    assert "sweeps/gone: Expected a sweep with its study.db" in said.err
+    captured = capsys.readouterr()
+    assert "experiment" in captured.out
+    assert "sweeps/gone: Expected a sweep with its study.db" in captured.err
     assert not Path("sweeps/gone/study.db").exists()
     assert app.main(["sweep", "show", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["best"] == record.best.metric
@@ -76,13 +76,13 @@ def test_a_script_is_swept_and_shown(script, capsys):
     assert f"{record.best.metric:.5g} (trial {record.best.number})" in shown
     assert "choice('good', 'bad')" in shown
     assert app.main(["sweep", "show", "sweeps/experiment", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["importances"] == record.importances
-    assert [trial["number"] for trial in told["trials"]] == [trial.number for trial in record.trials]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["importances"] == record.importances
+    assert [trial["number"] for trial in shown["trials"]] == [trial.number for trial in record.trials]
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "told"),
+    ("content", "words", "message"),
     [
         ("x = 1\n", [], "Decorate a function"),
         ("from trainformer.sweep import sweep\na = sweep()(lambda: 1)\nb = sweep()(lambda: 2)\n", [], "It has a, b"),
@@ -92,17 +92,17 @@ def test_a_script_is_swept_and_shown(script, capsys):
         (None, [], "There is no such file"),
     ],
 )
-def test_what_cannot_work_is_told_in_a_paragraph(script, content, words, told, capsys):
+def test_errors_are_reported_in_a_paragraph(script, content, words, message, capsys):
     Path(script).unlink()
     if content is not None:
         Path(script).write_text(content)
     assert app.main(["sweep", script, *words]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert told in " ".join(error.split())
+    assert message in " ".join(error.split())
 
 
-def test_all_failed_and_usage(capsys):
+def test_exit_codes_when_all_trials_fail_and_for_bad_usage(capsys):
     Path("fails.py").write_text(
         "from trainformer.sweep import sweep, grid\n@sweep(x=grid(1, 2))\ndef fails(x):\n    return None\n"
     )

@@ -1,4 +1,4 @@
-"""Trials in other processes, and what happens when one of them, or the sweep itself, is killed."""
+"""Trials in worker processes, and what happens when a worker or the sweep itself is killed."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sweep_victims import QUIET, SCRIPT, accidents, kept, victim
+from sweep_victims import QUIET, SCRIPT, accidents, trials_of, victim
 
 from trainformer.core.errors import BadArgument
 from trainformer.sweep import current_trial, grid, sweep, uniform
@@ -23,7 +23,7 @@ def facts(results):
 
 
 def start(**options):
-    """A process that sweeps in this folder."""
+    """Run the sweep `victim` in another process, in this folder."""
     Path("script.py").write_text(SCRIPT)
     here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": here}
@@ -32,21 +32,21 @@ def start(**options):
         return subprocess.Popen(words, env=environment, stdout=output, stderr=output)
 
 
-def wait_for(condition, process=None, seconds=90):
-    until = time.monotonic() + seconds
+def wait_for(condition, process=None, seconds=300):
+    deadline = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, Path("output.txt").read_text()[-2000:]
-        assert time.monotonic() < until, f"waited in vain; {Path('output.txt').read_text()[-2000:]}"
+        assert time.monotonic() < deadline, f"timed out; {Path('output.txt').read_text()[-2000:]}"
         time.sleep(0.02)
 
 
 def begun(number, attempt=1):
-    """The process of a trial, once it has said so."""
+    """The process id of a trial that has started, else 0."""
     path = Path(f"begun-{number}-{attempt}")
     return int(path.read_text() or 0) if path.exists() else 0
 
 
-def test_however_a_trial_ends_the_sweep_goes_on():
+def test_sweep_survives_every_way_a_trial_can_end():
     results = accidents.run(method="grid", n_parallel=2, **QUIET)
     found = {row["config"]["x"]: row for row in results}
     assert [row["config"]["x"] for row in results[:4]] == [6, 5, 1, 0]
@@ -54,8 +54,8 @@ def test_however_a_trial_ends_the_sweep_goes_on():
     assert "exit code 0 before the function returned" in found[2]["error"]
     assert found[3]["error"] == "KeyError: 'three'"
     assert found[4]["error"] == "SystemExit: four"
-    assert kept("accidents")[0].intermediate == {1: -6.0}
-    earlier = {trial.config["x"]: trial.earlier for trial in kept("accidents")}
+    assert trials_of("accidents")[0].intermediate == {1: -6.0}
+    earlier = {trial.config["x"]: trial.earlier for trial in trials_of("accidents")}
     assert earlier[1] == ["its process was killed by SIGKILL"]
     assert "in accidents" in Path("sweeps/accidents/trials/0003/error.txt").read_text()
     assert Path("sweeps/accidents/trials/0006/output.txt").read_text() == "this is trial 6\n"
@@ -67,12 +67,12 @@ def test_however_a_trial_ends_the_sweep_goes_on():
     processes = [process for _, _, process, _ in attempts]
     assert str(os.getpid()) not in processes
     assert all(process_identity(int(process)) is None for process in processes)
-    for x in ("3", "4"):  # who knows what state a process is in whose trial failed
+    for x in ("3", "4"):  # the worker of a failed trial is not reused
         (place,) = [i for i, attempt in enumerate(attempts) if attempt[0] == x]
         assert processes[place] not in processes[place + 1 :]
 
 
-def test_devices_and_cores_are_divided(monkeypatch):
+def test_devices_and_cores_are_split_between_workers(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
@@ -86,21 +86,21 @@ def test_devices_and_cores_are_divided(monkeypatch):
     assert devices(2, 1) == ["4", "5"]
     assert [slot["OMP_NUM_THREADS"] for slot in make_slots(3, 0)] == ["4"] * 3
     for wanted in (3, 0.5):
-        with pytest.raises(BadArgument, match="There are 4 devices for 2 trials at once"):
+        with pytest.raises(BadArgument, match="There are 4 devices for 2 parallel trials"):
             make_slots(2, wanted)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert make_slots(1, 0) == [{"OMP_NUM_THREADS": "2"}]
 
 
-def test_the_same_trials_in_any_number_of_processes():
+def test_trials_do_not_depend_on_the_number_of_processes():
     serial = victim.run(n_trials=6, name="serial", **QUIET)
     parallel = victim.run(n_trials=6, n_parallel=2, name="parallel", **QUIET)
     assert facts(parallel) == facts(serial)
     assert len({row["metric"] for row in serial}) == 6
 
 
-def test_lambdas_and_closures_and_what_is_printed(capfd):
+def test_lambdas_and_closures_run_in_workers(capfd):
     offset = 5
     made = sweep(x=uniform(0, 1))(lambda x: x + offset)
     results = made.run(n_trials=1, isolate=True)
@@ -111,7 +111,7 @@ def test_lambdas_and_closures_and_what_is_printed(capfd):
     assert Path("sweeps/lambda/study.db").exists()
 
 
-def test_what_cannot_be_sent_or_stored_is_told():
+def test_unpicklable_functions_and_bad_reports_are_refused():
     lock = threading.Lock()
     with pytest.raises(BadArgument, match=r"cannot pickle.*in this process"):
         sweep(x=grid(1, 2))(lambda x: lock).run(method="grid", n_parallel=2, **QUIET)
@@ -120,7 +120,7 @@ def test_what_cannot_be_sent_or_stored_is_told():
     assert "at least 0, received -1" in row["error"]
 
 
-def test_a_sweep_that_is_killed_goes_on_with_the_same_trials():
+def test_a_killed_sweep_resumes_with_the_same_trials():
     reference = victim.run(method="bayes", n_trials=13, name="reference", **QUIET)
     Path("hold-11").touch()
     process = start(method="bayes", n_trials=13)
@@ -134,7 +134,7 @@ def test_a_sweep_that_is_killed_goes_on_with_the_same_trials():
 
 
 @pytest.mark.slow
-def test_nobody_is_left_behind_and_the_script_is_not_run_again_in_workers():
+def test_workers_exit_with_the_sweep_and_do_not_rerun_the_script():
     reference = victim.run(n_trials=6, name="reference", **QUIET)
     for path in Path().glob("begun-*"):
         path.unlink()
@@ -145,20 +145,23 @@ def test_nobody_is_left_behind_and_the_script_is_not_run_again_in_workers():
     wait_for(lambda: begun(2) and begun(3), process)
     workers = [begun(2), begun(3)]
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(300) == 128 + signal.SIGTERM
     assert [process_identity(worker) for worker in workers] == [None, None]
-    assert sorted(path.name for path in Path().glob("told-*")) == ["told-2", "told-3"]  # runs would have saved
-    statuses = [trial.status for trial in kept("victim")]
+    assert sorted(path.name for path in Path().glob("sigterm-*")) == [
+        "sigterm-2",
+        "sigterm-3",
+    ]  # a run would have saved
+    statuses = [trial.status for trial in trials_of("victim")]
     assert statuses == ["completed"] * 2 + ["waiting"] * 2
 
     for number in (2, 3):
         Path(f"begun-{number}-1").unlink()
-    process = start(n_trials=6, n_parallel=2)  # to be interrupted by a signal is not an attempt
+    process = start(n_trials=6, n_parallel=2)  # an interruption does not count as an attempt
     wait_for(lambda: begun(2) and begun(3), process)
     workers = [begun(2), begun(3)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: not any(map(process_identity, workers)), seconds=20)  # by themselves they would take longer
+    wait_for(lambda: not any(map(process_identity, workers)))  # the files hold-* would block them for longer
     assert Path("starts").read_text() == "xx"
     assert not Path("ended").exists()
 
@@ -170,14 +173,14 @@ def test_nobody_is_left_behind_and_the_script_is_not_run_again_in_workers():
 
 
 @pytest.mark.slow
-def test_two_processes_share_one_storage():
+def test_two_processes_share_a_storage():
     Path("hold-0").touch()
     process = start(n_trials=8, storage="shared/study.log", folder="theirs")
     wait_for(lambda: begun(0), process)
     ours = victim.run(n_trials=8, storage="shared/study.log", folder="ours", **QUIET)
-    assert [row["number"] for row in ours if row["number"] == 0] == []  # they are at it
+    assert [row["number"] for row in ours if row["number"] == 0] == []  # the other process runs it
     assert len(ours) == 7
     Path("hold-0").unlink()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     everything = victim.run(n_trials=8, storage="shared/study.log", folder="ours", **QUIET)
     assert facts(everything) == facts(victim.run(n_trials=8, name="alone", **QUIET))

@@ -1,4 +1,4 @@
-"""Trials as tasks of Ray, on a cluster of two nodes of which one is lost. Its processes take most of the time."""
+"""Trials as Ray tasks, on a cluster of two nodes that loses one. Most of the time goes into starting Ray."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sweep_victims import kept
+from sweep_victims import trials_of
 
 from trainformer.core.errors import BadArgument
 from trainformer.sweep import current_trial, grid, sweep
@@ -17,7 +17,7 @@ def cluster(monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     pytest.importorskip("ray")
-    made = patiently(make_cluster)
+    made = retry_start(make_cluster)
     yield made
     made.shutdown()
 
@@ -28,8 +28,8 @@ def make_cluster():
     return Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 
 
-def patiently(start, attempts=3):
-    """Ray gives its processes 30 s to start, which a busy machine may need more than once."""
+def retry_start(start, attempts=5):
+    """Ray allows its processes 30 s to start, which is not always enough on a busy machine."""
     while True:
         try:
             return start()
@@ -40,12 +40,12 @@ def patiently(start, attempts=3):
 
 
 @pytest.mark.slow
-def test_a_node_is_lost_and_its_trial_is_made_on_the_other(cluster, tmp_path):
+def test_trial_of_a_lost_node_is_retried_on_another(cluster, tmp_path):
     import ray
 
-    # Before there is a second node: a program is connected to one of those that are there, and would be lost with it.
+    # Before the second node exists: a driver connects to any node, and would die with it.
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    second = patiently(lambda: cluster.add_node(num_cpus=1))
+    second = retry_start(lambda: cluster.add_node(num_cpus=1))
 
     @sweep(x=grid(0, 1, 2, 3))
     def experiment(x):
@@ -56,18 +56,17 @@ def test_a_node_is_lost_and_its_trial_is_made_on_the_other(cluster, tmp_path):
             if not trial.should_stop:
                 raise RuntimeError("not pruned")
             return -1
-        until = time.monotonic() + 90
-        while x < 2 and trial.attempt == 1 and not (tmp_path / "lost").exists() and time.monotonic() < until:
+        deadline = time.monotonic() + 300
+        while x < 2 and trial.attempt == 1 and not (tmp_path / "lost").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         if x == 2:
             os.kill(os.getpid(), 9)
         return 10 + x
 
     def lose():
-        until = time.monotonic() + 90
-        while not all((tmp_path / f"{x}-1").exists() for x in (0, 1)) and time.monotonic() < until:
+        deadline = time.monotonic() + 300
+        while not all((tmp_path / f"{x}-1").exists() for x in (0, 1)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.2)
         cluster.remove_node(second)
         (tmp_path / "lost").touch()
 
@@ -78,7 +77,7 @@ def test_a_node_is_lost_and_its_trial_is_made_on_the_other(cluster, tmp_path):
     options = {"backend": "ray", "address": cluster.address, "pruner": optuna.pruners.ThresholdPruner(upper=2.5)}
     results = experiment.run(method="grid", n_parallel=2, log="none", **options)
     thread.join()
-    assert ray.is_initialized()  # the sweep did not start it
+    assert ray.is_initialized()  # the sweep only shuts down a Ray that it started
     ray.shutdown()
 
     found = {row["config"]["x"]: row for row in results}
@@ -91,10 +90,10 @@ def test_a_node_is_lost_and_its_trial_is_made_on_the_other(cluster, tmp_path):
     nodes = {path.name: path.read_text() for path in tmp_path.glob("?-?")}
     assert nodes[f"{lost}-1"] == second.node_id
     assert nodes[f"{lost}-2"] == nodes[f"{1 - lost}-1"] == cluster.head_node.node_id
-    (trial,) = [t for t in kept("experiment") if t.number == lost]
+    (trial,) = [t for t in trials_of("experiment") if t.number == lost]
     assert "NodeDiedError" in trial.earlier[0]
 
-    with pytest.raises(BadArgument, match="a trial to fit on a machine"):
+    with pytest.raises(BadArgument, match="a trial to fit on a node"):
         experiment.run(method="grid", name="large", gpus_per_trial=8, log="none", **options)
     assert not ray.is_initialized()
     assert not list(Path("sweeps/large").glob("trials/*"))

@@ -1,4 +1,4 @@
-"""Sweeps in this process: what is tried, what is stored, what is pruned. Optuna's own reading is held against ours."""
+"""Sweeps in this process: sampling, storage, pruning. Results are compared with what Optuna itself reads."""
 
 import fcntl
 import itertools
@@ -14,7 +14,7 @@ import numpy as np
 import optuna
 import pytest
 import torch
-from sweep_victims import QUIET, kept
+from sweep_victims import QUIET, trials_of
 
 from trainformer.core.errors import BadArgument
 from trainformer.sweep import (
@@ -28,7 +28,7 @@ from trainformer.sweep import (
     sweep,
     uniform,
 )
-from trainformer.sweep.study import is_abandoned
+from trainformer.sweep.reading import is_stale
 
 FAIL = optuna.trial.TrialState.FAIL
 
@@ -46,7 +46,7 @@ def experiment(lr, layers, kind, scale):
     return scale * layers - abs(math.log10(lr) + 3)
 
 
-def stored(folder, name="experiment"):
+def optuna_trials(folder, name="experiment"):
     return optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/study.db").trials
 
 
@@ -64,7 +64,7 @@ def test_results_are_sorted_and_agree_with_optuna():
         assert row["config"]["scale"] == 2
 
     ours = {row["number"]: row for row in results}
-    theirs = {trial.number: trial for trial in stored("sweeps/experiment")}
+    theirs = {trial.number: trial for trial in optuna_trials("sweeps/experiment")}
     assert ours.keys() == theirs.keys()
     for number, row in ours.items():
         trial = theirs[number]
@@ -76,7 +76,7 @@ def test_results_are_sorted_and_agree_with_optuna():
     assert Path(f"sweeps/experiment/trials/{failed[0]['number']:04d}/error.txt").read_text().startswith("Traceback")
 
 
-def test_a_sweep_that_is_complete_returns_at_once_and_more_trials_go_on():
+def test_a_complete_sweep_returns_at_once_and_can_be_extended():
     calls = []
 
     @sweep(x=uniform(0, 1))
@@ -102,7 +102,7 @@ def test_minimize_and_infinite_metrics():
 
     results = loss.run(method="grid", direction="minimize", **QUIET)
     assert [row["metric"] for row in results] == [1, 2, 3, math.inf]
-    assert kept("loss")[0].metric == 1
+    assert trials_of("loss")[0].metric == 1
 
 
 def test_grid_tries_every_combination_once():
@@ -114,11 +114,11 @@ def test_grid_tries_every_combination_once():
     by_number = sorted(results, key=lambda row: row["number"])
     tried = [(row["config"]["a"], row["config"]["b"]) for row in by_number]
     assert tried == list(itertools.product((1, 2, 3), ("p", Kind)))
-    assert len({row["config"]["x"] for row in results}) == 6  # what has no list is drawn for each
+    assert len({row["config"]["x"] for row in results}) == 6  # ranges are sampled for each point
     assert len(point.run(method="grid", n_trials=2, name="capped", **QUIET)) == 2
 
 
-def test_what_a_function_may_return():
+def test_return_values_of_the_function():
     values = {
         "tensor": torch.tensor(2.0, requires_grad=True),
         "array": np.array([5.0]),
@@ -134,10 +134,10 @@ def test_what_a_function_may_return():
     assert [row["metric"] for row in results] == [5, 2, None, None]
 
 
-def test_a_sweep_in_a_trial_is_another_one_in_each():
+def test_a_nested_sweep_is_separate_in_each_trial():
     @sweep(factor=grid(1, 2))
     def outer(factor):
-        (current_trial().folder / "mine.txt").write_text("its folder is there")
+        (current_trial().folder / "mine.txt").write_text("the folder exists")
         inner = sweep(x=uniform(0, 1))(lambda x: factor * x)
         return inner.run(n_trials=2, **QUIET)[0]["metric"]
 
@@ -147,7 +147,7 @@ def test_a_sweep_in_a_trial_is_another_one_in_each():
     assert [path.name for path in list_sweeps()] == ["outer"]
 
 
-def test_sigterm_in_a_sweep_in_a_trial_ends_both():
+def test_sigterm_in_a_nested_sweep_stops_both():
     @sweep(x=grid(1, 2))
     def inner(x):
         signal.raise_signal(signal.SIGTERM)
@@ -156,7 +156,7 @@ def test_sigterm_in_a_sweep_in_a_trial_ends_both():
     with pytest.raises(SystemExit) as ended:
         outer.run(method="grid", name="outer", **QUIET)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert [trial.status for trial in kept("outer")] == ["waiting"]
+    assert [trial.status for trial in trials_of("outer")] == ["waiting"]
 
 
 def test_bayes_is_better_than_random():
@@ -183,22 +183,22 @@ def curve(quality):
     for step in range(1, 10):
         trial.report(quality * step)
         if trial.should_stop:
-            return None  # of a trial that is pruned it does not matter
+            return None  # the return value of a pruned trial is ignored
     return quality * 9
 
 
-def test_the_median_pruner_prunes_what_is_below_the_median():
-    results = curve.run(method="grid", pruner="median", **QUIET)  # after its five first trials it begins to prune
+def test_the_median_pruner_prunes_below_the_median():
+    results = curve.run(method="grid", pruner="median", **QUIET)  # it starts pruning after five trials
     status = {row["config"]["quality"]: row["status"] for row in results}
     assert status == {5: "completed", 6: "completed", 7: "completed", 8: "completed", 9: "completed",
                       1: "pruned", 10: "completed", 2: "pruned"}  # fmt: skip
     assert [row["metric"] for row in results] == [90, 81, 72, 63, 54, 45, 2, 1]  # pruned ones with their last report
-    trials = {trial.config["quality"]: trial for trial in kept("curve")}
+    trials = {trial.config["quality"]: trial for trial in trials_of("curve")}
     assert trials[1].intermediate == {1: 1.0}
     assert trials[10].intermediate == {step: 10.0 * step for step in range(1, 10)}
-    theirs = {trial.params["quality"]: trial for trial in stored("sweeps/curve", "curve")}
+    theirs = {trial.params["quality"]: trial for trial in optuna_trials("sweeps/curve", "curve")}
     assert {q: t.state.name for q, t in theirs.items() if q in (1, 2, 10)} == {1: "PRUNED", 2: "PRUNED", 10: "COMPLETE"}
-    assert curve(3) == 27  # outside of a sweep reports go nowhere
+    assert curve(3) == 27  # outside a sweep reports are ignored
 
 
 def test_hyperband_prunes_and_keeps_the_best():
@@ -215,13 +215,13 @@ def test_hyperband_prunes_and_keeps_the_best():
     pruned = [row for row in results if row["status"] == "pruned"]
     assert 3 <= len(pruned) < 16
     assert max(results, key=lambda row: row["config"]["quality"])["status"] == "completed"
-    assert all(len(t.intermediate) < 12 for t in kept("learner") if t.status == "pruned")
+    assert all(len(t.intermediate) < 12 for t in trials_of("learner") if t.status == "pruned")
 
 
 # -- the folder ----------------------------------------------------------------------------------------------
 
 
-def test_another_sweep_in_the_same_folder_is_refused_or_moved_aside():
+def test_a_different_sweep_in_the_same_folder_is_refused_or_archived():
     def fn(x):
         return x
 
@@ -234,7 +234,7 @@ def test_another_sweep_in_the_same_folder_is_refused_or_moved_aside():
     with pytest.raises(BadArgument, match="name was 'fn' and is now 'gn'"):
         sweep(x=uniform(0, 1))(fn).run(n_trials=2, name="gn", folder="sweeps/fn", **QUIET)
     assert len(sweep(x=uniform(0, 2))(fn).run(n_trials=1, resume=False, **QUIET)) == 1
-    assert len(stored("sweeps/fn/previous/001", "fn")) == 2
+    assert len(optuna_trials("sweeps/fn/previous/001", "fn")) == 2
     assert [path.name for path in list_sweeps()] == ["fn"]
     assert json.loads(Path("sweeps/fn/sweep.json").read_text())["spaces"] == {"x": "uniform(0, 2)"}
 
@@ -248,14 +248,14 @@ def test_a_journal_file_as_storage_and_secrets():
     backend = optuna.storages.journal.JournalFileBackend("shared/study.log")
     theirs = optuna.load_study(study_name="fn", storage=optuna.storages.JournalStorage(backend)).trials
     assert sorted(trial.value for trial in theirs) == sorted(row["metric"] for row in results)
-    assert [trial.metric for trial in kept("fn")] == [row["metric"] for row in results]
-    with pytest.raises(BadArgument, match="give this one another name"):
+    assert [trial.metric for trial in trials_of("fn")] == [row["metric"] for row in results]
+    with pytest.raises(BadArgument, match="choose another name"):
         fn.run(storage="shared/study.log", resume=False, **QUIET)
     with pytest.raises(BadArgument, match=r"sqlite:///study\.txt"):
         fn.run(storage="study.txt", name="other", **QUIET)
 
 
-def test_a_trial_whose_process_died_is_made_again_once():
+def test_a_trial_whose_process_died_is_retried_once():
     @sweep(x=uniform(0, 1), y=uniform(0, 1))
     def fn(x, y):
         return x + y
@@ -264,21 +264,21 @@ def test_a_trial_whose_process_died_is_made_again_once():
     fn.run(n_trials=2, **QUIET)
     study = optuna.load_study(study_name="fn", storage="sqlite:///sweeps/fn/study.db")
     dead = {"host": socket.gethostname(), "process": 2**22 + 1, "identity": "gone", "call": ""}
-    study.enqueue_trial({}, user_attrs={"owner": dead})  # as a process leaves it that is killed in the third trial
-    study.ask().suggest_float("x", 0, 1)  # in the middle of drawing, even: y is still missing
-    assert [trial.status for trial in kept("fn")] == ["completed"] * 2 + ["waiting"]
+    study.enqueue_trial({}, user_attrs={"owner": dead})  # as left by a process killed in the third trial
+    study.ask().suggest_float("x", 0, 1)  # halfway through sampling: y is missing
+    assert [trial.status for trial in trials_of("fn")] == ["completed"] * 2 + ["waiting"]
     results = fn.run(n_trials=3, **QUIET)
     assert [row["attempt"] for row in sorted(results, key=lambda row: row["number"])] == [1, 1, 2]
     results = fn.run(n_trials=4, **QUIET)
     assert [(r["number"], r["config"], r["metric"]) for r in results] == [
         (r["number"], r["config"], r["metric"]) for r in reference
     ]
-    assert [trial.earlier for trial in kept("fn") if trial.attempt == 2] == [["the process of the sweep ended"]]
+    assert [trial.earlier for trial in trials_of("fn") if trial.attempt == 2] == [["the process of the sweep died"]]
     with sqlite3.connect("sweeps/fn/study.db") as database:
         assert database.execute("select count(*) from trials").fetchone() == (5,)
 
 
-def test_what_a_call_of_this_very_process_left_is_made_again(monkeypatch):
+def test_trials_left_by_an_earlier_call_in_this_process_are_retried(monkeypatch):
     @sweep(x=grid(1, 2))
     def fn(x):
         return x
@@ -287,22 +287,24 @@ def test_what_a_call_of_this_very_process_left_is_made_again(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("trainformer.sweep.progress.Progress.began", interrupted)
-        patched.setattr("trainformer.sweep.study.Ledger.put_back", interrupted)  # as in a notebook, at a bad moment
+        patched.setattr("trainformer.sweep.runner.Progress.trial_started", interrupted)
+        patched.setattr(
+            "trainformer.sweep.study.SweepStudy.requeue", interrupted
+        )  # as in a notebook, at the worst moment
         with pytest.raises(KeyboardInterrupt):
             fn.run(method="grid", **QUIET)
-    assert len(stored("sweeps/fn", "fn")) == 1
+    assert len(optuna_trials("sweeps/fn", "fn")) == 1
     assert [row["metric"] for row in fn.run(method="grid", **QUIET)] == [2, 1]
 
 
 @pytest.mark.parametrize("write", ["ask", "tell"])
-def test_ctrl_c_does_not_come_in_between_when_something_is_stored(monkeypatch, write):
+def test_ctrl_c_waits_for_a_write_to_the_storage(monkeypatch, write):
     fn = sweep(x=grid(1, 2))(lambda x: x)
     storing, begun, ended = getattr(optuna.Study, write), [], []
 
     def interrupted(self, *args, **kwargs):
         begun.append(write)
-        if len(begun) == 1:  # inside of a transaction it would leave the database locked
+        if len(begun) == 1:  # inside a transaction it would leave the database locked
             signal.raise_signal(signal.SIGINT)
         ended.append(storing(self, *args, **kwargs))
         return ended[-1]
@@ -312,11 +314,11 @@ def test_ctrl_c_does_not_come_in_between_when_something_is_stored(monkeypatch, w
         with pytest.raises(KeyboardInterrupt):
             fn.run(method="grid", name="fn", **QUIET)
     assert len(begun) == len(ended) == 1
-    assert [trial.status for trial in kept("fn")] == [{"ask": "waiting", "tell": "completed"}[write]]
+    assert [trial.status for trial in trials_of("fn")] == [{"ask": "waiting", "tell": "completed"}[write]]
     assert [row["metric"] for row in fn.run(method="grid", name="fn", **QUIET)] == [2, 1]
 
 
-def test_one_process_at_a_time_takes_a_trial(monkeypatch):
+def test_trials_are_taken_under_a_file_lock(monkeypatch):
     ask, refused = optuna.Study.ask, []
 
     def watched(self):
@@ -348,14 +350,14 @@ def test_a_trial_that_another_process_took_for_dead_is_not_counted(caplog):
     assert "took this one for dead" in caplog.text
 
 
-def test_signs_of_life_for_other_machines(monkeypatch):
-    monkeypatch.setattr("trainformer.sweep.runner.BEAT", 0.05)
+def test_heartbeats_for_other_machines(monkeypatch):
+    monkeypatch.setattr("trainformer.sweep.runner.HEARTBEAT_SECONDS", 0.05)
 
     @sweep(x=grid(1))
     def fn(x):
         began = time.time()
-        while trial_of("fn").user_attrs["seen"] < began + 0.2:
-            assert time.time() < began + 30
+        while trial_of("fn").user_attrs["heartbeat"] < began + 0.2:
+            assert time.time() < began + 300
             time.sleep(0.05)
         return x
 
@@ -365,13 +367,13 @@ def test_signs_of_life_for_other_machines(monkeypatch):
 
     assert fn.run(method="grid", storage="shared.log", **QUIET)[0]["status"] == "completed"
     trial = trial_of("fn")
-    for age, is_gone in ((30, False), (1000, True)):
+    for age, stale in ((30, False), (1000, True)):
         elsewhere = trial.user_attrs["owner"] | {"host": "another"}
-        trial.user_attrs |= {"owner": elsewhere, "seen": time.time() - age}
-        assert is_abandoned(trial) is is_gone
+        trial.user_attrs |= {"owner": elsewhere, "heartbeat": time.time() - age}
+        assert is_stale(trial) is stale
 
 
-def test_after_the_timeout_no_trial_is_begun():
+def test_no_trial_starts_after_the_timeout():
     clock = []
 
     @sweep(x=uniform(0, 1))
@@ -393,8 +395,8 @@ def test_after_the_timeout_no_trial_is_begun():
         ({"timeout": -3}, "timeout"),
         ({"backend": "dask"}, "'local' or 'ray'"),
         ({"pruner": "mediann"}, "Did you mean 'median'"),
-        ({"sampler": "tpe"}, "a sampler of Optuna"),
-        ({"name": ".."}, "a folder can have"),
+        ({"sampler": "tpe"}, "an Optuna sampler"),
+        ({"name": ".."}, "a valid folder name"),
         ({"storage": "sqlite:///no/such/folder.db"}, "unable to open"),
         ({"n_parallel": 2, "gpus_per_trial": 0.5}, "gpus_per_trial"),
     ],
@@ -404,7 +406,7 @@ def test_bad_arguments(options, words):
         experiment.run(**options, **QUIET)
 
 
-def test_unknown_sweeps_are_told():
+def test_unknown_and_broken_sweeps_are_reported():
     Path("sweeps/near").mkdir(parents=True)
     Path("sweeps/near/sweep.json").write_text("{}")
     with pytest.raises(BadArgument, match="Did you mean 'near'"):

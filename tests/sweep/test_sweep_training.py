@@ -1,10 +1,10 @@
-"""Runs inside trials: each has a folder of its own, reports by itself, is pruned, and is taken up again."""
+"""Runs inside trials: they have separate folders, report automatically, are pruned, and resume."""
 
 import math
 from pathlib import Path
 
 import pytest
-from sweep_victims import QUIET, kept
+from sweep_victims import QUIET, trials_of
 
 import text_toys
 import toys
@@ -25,7 +25,7 @@ def evaluations(run, name="val/loss"):
     return [record[name] for record in read_jsonl(Path(run) / "metrics.jsonl") if name in record]
 
 
-def test_runs_of_one_name_have_folders_of_their_own_and_report_by_themselves():
+def test_runs_with_the_same_name_get_separate_folders_and_report():
     @sweep(lr=grid(1e-2, 1.004e-2))
     def experiment(lr):
         trainer = train(lr, name=f"sweep_lr{lr:.0e}")  # the same for both, as in the plan
@@ -35,14 +35,14 @@ def test_runs_of_one_name_have_folders_of_their_own_and_report_by_themselves():
     folders = {row["number"]: row["run"] for row in results}
     assert folders == {n: f"sweeps/experiment/trials/000{n}/sweep_lr1e-02" for n in (0, 1)}
     assert not Path("runs").exists()
-    for trial in kept("experiment"):
+    for trial in trials_of("experiment"):
         losses = evaluations(trial.run)
-        assert trial.intermediate == {n: -loss for n, loss in enumerate(losses, 1)}  # a small loss is a large metric
+        assert trial.intermediate == {n: -loss for n, loss in enumerate(losses, 1)}  # the sweep maximizes
         assert trial.metric == -min(losses)
         assert describe(trial.run).status == "finished"
 
 
-def test_a_pruned_run_is_stopped_and_says_by_whom():
+def test_a_pruned_run_stops_and_logs_why():
     @sweep(lr=grid(0.05, 0.04, 0.06, 0.05001, 0.04001, 1e-6))
     def experiment(lr):
         train(lr, monitor_metric="val/accuracy", monitor_mode="max", epochs=4)
@@ -57,7 +57,7 @@ def test_a_pruned_run_is_stopped_and_says_by_whom():
     assert "by PruneTrial: val/accuracy" in (Path(pruned["run"]) / "log.txt").read_text()
 
 
-def test_an_interrupted_trial_goes_on_in_its_folder():
+def test_an_interrupted_trial_resumes_in_its_folder():
     interrupt = [True]
 
     class Interrupts:
@@ -76,18 +76,18 @@ def test_an_interrupted_trial_goes_on_in_its_folder():
 
     with pytest.raises(KeyboardInterrupt):
         make().run(method="grid", **QUIET)
-    assert [t.status for t in kept("experiment")] == ["completed", "waiting"]
+    assert [t.status for t in trials_of("experiment")] == ["completed", "waiting"]
     results = make().run(method="grid", **QUIET)
     reference = make().run(method="grid", name="reference", **QUIET)
     assert [(r["number"], r["metric"]) for r in results] == [(r["number"], r["metric"]) for r in reference]
     folder = Path("sweeps/experiment/trials/0001")
     assert [path.name for path in folder.iterdir()] == ["MeanTask"]
     assert "resuming from" in (folder / "MeanTask/log.txt").read_text()
-    (trial,) = [t for t in kept("experiment") if t.number == 1]
+    (trial,) = [t for t in trials_of("experiment") if t.number == 1]
     assert (trial.attempt, trial.earlier, list(trial.intermediate)) == (1, [], [3])  # it was evaluated twice before
 
 
-def test_several_runs_of_a_trial_and_folders_that_were_given(tmp_path):
+def test_several_runs_in_a_trial_and_explicit_folders(tmp_path):
     @sweep(seed=grid(0, 1))
     def experiment(seed):
         for _ in range(2):
@@ -98,14 +98,14 @@ def test_several_runs_of_a_trial_and_folders_that_were_given(tmp_path):
 
     results = experiment.run(method="grid", **QUIET)
     assert [row["metric"] for row in results] == [6, 6]
-    kept = {str(path.parent) for path in Path().glob("sweeps/*/trials/*/**/status.json")}
+    found = {str(path.parent) for path in Path().glob("sweeps/*/trials/*/**/status.json")}
     inside = ["MeanTask", "MeanTask-2", "a", "out/b", str(tmp_path / "c")[1:], "d"]
-    assert kept == {f"sweeps/experiment/trials/{n:04d}/{place}" for n in (0, 1) for place in inside}
+    assert found == {f"sweeps/experiment/trials/{n:04d}/{place}" for n in (0, 1) for place in inside}
     assert not (tmp_path / "saved").exists()
     assert results[0]["run"].endswith("/d")
 
 
-def test_outside_of_a_sweep_the_callback_does_nothing():
+def test_prune_trial_does_nothing_outside_a_sweep():
     trainer = train(0.01, epochs=1, callbacks=[PruneTrial()], name="plain")
     assert trainer.run_folder == Path("runs/plain")
     with pytest.raises(BadArgument, match="'min' or 'max'"):
@@ -113,7 +113,7 @@ def test_outside_of_a_sweep_the_callback_does_nothing():
 
 
 @pytest.mark.slow
-def test_trainers_of_other_kinds_are_in_the_trial_too(monkeypatch):
+def test_hf_and_jax_trainers_run_inside_the_trial(monkeypatch):
     hf_toys = pytest.importorskip("hf_toys")
     pytest.importorskip("flax")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "jax_backend"))
@@ -176,9 +176,9 @@ def test_the_example_of_the_plan(capsys):
         Path(f"data/text/{number}.txt").write_text(text)
 
     exec(compile(PLAN.replace("n_trials=3", "n_trials=1"), "plan", "exec"), {})
-    said = capsys.readouterr()
-    assert "'metric': -inf" in said.out  # it has no validation data
-    assert "all metrics are -inf" in said.err
+    captured = capsys.readouterr()
+    assert "'metric': -inf" in captured.out  # it has no validation data
+    assert "all metrics are -inf" in captured.err
 
     program = PLAN.replace("epochs=3,", "epochs=3, val_split=0.25, max_steps=4,").replace("experiment", "tuned")
     space = {}

@@ -96,7 +96,7 @@ def scenes(colours: Iterable[str] = tuple(COLOURS), shapes: Iterable[str] = SHAP
 
 
 class Pairs:
-    """Images and captions in memory, as `ImageTextDataset` gives them: every scene `times` times, drawn anew."""
+    """Images and captions in memory, as in `ImageTextDataset`: each scene `times` times, at different positions."""
 
     in_memory = True
 

@@ -95,7 +95,7 @@ def fit(task: SSL, data: Any, **settings: Any) -> Trainer:
 
 
 def trainer(task: SSL, data: Any, **settings: Any) -> Trainer:
-    """A quiet trainer on the CPU, that begins anew unless told otherwise."""
+    """A quiet trainer on the CPU that starts from scratch by default."""
     quiet = {"log": "none", "device": "cpu", "precision": "no", "resume": None, "save_every": None, "num_workers": 0}
     return Trainer(task, data, **{**quiet, **settings})
 

@@ -42,7 +42,7 @@ class Corpus(IterableDataset):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_run_over_a_stream_goes_on_where_it_was(task, tmp_path, packing):
+def test_a_run_over_a_stream_resumes_at_its_position(task, tmp_path, packing):
     options = {"batch_size": 2, "max_steps": 14, "log": "none", "num_workers": 0, "save_best": 0, "lr": 1e-2}
 
     def run(name, callbacks=()):
@@ -56,7 +56,7 @@ def test_a_run_over_a_stream_goes_on_where_it_was(task, tmp_path, packing):
     other = run("cut")
     other.fit()
     assert other.state.step == whole.state.step == 14
-    assert whole.state.epoch >= 1  # more than the stream has: it began anew
+    assert whole.state.epoch >= 1  # more than the stream has: it starts from the beginning again
     for name, p in whole.task.model.state_dict().items():
         assert torch.equal(p, other.task.model.state_dict()[name]), name
 

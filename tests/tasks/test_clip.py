@@ -24,9 +24,9 @@ from trainformer.adapters import LoRA, PrefixTuning
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data import ImageFolder
 from trainformer.tasks.multimodal.clip import CLIP
+from trainformer.tasks.multimodal.contrastive import find_matches, retrieval_metrics
 from trainformer.tasks.multimodal.pairs import split_pair
-from trainformer.tasks.multimodal.processing import Pixels
-from trainformer.tasks.multimodal.retrieval import matches, retrieval_metrics
+from trainformer.tasks.multimodal.processor import Pixels
 
 # -- images and captions -----------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ def test_samples_in_every_form() -> None:
         split_pair({"images": [image, image], "text": "two"})
 
 
-def test_one_of_several_captions_is_drawn_anew_in_every_epoch() -> None:
+def test_each_epoch_draws_one_of_several_captions() -> None:
     data = [{"image": scene.draw(), "text": scene.captions} for scene in SCENES]
     trainer = trainer_for(make(), data)
     seen = [torch.cat([b["caption"] for b in toys.batches_of(trainer, epoch)]) for epoch in range(2)]
@@ -99,7 +99,7 @@ def brute_force(images: Tensor, captions: list[list[str]], texts: dict[str, Tens
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_recall_is_that_of_a_brute_force_search(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainformer.tasks.multimodal.retrieval._CELLS", 100)  # several pieces
+    monkeypatch.setattr("trainformer.tasks.multimodal.contrastive._CELLS", 100)  # several pieces
     rng = np.random.default_rng(0)
     names = [f"text {i}" for i in range(40)]
     texts = {name: F.normalize(torch.from_numpy(rng.normal(size=8)), dim=0) for name in names}
@@ -113,7 +113,7 @@ def test_recall_is_that_of_a_brute_force_search(k: int, monkeypatch: pytest.Monk
     for i, own in enumerate(captions):
         for j, text in enumerate(own):
             rows[i, j], numbers[i, j] = texts[text], names.index(text) + 1
-    metrics = retrieval_metrics(matches(images, rows, numbers), (k,), 10.0)
+    metrics = retrieval_metrics(find_matches(images, rows, numbers), (k,), 10.0)
     want = brute_force(images, captions, {name: texts[name] for name in used}, k)
     assert (metrics[f"image_to_text_recall@{k}"], metrics[f"text_to_image_recall@{k}"]) == pytest.approx(want)
     assert 0.1 < want[0] < 0.95
@@ -121,7 +121,7 @@ def test_recall_is_that_of_a_brute_force_search(k: int, monkeypatch: pytest.Monk
 
 def test_where_everything_looks_alike_nothing_is_found() -> None:
     rows = torch.ones(20, 4)
-    metrics = retrieval_metrics(matches(rows, rows.unsqueeze(1), torch.arange(1, 21).unsqueeze(1)), (1, 10))
+    metrics = retrieval_metrics(find_matches(rows, rows.unsqueeze(1), torch.arange(1, 21).unsqueeze(1)), (1, 10))
     assert metrics["image_to_text_recall@10"] == metrics["text_to_image_recall@1"] == 0.0
     assert metrics["image_to_text_median_rank"] == 20.0
 
@@ -130,7 +130,7 @@ def test_the_loss_of_a_set_counts_every_caption_once() -> None:
     rng = torch.Generator().manual_seed(0)
     images, texts = torch.randn(4, 6, generator=rng), torch.randn(3, 6, generator=rng)
     owners = [0, 1, 1, 2]  # two images with one caption
-    found = matches(images, texts[owners].unsqueeze(1), torch.tensor(owners).unsqueeze(1) + 1)
+    found = find_matches(images, texts[owners].unsqueeze(1), torch.tensor(owners).unsqueeze(1) + 1)
     logits = 5 * F.normalize(texts) @ F.normalize(images).T
     right = torch.tensor(owners) == torch.arange(3).unsqueeze(1)
     sigmoid = F.binary_cross_entropy_with_logits(logits - 2, right.float(), reduction="sum") / 3
@@ -324,13 +324,13 @@ def test_models_and_processors_that_do_not_fit() -> None:
         make(model=transformers.BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=64))
     other = config()
     other.text_config.eos_token_id = 30
-    with pytest.raises(BadArgument, match=r"model's end token \(30\)"):
+    with pytest.raises(BadArgument, match=r"model's EOS token \(30\)"):
         make(model=other)
     small = config()
     small.text_config.vocab_size = 20
-    with pytest.raises(BadArgument, match="a tokenizer of at most 20 tokens"):
+    with pytest.raises(BadArgument, match="at most the model's 20 tokens"):
         make(model=small)
-    with pytest.raises(BadArgument, match="makes images of 32 x 32 pixels, as the model takes, received '24 x 24'"):
+    with pytest.raises(BadArgument, match="resizes images to the model's 32 x 32 pixels, received '24 x 24'"):
         trainer_for(make(processor=processor(side=24)))
 
 

@@ -46,8 +46,9 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
             torch.testing.assert_close(mine[name], p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", ["clip", "siglip"])
-@pytest.mark.parametrize("freeze", [None, "image", "text"])
+@pytest.mark.parametrize(
+    ("family", "freeze"), [("clip", None), ("clip", "image"), ("siglip", None), ("siglip", "text")]
+)
 def test_every_parameter_is_trained_or_frozen(family: str, freeze: str | None) -> None:
     task = make(family, freeze=freeze)
     task.train_step(batch_of(task, shapes.Pairs(SCENES))).sum.backward()

@@ -14,7 +14,7 @@ from ranks import on_ranks
 from text_toys import WORDS, batches_of, bert, masking_tokenizer, sentences, trainer_for
 from trainformer import Trainer
 from trainformer.tasks import ImageClassification, TextClassification, TokenClassification
-from trainformer.tasks.confusion import confusion_record
+from trainformer.tasks.classification_report import confusion_record
 
 NAMES = ["red", "green", "blue"]
 

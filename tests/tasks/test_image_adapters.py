@@ -1,4 +1,4 @@
-"""Image classifiers with an adapter: it alone is trained, kept and given back, and an export is a plain model."""
+"""Image classifiers with an adapter: only the adapter is trained, saved and loaded, and an export is a plain model."""
 
 import copy
 
@@ -58,7 +58,7 @@ def test_the_adapter_and_the_head_alone_are_trained_and_kept(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lora", "dora"])
-def test_a_run_goes_on_bit_for_bit(name, tmp_path):
+def test_a_run_resumes_bitwise(name, tmp_path):
     whole = run(classifier(ADAPTERS[name]), tmp_path / "whole").fit()
     with pytest.raises(KeyboardInterrupt):
         run(classifier(ADAPTERS[name]), tmp_path / "cut", [Cut()]).fit()

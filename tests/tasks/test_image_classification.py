@@ -26,6 +26,7 @@ from trainformer.data.fetcher import tensors_of
 from trainformer.eval.calibration import expected_calibration_error
 from trainformer.tasks import ImageClassification
 from trainformer.tasks.base import Task, provides
+from trainformer.tasks.classification_report import calibration_error
 from trainformer.tasks.vision.batch import (
     Mixed,
     Normalize,
@@ -33,9 +34,8 @@ from trainformer.tasks.vision.batch import (
     binary_cross_entropy,
     cross_entropy,
     mix,
-    views,
+    tta_views,
 )
-from trainformer.tasks.vision.report import calibration_error
 
 SMALL = "test_resnet"  # 0.4 million parameters
 
@@ -110,7 +110,7 @@ def test_without_classes_there_is_no_model_and_never_one_without_a_head() -> Non
     assert list(task.parameters()) == []
     with pytest.raises(BadArgument, match="number of classes is not known yet"):
         task.train_step((torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)))
-    with pytest.raises(BadArgument, match=r"data that do not say. Pass num_classes"):
+    with pytest.raises(BadArgument, match=r"data that does not. Pass num_classes"):
         task.configure(DatasetInfo(num_samples=3, input_shape=(3, 32, 32)))
     with pytest.raises(DataError, match=r"at least two classes.*1 in the data"):
         task.configure(DatasetInfo(num_classes=1))
@@ -322,7 +322,7 @@ def test_float_images_of_other_forms_become_tensors() -> None:
         assert np.array_equal(got.numpy(), image.transpose(2, 0, 1).astype(np.float32))
 
 
-# -- data sets ---------------------------------------------------------------------------------------------
+# -- datasets ----------------------------------------------------------------------------------------------
 
 
 def test_evaluation_data_in_memory_are_plain_tensors_of_the_right_size() -> None:
@@ -929,16 +929,16 @@ def test_flips_average_the_probabilities(loss: Any) -> None:
 def test_views_are_close_to_the_image_and_differ_from_each_other() -> None:
     y, x = torch.meshgrid(torch.linspace(0, 3, 32), torch.linspace(0, 3, 32), indexing="ij")
     images = (x + 2 * y).sin().expand(2, 3, 32, 32)
-    looks = list(views(images, 7, mirror=False))
+    looks = list(tta_views(images, 7, flip=False))
     assert torch.equal(looks[0], images)
     for i, look in enumerate(looks):
         assert look.shape == images.shape
         assert (look - images).abs().mean() < 0.35
         assert all((look - other).abs().mean() > 0.02 for other in looks[:i])
-    both = list(views(images, 6, mirror=True))
+    both = list(tta_views(images, 6, flip=True))
     for i in range(0, 6, 2):
         assert torch.equal(both[i].flip(-1), both[i + 1])
-    moved = list(views(torch.nn.functional.pad(torch.ones(1, 1, 2, 2), [7] * 4), 2, mirror=False))[1]
+    moved = list(tta_views(torch.nn.functional.pad(torch.ones(1, 1, 2, 2), [7] * 4), 2, flip=False))[1]
     assert moved.sum() == pytest.approx(4, abs=0.01)  # moved by a pixel in all, nothing lost
 
 
@@ -982,12 +982,12 @@ def test_a_good_batch_has_no_problems() -> None:
         (pixels(2, 8, 8), torch.arange(2), r"but are \(2, 8, 8\)"),
         (pixels(2, 1, 8, 8), torch.arange(2), "3 channels as the model does, but have 1"),
         (torch.zeros(2, 3, 8, 8), torch.arange(2), "2 of 2 images are constant"),
-        (pixels(2, 3, 8, 8).float(), torch.arange(2), "taken as normalised, but their values reach 255"),
+        (pixels(2, 3, 8, 8).float(), torch.arange(2), "treated as normalised, but their values reach 255"),
         (pixels(2, 3, 8, 8).long(), torch.arange(2), "but are torch.int64"),
         (torch.full((2, 3, 8, 8), float("nan")), torch.arange(2), "NaN"),
     ],
 )
-def test_problems_of_a_batch_are_told(images: Any, labels: Any, sentence: str) -> None:
+def test_problems_of_a_batch_are_reported(images: Any, labels: Any, sentence: str) -> None:
     import re
 
     task = ImageClassification(SMALL, 5, False)

@@ -156,9 +156,8 @@ def test_the_loss_is_that_of_single_pieces(task):
     assert toys.check_losses(made, batches_of(trainer_for(made))[:3], toys.masked_sum) == 3
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_training_is_that_of_a_loop_over_sums_and_tokens(task, accumulation):
-    assert toys.check_training(task(), TEXTS, toys.masked_sum, accumulation) == 3
+def test_training_is_that_of_a_loop_over_sums_and_tokens(task):
+    assert toys.check_training(task(), TEXTS, toys.masked_sum, 3) == 3
 
 
 def test_evaluation_is_by_tokens_and_does_not_depend_on_the_batch(task):
@@ -210,7 +209,7 @@ def test_a_checkpoint_opens_with_transformers(task, tmp_path, tokenizer):
     assert trainer_for(again).check().ok
 
 
-def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(task, tmp_path):
     AutoModelForMaskedLM.from_config(bert()).save_pretrained(tmp_path / "base")
 
     def run(folder, **options):
@@ -233,7 +232,7 @@ def test_a_run_that_was_cut_ends_in_the_same_weights(task, tmp_path):
 def test_tokens_are_taken_as_they_are(task, tokenizer):
     data = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     assert same(batches_of(trainer_for(task(), data)), batches_of(trainer_for(task())))
-    with pytest.raises(DataError, match="whose words are not known"):
+    with pytest.raises(DataError, match="whose words are unknown"):
         trainer_for(task(whole_word=True), data)
 
 
@@ -245,7 +244,7 @@ def test_wrong_arguments(task, tokenizer):
         trainer_for(task(max_length=2))
     with pytest.raises(DataError, match="a record with a 'text'"):
         trainer_for(task(), [{"source": "a", "target": "b"}] * 4)
-    with pytest.raises(DataError, match="special tokens alone: 4"):
+    with pytest.raises(DataError, match="only special tokens: 4"):
         trainer_for(task(), ["[SEP]"] * 4)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="[PAD]")
     with pytest.raises(BadArgument, match="a tokenizer with a mask token"):

@@ -21,7 +21,7 @@ from trainformer.core import BadArgument, DataError
 from trainformer.data import load_images
 from trainformer.tasks import SSL, ImageClassification
 from trainformer.tasks.base import Task
-from trainformer.tasks.vision.ssl.method import Views
+from trainformer.tasks.vision.ssl.methods import Views
 
 # -- options -----------------------------------------------------------------------------------------------
 
@@ -92,9 +92,9 @@ def test_what_a_task_records_makes_the_same_task_again() -> None:
     ("make", "message"),
     [
         (lambda: SSL("simcrl", "test_vit"), "method to be one of .*received 'simcrl'. Did you mean 'simclr'"),
-        (lambda: SSL.simclr("test_vit", momentum=0.9), "momentum is no option of simclr .*It has: proj_dim"),
-        (lambda: SSL.byol("test_vit", queue_size=8), "queue_size is no option of byol"),
-        (lambda: SSL.mae("test_vit", temperature=0.1), "temperature is no option of mae"),
+        (lambda: SSL.simclr("test_vit", momentum=0.9), "simclr has no option momentum .*It has: proj_dim"),
+        (lambda: SSL.byol("test_vit", queue_size=8), "byol has no option queue_size"),
+        (lambda: SSL.mae("test_vit", temperature=0.1), "mae has no option temperature"),
         (lambda: SSL.moco("test_vit", version="v4"), "version to be 'v2' or 'v3', received 'v4'"),
         (lambda: SSL.byol("test_vit", version="v3"), "version with method 'moco' only"),
         (lambda: SSL("moco_v3", "test_vit", version="v2"), "version with method 'moco' only"),
@@ -283,8 +283,10 @@ def test_a_loader_of_the_users() -> None:
     assert run.state.samples == 10
 
 
-@pytest.mark.parametrize(("channels", "size"), [(1, 16), (3, (16, 24)), (1, (24, 16))])
-@pytest.mark.parametrize("method", ["simclr", "dino", "mae"])
+@pytest.mark.parametrize(
+    ("method", "channels", "size"),
+    [("simclr", 1, 16), ("dino", 3, (16, 24)), ("dino", 1, 16), ("mae", 1, (24, 16))],
+)
 def test_gray_and_oblong_images(method: str, channels: int, size: Any) -> None:
     if method == "mae":
         task = toys.make("mae", "test_vit", image_size=size)
@@ -300,7 +302,7 @@ def test_gray_and_oblong_images(method: str, channels: int, size: Any) -> None:
     assert run.embed("val")["embedding"].isfinite().all()
 
 
-def test_a_loop_by_hand_makes_views_as_large_as_the_images() -> None:
+def test_a_hand_written_loop_makes_views_as_large_as_the_images() -> None:
     """Not as large as the backbone's usual images, which are 160 pixels wide here."""
     task = SSL.simclr("test_resnet")
     seen: list[Views] = []
@@ -353,9 +355,9 @@ def flat(name: str, value: Any) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value).clone()} if number else {}
 
 
-@pytest.mark.parametrize("method", ["moco", "byol", "dino", "mae"])
-def test_a_run_that_was_cut_goes_on_bitwise(method: str, tmp_path: Path) -> None:
-    """In the middle of an epoch, with dropped paths, accumulation and callbacks that learn; all state compared."""
+@pytest.mark.parametrize("method", ["moco", "dino", "mae"])
+def test_an_interrupted_run_resumes_bitwise(method: str, tmp_path: Path) -> None:
+    """In the middle of an epoch, with drop path, accumulation and callbacks that learn; compares all state."""
     data = toys.pixels(26), toys.labels(26)
     vit = "test_vit" if method in ("dino", "mae") else None
     options: dict[str, Any] = {"num_local": 1, "warmup_teacher_temp_epochs": 3} if method == "dino" else {}
@@ -380,7 +382,7 @@ def test_a_run_that_was_cut_goes_on_bitwise(method: str, tmp_path: Path) -> None
     cut = start("cut", StopAt(5)).fit()  # after the first of four steps of the second epoch
     cut.save(tmp_path / "cut.pt")
     newest = sorted((tmp_path / "cut" / "checkpoints").iterdir())[-1]
-    for way in ("file", "checkpoint"):
+    for way in ("file", "checkpoint") if method == "moco" else ("checkpoint",):
         torch.manual_seed(123)
         second = start(way, resume=newest if way == "checkpoint" else None)
         if way == "file":
@@ -549,11 +551,11 @@ def test_a_collapse_is_seen_and_stops_the_run(caplog: pytest.LogCaptureFixture) 
 
 
 def test_feature_std_is_one_for_all_directions_and_zero_for_one() -> None:
-    from trainformer.tasks.vision.features import spread
+    from trainformer.tasks.vision.batch import feature_spread
 
     torch.manual_seed(0)
-    assert spread(torch.randn(4000, 32)).item() == pytest.approx(1.0, abs=0.01)
-    assert spread(torch.randn(1, 32).expand(8, -1) * torch.rand(8, 1)).item() == pytest.approx(0.0, abs=1e-3)
+    assert feature_spread(torch.randn(4000, 32)).item() == pytest.approx(1.0, abs=0.01)
+    assert feature_spread(torch.randn(1, 32).expand(8, -1) * torch.rand(8, 1)).item() == pytest.approx(0.0, abs=1e-3)
 
 
 def test_teacher_entropy_is_logged_and_labels_change_nothing() -> None:

@@ -28,7 +28,7 @@ from trainformer.core import BadArgument
 from trainformer.run import run_of
 from trainformer.tasks import SSL
 from trainformer.tasks.vision.ssl.dino import DINO
-from trainformer.tasks.vision.ssl.method import Views
+from trainformer.tasks.vision.ssl.methods import Views
 from trainformer.tasks.vision.ssl.moco import KeyQueue
 
 # -- against independent implementations -------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_losses_gradients_and_memory_are_those_of_an_independent_implementation(
                 p.grad = None
         task.on_step_end(step + 1, STEPS)
         twin.after(step)
-    slow = getattr(task.model, "slow", None)
+    slow = getattr(task.model, "target", None)
     if slow is not None:
         for name, value in twin.slow.backbone.state_dict().items():  # with the statistics of BatchNorm
             torch.testing.assert_close(slow.module.backbone.state_dict()[name], value, rtol=1e-6, atol=1e-7, msg=name)
@@ -271,17 +271,17 @@ def test_views_are_functions_of_seed_epoch_and_image() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "online", "slow"),
+    ("method", "online", "target"),
     [("simclr", 1, 0), ("moco", 1, 1), ("moco_v3", 1, 1), ("byol", 1, 1), ("dino", 2, 1)],
 )
-def test_views_of_equal_size_are_batched(method: str, online: int, slow: int) -> None:
+def test_views_of_equal_size_are_batched(method: str, online: int, target: int) -> None:
     task = toys.make(method, **({"num_local": 5} if method == "dino" else {}))
     calls: list[bool] = []
     for part in task.model.modules():
         if isinstance(part, toys.Net):
             part.register_forward_hook(lambda module, *_: calls.append(next(module.parameters()).requires_grad))
     task.train_step(toys.pixels(4))
-    assert (calls.count(True), calls.count(False)) == (online, slow)
+    assert (calls.count(True), calls.count(False)) == (online, target)
 
 
 # -- networks ----------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_every_part_of_the_backbone_gets_a_gradient(method: str, backbone: str) 
 
 
 @pytest.mark.parametrize("method", toys.MOMENTUM)
-def test_slow_networks_are_never_optimized(method: str) -> None:
+def test_momentum_networks_are_never_optimized(method: str) -> None:
     task = toys.make(method)
     run = toys.fit(task, toys.pixels(8), max_steps=2, batch_size=4)
     optimized = {id(p) for group in run.active_optimizer.param_groups for p in group["params"]}
@@ -323,11 +323,11 @@ def test_slow_networks_are_never_optimized(method: str) -> None:
 
 
 def slow_network(task: SSL) -> nn.Module:
-    return task.model.slow.module
+    return task.model.target.module
 
 
 @pytest.mark.parametrize("method", toys.MOMENTUM)
-def test_the_slow_network_moves_once_per_optimizer_step_under_accumulation(method: str) -> None:
+def test_the_momentum_network_moves_once_per_optimizer_step_under_accumulation(method: str) -> None:
     task = toys.make(method, momentum=0.9, momentum_end=0.95)
 
     def look(trainer: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -424,8 +424,7 @@ def loader_with_a_bad_image() -> DataLoader:
     return DataLoader(TensorDataset(images, toys.labels(16)), batch_size=4)
 
 
-@pytest.mark.parametrize("batch_norm", [True, False])
-@pytest.mark.parametrize("method", ["moco", "dino"])
+@pytest.mark.parametrize(("method", "batch_norm"), [("moco", True), ("moco", False), ("dino", True)])
 def test_a_skipped_step_leaves_queue_centre_and_weights_finite(
     method: str, batch_norm: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -599,7 +598,7 @@ def test_the_dino_encoder_is_the_teacher() -> None:
     assert task.model.encoder is slow_network(task).backbone
     images = toys.pixels(3)
     before = task.embed(images)
-    task.model.slow.update(task.model.online, 0.0)
+    task.model.target.update(task.model.online, 0.0)
     assert not torch.allclose(before, task.embed(images))
 
 

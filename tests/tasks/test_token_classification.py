@@ -180,9 +180,8 @@ def test_the_loss_is_that_of_single_texts(task):
     assert check_losses(made, batches_of(trainer_for(made, RECORDS))[:2], masked_sum) == 2
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_training_is_that_of_a_loop_over_sums_and_words(task, accumulation):
-    assert check_training(task(), RECORDS, masked_sum, accumulation) == 3
+def test_training_is_that_of_a_loop_over_sums_and_words(task):
+    assert check_training(task(), RECORDS, masked_sum, 4) == 3
 
 
 def test_metrics_are_those_of_the_whole_set(task):

@@ -21,7 +21,7 @@ from trainformer.tasks.multimodal.vlm_data import flat_pixels
 
 
 def learned(task, example):
-    return task.text.decode(example["input_ids"][example["labels"] != -100])
+    return task.text_tokenizer.decode(example["input_ids"][example["labels"] != -100])
 
 
 def conversation(*turns):
@@ -46,7 +46,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(family):
     found = example["input_ids"].tolist()
     assert found[: len(wanted)] == wanted
     # LLaVA's template does not end the answer: the model would not learn to stop.
-    assert found[len(wanted) :] == ([task.text.eos_token_id] if family == "llava" else [])
+    assert found[len(wanted) :] == ([task.text_tokenizer.eos_token_id] if family == "llava" else [])
     for name, pixels in example["pixels"].items():
         torch.testing.assert_close(pixels, theirs[name])
     assert (example["labels"][example["input_ids"] == task.encoder.image_id] == -100).all()
@@ -71,9 +71,9 @@ def test_answers_are_learned_and_nothing_else(family):
     assert [learned(task, example) for example in examples[:-1]] == wanted
     assert learned(task, examples[-1]) == "<s> a red ring </s>"  # a text without an image is learned as a whole
     for example in examples:
-        assert example["input_ids"].tolist().count(task.text.bos_token_id) == 1
+        assert example["input_ids"].tolist().count(task.text_tokenizer.bos_token_id) == 1
     # The last question has no answer: nothing is learned there.
-    assert "where" not in task.text.decode(examples[3]["input_ids"])
+    assert "where" not in task.text_tokenizer.decode(examples[3]["input_ids"])
     everything = toys.make(family, train_on="all").prepare_dataset(records[:1], train=True)[0]
     assert "what colour is the shape" in learned(task, everything)
     assert task.encoder.image_token not in learned(task, everything)
@@ -84,7 +84,7 @@ def test_answers_are_learned_and_nothing_else(family):
 def test_without_a_template_prompts_are_taken_as_they_are():
     task = toys.make(chat=False)
     (asked, told) = examples_of(task, [ask(prompt="which shape is it?", completion="ring"), ask(text="a red ring")])
-    text = task.text.decode(asked["input_ids"]).replace("<image> ", "")
+    text = task.text_tokenizer.decode(asked["input_ids"]).replace("<image> ", "")
     assert text == "<s> which shape is it ? ring </s>"
     assert learned(task, told) == "a red ring </s>"
     with pytest.raises(BadArgument, match="chat template"):
@@ -99,7 +99,7 @@ def test_templates_that_take_texts_get_texts():
     assert learned(task, example) == "ring </s>"
     task = toys.make()
     task.preprocessor.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
-    with pytest.raises(BadArgument, match="writes <image>"):
+    with pytest.raises(BadArgument, match="renders an image as <image>"):
         examples_of(task, [ask(prompt="which shape is it?", completion="ring")])
 
 
@@ -151,7 +151,7 @@ def test_text_is_cut_and_images_are_not(family, caplog):
     task = toys.make(family, max_length=limit)
     with caplog.at_level(logging.INFO, "trainformer"):
         data = task.prepare_dataset(records, train=True)
-    assert list(data.numbers) == [0, 1, 2]
+    assert list(data.indices) == [0, 1, 2]
     assert "3 dropped" in caplog.text
     assert f"images that reach beyond {limit} tokens" in caplog.text
     assert "2 truncated" in caplog.text
@@ -163,7 +163,10 @@ def test_text_is_cut_and_images_are_not(family, caplog):
         batch = task.collate_fn([example])
         assert torch.isfinite(task.train_step(batch).sum)
     # A text that was cut does not end: the model must not learn to stop there.
-    assert data[0]["input_ids"][-1] not in (task.text.eos_token_id, task.text.convert_tokens_to_ids("<|im_end|>"))
+    assert data[0]["input_ids"][-1] not in (
+        task.text_tokenizer.eos_token_id,
+        task.text_tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
 
 
 def test_qwen_is_given_fewer_tokens_for_smaller_images():
@@ -186,7 +189,7 @@ def test_bad_records_are_named(tmp_path):
         ({"image": str(broken), "text": "a"}, r"record 1: .*broken\.png"),
         ({"image": good["image"]}, r"record 1: .*'text'"),
         (ask(messages=conversation("<image> <image> which?", "ring")), r"record 1: .*2"),
-        (ask(prompt="<image> which?", completion="<image>"), r"record 1: .*mark"),
+        (ask(prompt="<image> which?", completion="<image>"), r"record 1: .*contain the image token"),
         ("text", r"record 1: .*str"),
     ]
     for record, message in cases:
@@ -196,7 +199,7 @@ def test_bad_records_are_named(tmp_path):
         task.prepare_dataset([{"images": [good["image"]] * 3, "text": "a"}], train=True)
 
     class Slow:
-        """Where records cannot be looked through, one that does not fit is told of when it is read."""
+        """If records cannot be measured in advance, an unusable one raises an error when it is read."""
 
         def __len__(self):
             return 50
@@ -233,8 +236,7 @@ def test_data_that_can_be_looked_through_are_not_decoded_for_it(tmp_path):
 # -- batches -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", toys.FAMILIES)
-@pytest.mark.parametrize("chunk_tokens", [None, 0])
+@pytest.mark.parametrize(("family", "chunk_tokens"), [*((name, None) for name in toys.FAMILIES), ("llava", 0)])
 def test_the_loss_is_that_of_the_model_record_by_record(family, chunk_tokens):
     task = toys.make(family, chunk_tokens=chunk_tokens, freeze=())
     examples = examples_of(task)

@@ -99,7 +99,9 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
             _help_page(parser, table).print_help()
             parser.exit(0)
         of_command = [word for word in given if word.name in table.command]
-        args = parser.parse_args([as_flag(word.name) + (f"={word.text}" if word.text else "") for word in of_command])
+        args = parser.parse_args(
+            [as_flag(word.name) + ("" if word.text is None else f"={word.text}") for word in of_command]
+        )
         values = table.values(word for word in given if word.name not in ("task", "adapter", *table.command))
     except BadArgument as error:
         parser.error(str(error))
@@ -213,21 +215,20 @@ class OptionTable:
             else:
                 given[option.key] = word, _expanded(text) if option.key == "trainer.callbacks" else text
         self._check_complete(given)
-        values: Values = {component.role: {} for component in self.components}
-        for name, value in self._parse(given).items():
-            values[self.by_key[name].role][self.by_key[name].name] = value
+        parsed = self._parse(given)
         for option, key, text in keyed:
-            mapping = values[option.role][option.name]
-            values[option.role][option.name] = _with_key(mapping, key.split("."), text)
-        for name in given:
+            parsed[option.key] = _with_key(parsed[option.key], key.split("."), text)
+        values: Values = {component.role: {} for component in self.components}
+        for name, value in parsed.items():
             option = self.by_key[name]
-            if option.is_mapping:
-                values[option.role][option.name] = _as_data(values[option.role][option.name])
+            values[option.role][option.name] = _as_data(value) if option.is_mapping else value
         return values
 
     def _parse(self, given: Mapping[str, tuple[Word, str]]) -> dict[str, Any]:
         """The values by key, as jsonargparse reads them."""
         from jsonargparse import ArgumentError
+
+        from trainformer.cli.components import ConfigObject
 
         parser = _value_parser(self.by_key.values())
         words = {key: f"--{key}={_with_brackets(self.by_key[key], text)}" for key, (_, text) in given.items()}
@@ -245,7 +246,8 @@ class OptionTable:
         for key, (_, text) in given.items():
             if isinstance(parsed[key], str) and re.match(r"\s*(!|\{\s*type\b)", text):
                 load_value(text)  # broken notation would pass for a name: raise its error
-        return {key: getattr(parsed[key], "value", parsed[key]) for key in given}
+        values = {key: parsed[key] for key in given}
+        return {key: value.value if isinstance(value, ConfigObject) else value for key, value in values.items()}
 
     def _resolve(self, word: Word) -> tuple[Option, str, str]:
         """The option that a word means, the path of keys if it sets one in a mapping, and the text of the value."""

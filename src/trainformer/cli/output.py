@@ -49,9 +49,9 @@ def stdout_to_stderr() -> Iterator[None]:
 
 def print_json(value: Any) -> None:
     """Print one JSON document on one line; values that JSON does not have (NaN, paths) become text."""
-    from trainformer.live.runs import plain
+    from trainformer.context.jsonable import jsonable
 
-    print(json.dumps(plain(value), ensure_ascii=False, default=str))
+    print(json.dumps(jsonable(value), ensure_ascii=False, default=str))
 
 
 def print_rich(thing: Any) -> None:

@@ -86,7 +86,7 @@ def _predictions(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, A
 
 def rows_of(task: Any, predictions: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Predictions as plain values, one row per sample."""
-    names, tokenizer = getattr(task, "class_names", None), cast(Any, getattr(task, "text", None))
+    names, tokenizer = getattr(task, "class_names", None), cast(Any, getattr(task, "text_tokenizer", None))
     for index, prediction in enumerate(predictions):
         row = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in prediction.items()}
         if "generated" in row and hasattr(tokenizer, "decode"):
@@ -134,8 +134,10 @@ def _prompt(record: Any, task: Any, index: int) -> str:
         for name in ("prompt", "text"):
             if isinstance(record.get(name), str) and record[name]:
                 return record[name]
-        if isinstance(record.get("messages"), list) and getattr(task.text, "chat_template", None):
-            return task.text.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
+        if isinstance(record.get("messages"), list) and getattr(task.text_tokenizer, "chat_template", None):
+            return task.text_tokenizer.apply_chat_template(
+                record["messages"], tokenize=False, add_generation_prompt=True
+            )
     do = 'Write prompts as lines of a .txt file, or as {"prompt": ...} in a .jsonl file.'
     found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise DataError(expected(f"record {index} to have a prompt, a text or messages", found, do))
@@ -155,10 +157,10 @@ def write_file(rows: Rows, path: Path, format: str) -> None:
 
 
 def _write_lines(rows: Rows, file: TextIO) -> None:
-    from trainformer.live.runs import plain
+    from trainformer.context.jsonable import jsonable
 
     for row in rows:
-        file.write(json.dumps(plain(row), ensure_ascii=False) + "\n")
+        file.write(json.dumps(jsonable(row), ensure_ascii=False) + "\n")
 
 
 def _write_csv(rows: Rows, file: TextIO) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainformer.cli.app import Command, add_action
 from trainformer.cli.output import duration, lines_of, note, number, print_json, print_table, width
 from trainformer.cli.trained import monitored, settings_of
-from trainformer.live.requests import STATUS, VERBS
+from trainformer.live.address import STATUS, VERBS
 
 if TYPE_CHECKING:
     from trainformer.live import RunInfo
@@ -270,7 +270,7 @@ def _answer_text(verb: str, answer: dict[str, Any]) -> str:
 
 def _status(args: argparse.Namespace) -> int:
     """Ask a running job itself; read the folder of any other."""
-    from trainformer.live.runs import describe, find_run, how_to_go_on
+    from trainformer.live.runs import describe, find_run, how_to_resume
 
     info = describe(find_run(args.run))
     answer = _as_json(info)
@@ -282,7 +282,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print_json(answer)
         return 0
-    advice = {} if info.is_running else {"continue": how_to_go_on(info)}
+    advice = {} if info.is_running else {"continue": how_to_resume(info)}
     print("\n".join(lines_of({name: text for name, text in (_readable(answer) | advice).items() if text})))
     return 0
 

@@ -125,7 +125,7 @@ def _print_results(results: list[dict[str, Any]]) -> None:
 
 def _print_trials(trials: list[Any]) -> None:
     from trainformer.cli.output import duration, print_table
-    from trainformer.sweep.progress import setting_in_words
+    from trainformer.sweep.spaces import format_setting
 
     settings = list(dict.fromkeys(name for trial in trials for name in trial.config))
     has_errors, has_runs = (any(getattr(trial, key) for trial in trials) for key in ("error", "run"))
@@ -137,7 +137,7 @@ def _print_trials(trials: list[Any]) -> None:
         number = str(trial.number) if trial.attempt == 1 else f"{trial.number} (attempt {trial.attempt})"
         seconds = trial.seconds
         time = "" if seconds is None else f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-        cells = [number, trial.status, trial.metric, *(setting_in_words(trial.config.get(name)) for name in settings)]
+        cells = [number, trial.status, trial.metric, *(format_setting(trial.config.get(name)) for name in settings)]
         rows.append([*cells, time, *([trial.run] if has_runs else []), *([trial.error] if has_errors else [])])
     print_table(before | own | after, rows)
 

@@ -1,6 +1,6 @@
-"""What a run knows about itself: configuration with provenance (`config`), shared state with a lifetime (`state`).
+"""The context of a run: configuration with provenance (`config`), and shared state with a lifecycle (`state`).
 
-Neither trains, reads files or knows a task, and importing them does not import torch.
+Imports no torch.
 """
 
 from trainformer.context.config import ConfigSource, ConfigValue, PipelineConfig, UnknownKey, record_arguments

@@ -1,7 +1,7 @@
-"""The configuration of a run, in which every value remembers who set it.
+"""The configuration of a run, with the source of every value.
 
-Owns provenance: user, default, data, derivation, environment. What is logged, saved and shown to people comes from
-here; the run itself reads the arguments it was given.
+Owns provenance: user, default, data, derived, environment. What is logged, saved and shown comes from here; the run
+itself reads its arguments.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean,
 
 
 class UnknownKey(TrainformerError, KeyError):
-    """A key that nobody has set; the message names keys close to it."""
+    """A key that is not set; the message suggests similar keys."""
 
     def __init__(self, key: str, known: Iterable[str]) -> None:
         super().__init__(f"{key!r} is not set. {did_you_mean(key, known)}".rstrip())
 
-    def __str__(self) -> str:  # KeyError would show the message as a quoted string
+    def __str__(self) -> str:  # KeyError would show the message in quotes
         return str(self.args[0])
 
 
@@ -30,20 +30,20 @@ class ConfigSource(Enum):
 
     USER = auto()  # passed by the user
     DEFAULT = auto()  # left at its default
-    DATA = auto()  # read off the data set
+    DATA = auto()  # read from the dataset
     DERIVED = auto()  # computed from other values
     ENV = auto()  # the machine: versions, devices
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigValue:
-    """A value and where it comes from."""
+    """A value and its source."""
 
     value: Any
     source: ConfigSource
     depends_on: tuple[str, ...] = ()
-    filterable: bool = False  # worth grouping and filtering runs by
-    checkpoint: bool = True  # saved with the run; the environment is not, for it belongs to the machine
+    filterable: bool = False  # useful to group and filter runs by
+    checkpoint: bool = True  # saved in checkpoints; the environment is not, since it belongs to the machine
 
 
 _PHRASES = {
@@ -58,8 +58,8 @@ _PHRASES = {
 class PipelineConfig:
     """Every value of a run's configuration, with its source.
 
-    `get` and ``[]`` return values as they were set. Everything that leaves the process (`to_json`, `to_wandb_config`,
-    `to_checkpoint`, ...) holds JSON types only.
+    `get` and ``[]`` return values as they were set. Exports (`to_json`, `to_wandb_config`, `to_checkpoint`, ...)
+    contain JSON types only.
 
     >>> config = PipelineConfig()
     >>> config.set_user("epochs", 3)
@@ -77,20 +77,20 @@ class PipelineConfig:
     # -- setting ---------------------------------------------------------------------------------------------
 
     def set_user(self, key: str, value: Any, filterable: bool = False) -> None:
-        """A value the user chose."""
+        """Record a value that the user chose."""
         self._put(key, value, ConfigSource.USER, filterable)
 
     def set_default(self, key: str, value: Any, filterable: bool = False) -> None:
-        """A value to fall back on: whatever is set already stays."""
+        """Record a default. A value that is already set stays."""
         if key not in self:
             self._put(key, value, ConfigSource.DEFAULT, filterable)
 
     def set_from_data(self, key: str, value: Any, filterable: bool = False) -> None:
-        """A value that the data set determines."""
+        """Record a value that was read from the dataset."""
         self._put(key, value, ConfigSource.DATA, filterable)
 
     def set_derived(self, key: str, value: Any, depends_on: Sequence[str], filterable: bool = False) -> None:
-        """A value computed from others. Those may still be unknown, but must not in turn depend on this one."""
+        """Record a value computed from others. Those may still be unset, but must not depend on this one in turn."""
         if isinstance(depends_on, str):
             raise BadArgument(
                 expected("depends_on to be a tuple of keys", depends_on, f"Pass depends_on=({depends_on!r},).")
@@ -98,20 +98,20 @@ class PipelineConfig:
         cycle = self._path_to(key, depends_on)
         if cycle:
             raise BadArgument(
-                f"Expected derived values to depend on each other in one direction, received a cycle: "
+                f"Expected derived values without circular dependencies, received a cycle: "
                 f"{' -> '.join([key, *cycle])}. Compute one of them from other values."
             )
         self._put(key, value, ConfigSource.DERIVED, filterable, depends_on)
 
     def set_env(self, key: str, value: Any) -> None:
-        """A property of the machine. Logged, but not part of a checkpoint."""
+        """Record a property of the machine. It is logged, but not saved in checkpoints."""
         self._put(key, value, ConfigSource.ENV, filterable=False)
 
     def _put(
         self, key: str, value: Any, source: ConfigSource, filterable: bool, depends_on: Sequence[str] = ()
     ) -> None:
-        lasting = source is not ConfigSource.ENV
-        self._values[key] = ConfigValue(value, source, tuple(depends_on), filterable=filterable, checkpoint=lasting)
+        saved = source is not ConfigSource.ENV
+        self._values[key] = ConfigValue(value, source, tuple(depends_on), filterable=filterable, checkpoint=saved)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class PipelineConfig:
         return self._entry(key).source
 
     def explain(self, key: str) -> str:
-        """One line for people: the value, who set it, and what it was computed from."""
+        """One line of text: the value, its source, and what it was computed from."""
         entry = self._entry(key)
         origin = _PHRASES[entry.source]
         if entry.depends_on:
@@ -143,19 +143,19 @@ class PipelineConfig:
     # -- writing out -----------------------------------------------------------------------------------------
 
     def to_wandb_config(self) -> dict[str, Any]:
-        """All values, flat: what a logger shows as the run's configuration."""
+        """All values, flat: what loggers show as the configuration of the run."""
         return {key: jsonable(entry.value) for key, entry in self._values.items()}
 
     def get_filter_dimensions(self) -> dict[str, Any]:
-        """The values worth grouping and filtering runs by."""
+        """The values that are useful to group and filter runs by."""
         return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.filterable}
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """The values that belong to the run and not to the machine it happens to be on."""
+        """The values that belong to the run, not to the machine."""
         return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.checkpoint}
 
     def user_overrides(self) -> dict[str, Any]:
-        """What the user really chose: enough to start the same run again."""
+        """The values that the user set: enough to start the same run again."""
         return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.source is ConfigSource.USER}
 
     def to_json(self) -> dict[str, dict[str, Any]]:
@@ -170,7 +170,7 @@ class PipelineConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> PipelineConfig:
-        """The configuration behind `to_json`. Values stay the JSON types they were written as."""
+        """Read back what `to_json` returned. Values stay JSON types."""
         config = cls()
         for key, record in data.items():
             config._values[key] = _entry_from_json(key, record)
@@ -184,7 +184,7 @@ class PipelineConfig:
         return self._values[key]
 
     def _path_to(self, target: str, start: Iterable[str]) -> list[str]:
-        """The dependencies that lead from `start` to `target`, or an empty list."""
+        """The chain of dependencies from `start` to `target`, or an empty list."""
         paths = [[name] for name in start]
         seen: set[str] = set()
         while paths:
@@ -205,9 +205,9 @@ def record_arguments(
     passed: Collection[str] = (),
     filterable: Collection[str] = (),
 ) -> None:
-    """Record arguments as the user's where they were passed or differ from their default, else as defaults.
+    """Record arguments as set by the user if they were passed or differ from their default, else as defaults.
 
-    An argument that has no default can only come from the user.
+    An argument without a default was set by the user.
 
     >>> config = PipelineConfig()
     >>> record_arguments(config, {"lr": 0.1, "epochs": 3}, {"lr": 0.1, "epochs": 10})
@@ -226,7 +226,7 @@ def _same(value: Any, other: Any) -> bool:
         return True
     try:
         return bool(value == other)
-    except (ValueError, RuntimeError, TypeError):  # arrays and tensors compare element by element
+    except (ValueError, RuntimeError, TypeError):  # arrays and tensors compare elementwise
         return False
 
 
@@ -241,7 +241,7 @@ def _entry_to_json(entry: ConfigValue) -> dict[str, Any]:
         "source": entry.source.name.lower(),
         "depends_on": list(entry.depends_on),
     }
-    # `checkpoint` follows from the source, and most values are not filterable: the file stays short.
+    # Short: `checkpoint` follows from the source, and most values are not filterable.
     return record | {"filterable": True} if entry.filterable else record
 
 
@@ -250,7 +250,7 @@ def _entry_from_json(key: str, record: Mapping[str, Any]) -> ConfigValue:
     if not isinstance(record, Mapping) or "value" not in record or record.get("source") not in known:
         raise BadArgument(
             expected(
-                f"{key!r} to be a record with 'value' and a 'source' out of {', '.join(known)}",
+                f"{key!r} to be a record with a 'value' and a 'source' among {', '.join(known)}",
                 record,
                 "Pass what PipelineConfig.to_json() returned.",
             )

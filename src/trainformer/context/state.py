@@ -1,7 +1,7 @@
-"""Values, tensors and events that the components of a run share while it goes on.
+"""State, tensors and events that the components of a run share.
 
-Owns lifetimes: what lives for a step or an epoch vanishes by itself, what lives as long as the run is saved with it.
-Nothing here is logged. torch is imported only by the one method that concatenates tensors.
+Owns lifecycles: step and epoch values are dropped automatically, run values are saved in checkpoints. Nothing here is
+logged. Only the method that concatenates tensors imports torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Subscriber = Callable[[dict[str, Any]], None]
 
 
 class Lifecycle(Enum):
-    """How long a value of the context lives."""
+    """How long a value lives."""
 
     STEP = auto()  # until the optimizer step ends
     EPOCH = auto()  # until the epoch ends
-    RUN = auto()  # as long as the run, and saved with it
-    CACHED = auto()  # until `invalidate(key)`; never saved, for it can be computed again
+    RUN = auto()  # as long as the run; saved in checkpoints
+    CACHED = auto()  # until `invalidate(key)`; never saved, since it can be recomputed
 
 
 @dataclass(slots=True)
 class StateEntry:
-    """A value, how long it lives, and which component put it there."""
+    """A value, its lifecycle, and the component that set it."""
 
     value: Any
     lifecycle: Lifecycle
@@ -40,14 +40,14 @@ class StateEntry:
 
 
 class _Store:
-    """Entries by key, and the keys of each lifecycle, so that ending an empty one costs nothing."""
+    """Entries by key, and the keys of each lifecycle, so that ending an empty one is free."""
 
     def __init__(self) -> None:
         self.entries: dict[str, StateEntry] = {}
         self.keys: dict[Lifecycle, set[str]] = {lifecycle: set() for lifecycle in Lifecycle}
 
     def put(self, key: str, entry: StateEntry) -> None:
-        self.remove(key)  # it may have had another lifecycle
+        self.remove(key)  # it may have a different lifecycle
         self.entries[key] = entry
         self.keys[entry.lifecycle].add(key)
 
@@ -63,15 +63,15 @@ class _Store:
             del self.entries[key]
         self.keys[lifecycle].clear()
 
-    def lasting(self) -> dict[str, StateEntry]:
+    def run_entries(self) -> dict[str, StateEntry]:
         return {key: entry for key, entry in self.entries.items() if entry.lifecycle is Lifecycle.RUN}
 
 
 class PipelineContext:
     """Values, tensors and events that the components of a run share.
 
-    State holds plain values and buffers hold tensors, under separate keys. Both are saved when their lifecycle is
-    `RUN`. The run's configuration is `config`.
+    State holds plain values and buffers hold tensors, under separate keys. Both are saved if their lifecycle is `RUN`.
+    `config` is the configuration of the run.
 
     >>> context = PipelineContext()
     >>> context.set("best", 0.9)
@@ -93,35 +93,33 @@ class PipelineContext:
     # -- state -----------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: Any, lifecycle: Lifecycle = Lifecycle.RUN, owner: str = "trainer") -> None:
-        """Keep a value for as long as `lifecycle` says."""
+        """Store a value for the time of its lifecycle."""
         self._state.put(key, StateEntry(value, lifecycle, owner))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default` where there is none (any more)."""
+        """The value, or `default` if there is none (any more)."""
         entry = self._state.entries.get(key)
         return default if entry is None else entry.value
 
     def entry(self, key: str) -> StateEntry:
-        """The value together with its lifecycle and owner; state first, then buffers."""
+        """The value with its lifecycle and owner; looks in the state first, then in the buffers."""
         entry = self._state.entries.get(key) or self._buffers.entries.get(key)
         if entry is None:
             raise UnknownKey(key, [*self._state.entries, *self._buffers.entries])
         return entry
 
     def delete(self, key: str) -> bool:
-        """Drop the value and the buffer of this name; says whether there was one."""
+        """Drop the value and the buffer with this key; returns whether there was one."""
         dropped = [store.remove(key) for store in (self._state, self._buffers)]
         return any(dropped)
 
     def invalidate(self, key: str) -> bool:
-        """Drop a `CACHED` value or buffer, so that whoever needs it computes it anew; says whether there was one."""
+        """Drop a `CACHED` value or buffer, so that it is recomputed; returns whether there was one."""
         holding = [store for store in (self._state, self._buffers) if key in store.entries]
         cached = [store for store in holding if key in store.keys[Lifecycle.CACHED]]
         if holding and not cached:
             lifecycle = holding[0].entries[key].lifecycle.name
-            raise BadArgument(
-                expected(f"{key!r} to be CACHED", lifecycle, f"Use delete({key!r}) to drop it all the same.")
-            )
+            raise BadArgument(expected(f"{key!r} to be CACHED", lifecycle, f"Use delete({key!r}) to drop it anyway."))
         for store in cached:
             store.remove(key)
         return bool(cached)
@@ -131,21 +129,21 @@ class PipelineContext:
     def register_buffer(
         self, key: str, tensor: Tensor, lifecycle: Lifecycle = Lifecycle.RUN, owner: str = "trainer"
     ) -> None:
-        """Keep a tensor for as long as `lifecycle` says."""
+        """Store a tensor for the time of its lifecycle."""
         self._buffers.put(key, StateEntry(tensor, lifecycle, owner))
 
     def get_buffer(self, key: str) -> Tensor | None:
-        """The tensor, or None where there is none (any more)."""
+        """The tensor, or None if there is none (any more)."""
         entry = self._buffers.entries.get(key)
         return None if entry is None else entry.value
 
     def accumulate(
         self, key: str, tensor: Tensor, dim: int = 0, max_size: int | None = None, owner: str = "trainer"
     ) -> None:
-        """Append along `dim`, keeping the newest `max_size` items.
+        """Append to a buffer along `dim`, keeping the newest `max_size` items.
 
-        The first call makes a buffer that lives until the end of the epoch; a buffer that is there already keeps its
-        own lifecycle and owner. Gradients are cut. Each call copies the whole buffer.
+        The first call creates a buffer that lives until the end of the epoch; an existing buffer keeps its lifecycle
+        and owner. The tensor is detached. Each call copies the whole buffer.
         """
         import torch
 
@@ -154,7 +152,7 @@ class PipelineContext:
         new = _newest(tensor.detach(), dim, max_size)
         entry = self._buffers.entries.get(key)
         if entry is None:
-            # A copy, because the caller's tensor may be reused, and a slice would keep all of it alive.
+            # A copy: the caller may reuse the tensor, and a slice would keep all of it alive.
             self.register_buffer(key, new.clone(), Lifecycle.EPOCH, owner)
             return
         old = entry.value.detach().to(new.device)  # a buffer restored from a checkpoint is on the CPU
@@ -168,7 +166,7 @@ class PipelineContext:
         self._subscribers.setdefault(event, []).append(callback)
 
     def unsubscribe(self, event: str, callback: Subscriber) -> bool:
-        """Undo one `subscribe`; says whether there was one."""
+        """Undo one `subscribe`; returns whether there was one."""
         callbacks = self._subscribers.get(event, [])
         if callback not in callbacks:
             return False
@@ -176,14 +174,14 @@ class PipelineContext:
         return True
 
     def publish(self, event: str, data: dict[str, Any] | None = None) -> None:
-        """Call everyone who is subscribed at this moment. What a subscriber raises reaches the publisher."""
+        """Call all current subscribers. An exception of a subscriber propagates to the publisher."""
         for callback in tuple(self._subscribers.get(event, ())):
             callback({} if data is None else data)
 
     # -- lifecycles ------------------------------------------------------------------------------------------
 
     def on_step_end(self) -> None:
-        """Drop what lives for a step."""
+        """Drop the values and buffers of the step."""
         state, buffers = self._step_keys
         if state:
             self._state.end(Lifecycle.STEP)
@@ -191,7 +189,7 @@ class PipelineContext:
             self._buffers.end(Lifecycle.STEP)
 
     def on_epoch_end(self) -> None:
-        """Drop what lives for an epoch, then publish "epoch_end": what subscribers set is there for the next epoch."""
+        """Drop the values and buffers of the epoch, then publish "epoch_end": what subscribers set is for the next."""
         self._state.end(Lifecycle.EPOCH)
         self._buffers.end(Lifecycle.EPOCH)
         self.publish("epoch_end")
@@ -199,12 +197,12 @@ class PipelineContext:
     # -- views and checkpoints -------------------------------------------------------------------------------
 
     def scope(self, namespace: str) -> ScopedContext:
-        """A view in which every key begins with ``namespace/``."""
+        """A view in which every key is prefixed with ``namespace/``."""
         return ScopedContext(self, namespace)
 
     def state_dict(self) -> dict[str, Any]:
-        """What lives as long as the run, copied, on the CPU, in types that load without executing code."""
-        state, buffers = self._state.lasting(), self._buffers.lasting()
+        """Everything of lifecycle `RUN`, copied, on the CPU, in types that load without executing code."""
+        state, buffers = self._state.run_entries(), self._buffers.run_entries()
         return {
             "config": self.config.to_checkpoint(),
             "state": {key: _snapshot(key, entry.value) for key, entry in state.items()},
@@ -216,7 +214,7 @@ class PipelineContext:
         }
 
     def load_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Make everything of lifecycle `RUN` what it was at `state_dict()`; the config is left as this run set it."""
+        """Restore everything of lifecycle `RUN`. The config stays as this run set it."""
         owners = checkpoint.get("owners", {})
         for name, store in (("state", self._state), ("buffers", self._buffers)):
             values = {key: _snapshot(key, value) for key, value in checkpoint.get(name, {}).items()}
@@ -227,17 +225,17 @@ class PipelineContext:
 
 
 def _newest(tensor: Tensor, dim: int, size: int | None) -> Tensor:
-    """The last `size` items along `dim`; all of them without a size."""
+    """The last `size` items along `dim`; all of them if None."""
     if size is None or tensor.size(dim) <= size:
         return tensor
     return tensor.narrow(dim, tensor.size(dim) - size, size)
 
 
 def _snapshot(key: str, value: Any) -> Any:
-    """A deep copy of plain values and tensors, the latter on the CPU; anything else is refused by name.
+    """A deep copy of plain values and of tensors (on the CPU); anything else is refused.
 
-    Types must match exactly: a NumPy float is a float to Python, but pickle writes it as code to be called. Bytes are
-    left out because torch's safe loader reads them back except when they are empty.
+    Types must match exactly: a NumPy float is a float to Python, but pickle writes it as code to call. Bytes are
+    refused because torch's safe loader cannot read empty ones.
     """
     kind = type(value)
     if value is None or kind in (bool, int, float, complex, str):
@@ -246,20 +244,20 @@ def _snapshot(key: str, value: Any) -> Any:
         return kind(_snapshot(key, item) for item in value)
     if kind is dict:
         return {_snapshot(key, name): _snapshot(key, item) for name, item in value.items()}
-    torch = sys.modules.get("torch")  # without torch loaded, there are no tensors
+    torch = sys.modules.get("torch")  # if torch is not imported, there are no tensors
     if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
         return value.detach().to("cpu", copy=True)
     raise BadArgument(
         f"Expected {key!r} to hold plain Python values and tensors, received {kind.__module__}.{kind.__qualname__}. "
-        "What lives as long as the run is saved with it: convert it (a NumPy scalar with .item(), an object to a dict "
-        "of its fields), or give it another lifecycle, such as Lifecycle.CACHED."
+        "Values of lifecycle RUN are saved in checkpoints: convert it (a NumPy scalar with .item(), an object to a "
+        "dict of its fields), or give it another lifecycle, such as Lifecycle.CACHED."
     )
 
 
 class ScopedContext:
-    """A component's own corner of a `PipelineContext`: its keys carry the namespace, and it owns what it sets.
+    """A view of a `PipelineContext` for one component: keys are prefixed with its namespace, and it owns what it sets.
 
-    Events and the config are shared: they keep their plain names.
+    The methods are those of `PipelineContext`. Events and the config are shared, without a prefix.
     """
 
     def __init__(self, parent: PipelineContext, namespace: str) -> None:
@@ -271,45 +269,35 @@ class ScopedContext:
 
     @property
     def config(self) -> PipelineConfig:
-        """The configuration of the whole run."""
         return self._parent.config
 
     def set(self, key: str, value: Any, lifecycle: Lifecycle = Lifecycle.RUN) -> None:
-        """As `PipelineContext.set`."""
         self._parent.set(self._key(key), value, lifecycle, self._namespace)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As `PipelineContext.get`."""
         return self._parent.get(self._key(key), default)
 
     def delete(self, key: str) -> bool:
-        """As `PipelineContext.delete`."""
         return self._parent.delete(self._key(key))
 
     def invalidate(self, key: str) -> bool:
-        """As `PipelineContext.invalidate`."""
         return self._parent.invalidate(self._key(key))
 
     def buffer(self, key: str, tensor: Tensor, lifecycle: Lifecycle = Lifecycle.EPOCH) -> None:
-        """As `PipelineContext.register_buffer`, for an epoch unless said otherwise."""
+        """As `PipelineContext.register_buffer`, but for an epoch by default."""
         self._parent.register_buffer(self._key(key), tensor, lifecycle, self._namespace)
 
     def get_buffer(self, key: str) -> Tensor | None:
-        """As `PipelineContext.get_buffer`."""
         return self._parent.get_buffer(self._key(key))
 
     def accumulate(self, key: str, tensor: Tensor, dim: int = 0, max_size: int | None = None) -> None:
-        """As `PipelineContext.accumulate`."""
         self._parent.accumulate(self._key(key), tensor, dim, max_size, self._namespace)
 
     def subscribe(self, event: str, callback: Subscriber) -> None:
-        """As `PipelineContext.subscribe`."""
         self._parent.subscribe(event, callback)
 
     def unsubscribe(self, event: str, callback: Subscriber) -> bool:
-        """As `PipelineContext.unsubscribe`."""
         return self._parent.unsubscribe(event, callback)
 
     def publish(self, event: str, data: dict[str, Any] | None = None) -> None:
-        """As `PipelineContext.publish`."""
         self._parent.publish(event, data)

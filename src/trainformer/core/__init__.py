@@ -1,4 +1,4 @@
-"""What every other layer may use: shared types, errors, optional imports. Knows neither torch nor jax."""
+"""Shared by all layers: types, errors, optional imports, plugins. Imports neither torch nor jax."""
 
 from trainformer.core.errors import (
     BadArgument,

@@ -1,7 +1,7 @@
-"""Errors users see. Each message says what was expected, what was received, and what to do.
+"""User-facing errors. Each message says what was expected, what was received, and what to do.
 
-They derive from the built-in error a Python programmer would expect (``ValueError`` for a bad argument), and from
-`TrainformerError`, so that a program can catch everything of ours with one clause.
+They derive from the built-in exception a Python programmer would expect (``ValueError`` for a bad argument), and from
+`TrainformerError`, so that one clause catches them all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class TrainformerError(Exception):
-    """Base class of all errors raised on purpose by trainformer."""
+    """Base class of all errors that trainformer raises on purpose."""
 
 
 class BadArgument(TrainformerError, ValueError):
@@ -27,15 +27,15 @@ class MissingDependency(TrainformerError, ImportError):
 
 
 class NonFiniteError(TrainformerError, ArithmeticError):
-    """A loss or gradient became NaN or infinite. The weights are those of the last good step."""
+    """A loss or gradient became NaN or infinite. The weights are those of the last finite step."""
 
 
 class CheckFailed(TrainformerError, RuntimeError):
-    """`Trainer.check()` found something that would make the run fail or train wrongly."""
+    """`Trainer.check()` found a problem that would make the run fail or train incorrectly."""
 
 
 def expected(what: str, received: object, do: str = "") -> str:
-    """One sentence in the house form.
+    """An error message in the standard form.
 
     >>> expected("batch_size to be a positive integer", 0, "Pass batch_size=32, for instance.")
     'Expected batch_size to be a positive integer, received 0. Pass batch_size=32, for instance.'
@@ -45,7 +45,7 @@ def expected(what: str, received: object, do: str = "") -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Names close to a mistyped one, as a sentence; empty when nothing is close.
+    """A sentence that suggests similar names; empty if there are none.
 
     >>> did_you_mean("resnt18", ["resnet18", "vit_tiny"])
     "Did you mean 'resnet18'?"

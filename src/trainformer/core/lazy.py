@@ -1,4 +1,4 @@
-"""Public names that are imported when first used (PEP 562), so that `import trainformer` stays fast."""
+"""Lazy imports of public names (PEP 562), so that `import trainformer` stays fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def lazy_exports(
     package: str, exports: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package whose names live in the given modules."""
+    """`__getattr__`, `__dir__` and `__all__` of a package whose public names are defined in the given modules."""
     home = {name: module for module, names in exports.items() for name in names}
 
     def get(name: str) -> Any:

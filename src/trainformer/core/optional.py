@@ -1,4 +1,4 @@
-"""Optional packages: imported when needed, and missed with the command that installs them."""
+"""Optional dependencies: imported on use; the error for a missing one names the pip command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainformer.core.errors import MissingDependency
 
 
 def require(module: str, extra: str, why: str) -> ModuleType:
-    """Import `module`, or say which pip command brings it.
+    """Import `module`; if it is missing, the error names the pip command that installs it.
 
     >>> require("no_such_package", "vision", "to build the backbone")
     Traceback (most recent call last):
@@ -20,7 +20,7 @@ Install it with: pip install 'trainformer[vision]'
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A package that is there but broken inside must show its own error, not ours.
+        # An installed package that fails to import must show its own error.
         if error.name is not None and error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise MissingDependency(

@@ -1,4 +1,4 @@
-"""The records that pass between the layers. They hold tensors of any framework without knowing which."""
+"""Records that pass between the layers. They hold tensors of any framework."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class Loss(NamedTuple):
-    """What a task's `train_step` may return instead of a mean: a sum and the weight it is to be divided by.
+    """What `train_step` may return instead of a mean: a sum, and the weight to divide it by.
 
-    The engine divides the sums of all micro-batches (and ranks) once by the sum of all weights, so that the
-    result does not depend on how the data were sliced. `sum` carries the gradient. `weight` is a number or a
-    scalar tensor (number of supervised tokens, of valid pixels, of samples). `metrics` are further values to
-    log, each a scalar (averaged over samples) or a ``(sum, weight)`` pair.
+    The engine divides the sum over all micro-batches and ranks once by the total weight, so the result does not depend
+    on micro-batch size, gradient accumulation or world size. `sum` carries the gradient. `weight` is a number or a
+    scalar tensor (supervised tokens, valid pixels, samples). `metrics` are further values to log, each a scalar
+    (averaged over samples) or a ``(sum, weight)`` pair.
 
     >>> Loss(sum=12.0, weight=4)
     Loss(sum=12.0, weight=4, metrics=None)
@@ -25,9 +25,9 @@ class Loss(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """The same, where the loss is a mean already: it is `value`, and counts as much as `weight` says.
+    """Like `Loss`, for a loss that is already a mean over `weight`.
 
-    ``Mean(None, 0)`` is a micro-batch that gives no loss this time; nothing is learned from it.
+    ``Mean(None, 0)`` is a micro-batch without a loss; it contributes no gradient.
     """
 
     value: Any
@@ -36,7 +36,7 @@ class Mean(NamedTuple):
 
 
 class BackwardDone(NamedTuple):
-    """The same as `Loss`, where the gradients of ``sum`` over the step's reference are computed already."""
+    """Like `Loss`, when the backward pass of ``sum`` (divided by the step's reference weight) has already run."""
 
     sum: Any
     weight: Any
@@ -44,19 +44,19 @@ class BackwardDone(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Which samples a batch holds: what random numbers that belong to a sample are derived from."""
+    """The samples of a batch, from which per-sample random seeds are derived."""
 
     seed: int
     epoch: int
-    samples: Any  # an array of whole numbers, one per sample
+    samples: Any  # an integer array, one per sample
 
 
 class HostBatch(NamedTuple):
-    """A batch as the loader gives it, with the number of samples in it, and of those that could not be read.
+    """A batch from the loader, with its number of samples, and of samples that could not be read (`bad`).
 
-    Where ranks share a batch, `size` is this rank's part: 0 if its data are only there so that it can take part.
-    `global_size` is the number of samples over all ranks, None if unknown; `consumed` is how far the
-    batch leads in the order of the epoch, None if that is its own size.
+    When ranks share a global batch, `size` is the part of this rank: 0 if its data is only padding, so that the rank
+    can take part in collectives. `global_size` is the global batch size, None if each rank knows only its own. `consumed` is
+    how far the batch advances in the order of the epoch, None if by its own size.
     """
 
     data: Any
@@ -88,9 +88,9 @@ class DataSource(Protocol):
 
 
 class DeviceBatch(NamedTuple):
-    """The same batch where the model is. `tokens` is 0 for data that have none.
+    """A batch on the device of the model. `tokens` is 0 for data without tokens.
 
-    `more` says that another micro-batch of the same step follows; it is told only to a backend that wants to know.
+    `more` means that another micro-batch of the same step follows; it is only set for backends that ask for it.
     """
 
     data: Any
@@ -105,8 +105,8 @@ class DeviceBatch(NamedTuple):
 class Entry(NamedTuple):
     """One value of a metric, still on the device.
 
-    `value` is a mean over `weight` if `is_mean`, else a sum that belongs to `weight`. Keeping the two apart
-    saves a multiplication on the device for every step; the arithmetic happens on the host, at a log point.
+    `value` is a mean over `weight` if `is_mean`, else a sum with that weight. Storing both kinds saves a multiplication
+    on the device every step; the arithmetic happens on the host, at a log point.
     """
 
     name: str
@@ -116,12 +116,11 @@ class Entry(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step produced. Reading a scalar of `entries` or `loss` waits for the device.
+    """The result of one optimizer step. Reading a scalar of `entries` or `loss` waits for the device.
 
-    `lr` is a number, one that is computed when it is looked at, or None if nobody knows it.
-
-    `entries` are to be added up over ranks; `loss` is that of all ranks. `samples` are those of all ranks, `tokens` and
-    `bad` those of this one. `consumed` is how far the step led in the order of the epoch; None: by all these samples.
+    `lr` is a number, a lazily computed one, or None if unknown. `entries` are to be summed over ranks; `loss` is
+    already that of all ranks. `samples` counts all ranks, `tokens` and `bad` only this one. `consumed` is how far the
+    step advanced in the order of the epoch; None if by `samples`.
     """
 
     entries: list[Entry]
@@ -134,22 +133,22 @@ class StepResult(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """What one evaluation batch produced: values to average, and rows to collect."""
+    """The result of one evaluation batch: values to average, and rows to collect."""
 
     entries: list[Entry]
     rows: dict[str, Any]
 
 
 class SharingPattern(enum.Enum):
-    """Who has a component, and so who writes it."""
+    """Which ranks hold a component of a checkpoint, and so which rank writes it."""
 
     GLOBAL = "global"
     """One state for the whole run; rank 0 writes it."""
     REPLICATED = "replicated"
-    """The same on every rank; rank 0 writes it, and the others can be compared with it."""
+    """The same on every rank; rank 0 writes it, and the others can be verified against it."""
     PER_RANK = "per_rank"
-    """Every rank has its own and writes it."""
+    """Different on every rank; every rank writes its own."""
     PER_GROUP = "per_group"
     """The same within a process group; the first rank of each group writes it."""
     PER_NODE = "per_node"
-    """The same within a machine; the first rank of each machine writes it."""
+    """The same within a node; the first rank of each node writes it."""

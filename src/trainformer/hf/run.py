@@ -49,8 +49,6 @@ class HfHandle(TorchTrainerApi):
     args = property(lambda self: self.front.args)
     processing_class = property(lambda self: self.front.processing_class)
     task = property(lambda self: self._run.task)
-    train_dataloader = property(lambda self: self.front.train_dataloader)
-    val_dataloader = property(lambda self: self.front.eval_dataloader)
     lr = property(lambda self: self._run.settings.lr)
     monitor_metric = property(lambda self: self._run.settings.monitor_metric)
 

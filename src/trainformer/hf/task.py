@@ -55,7 +55,9 @@ class ModelTask(TaskBase):
     @property
     def collate_fn(self) -> Collator:
         """Collates examples, without unused columns."""
-        return Collator(self.front.data_collator, self._accepted)
+        collator = self.front.data_collator
+        assert collator is not None  # every trainer with data has one
+        return Collator(collator, self._accepted)
 
     # -- steps ---------------------------------------------------------------------------------------------
 

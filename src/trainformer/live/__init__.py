@@ -1,8 +1,7 @@
-"""Control of a run from outside its process: who is training, and what is asked of them.
+"""Control of a run from outside its process: `trainformer ctl`, and the status of run folders.
 
 Owns the address that a run publishes in its folder, the server that listens there, the client, and the reading of run
-folders. Needs no torch, so that `trainformer ctl` is there at once. When and how a request is carried out is the
-business of the session, see `trainformer.run.live_control`.
+folders. Imports no torch, so `trainformer ctl` starts fast. `trainformer.run.live_control` carries out requests.
 """
 
 from trainformer.core.lazy import lazy_exports

@@ -1,7 +1,7 @@
-"""Where a run listens, and the file in its folder that says so.
+"""Where a run listens: a socket, and ``control.json`` in the run folder that tells clients about it.
 
-The path of a Unix socket may have some hundred bytes, that of a run folder has more. So the socket lies in a short
-private folder (mode 0700), and ``control.json`` (mode 0600) says where, with a token that every request must show.
+The path of a Unix socket is limited to about 100 bytes, which run folders exceed. So the socket is in a short private
+folder (mode 0700), and ``control.json`` (mode 0600) holds its path and a token that every request must include.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from pathlib import Path
 from trainformer.utils.processes import process_identity
 
 FILE = "control.json"
+#: Requests that the training loop carries out at a step boundary.
+VERBS = ("save", "stop", "abort", "eval")
+#: The request that the listening thread answers at once.
+STATUS = "status"
 _PREFIX = "trainformer-"
-_SETTLED = 60.0  # seconds after which whoever made a folder surely listens in it
+_SETTLED_SECONDS = 60.0  # after so long, the process that created a socket folder surely listens in it
 _SOCKET = "control"
-_MOST_BYTES = 100  # of a socket's path: 108 on Linux and 104 on macOS, with the zero at its end
+_MAX_PATH_BYTES = 100  # of a socket: 108 on Linux and 104 on macOS, including the terminating zero
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a client must know. Without a `path` it is a `port` of this machine alone."""
+    """What a client needs to connect. Without a `path`, it is a local `port`."""
 
     token: str
     process: int
@@ -39,7 +43,7 @@ class Address:
 
 
 def listen() -> tuple[socket.socket, Address]:
-    """A socket to listen on that only this user can reach, and its address, with a new token."""
+    """A listening socket that only this user can reach, and its address with a new token."""
     process = os.getpid()
     address = Address(secrets.token_hex(32), process, process_identity(process), socket.gethostname())
     if hasattr(socket, "AF_UNIX"):
@@ -52,10 +56,11 @@ def listen() -> tuple[socket.socket, Address]:
 
 
 def _listen_in(root: str) -> tuple[socket.socket, str]:
-    prefix = _prefix()
-    if len(os.fsencode(root)) + len(prefix) + len(_SOCKET) + 10 > _MOST_BYTES:
+    # With the host name: the temporary folder may be shared, and sockets of other machines all look dead from here.
+    prefix = f"{_PREFIX}{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}-"
+    if len(os.fsencode(root)) + len(prefix) + len(_SOCKET) + 10 > _MAX_PATH_BYTES:
         raise OSError(f"{root} is too long for the path of a socket")
-    _sweep(root, prefix)
+    _remove_dead_sockets(root, prefix)
     folder = tempfile.mkdtemp(prefix=prefix, dir=root)  # mode 0700
     path = os.path.join(folder, _SOCKET)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -70,47 +75,43 @@ def _listen_in(root: str) -> tuple[socket.socket, str]:
     return listener, path
 
 
-def _prefix() -> str:
-    """How folders of this machine begin: a temporary folder may be shared, and here others' sockets all seem dead."""
-    return f"{_PREFIX}{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}-"
-
-
-def _sweep(root: str, prefix: str) -> None:
+def _remove_dead_sockets(root: str, prefix: str) -> None:
     """Remove what killed runs of this user left: folders with a socket on which nobody listens."""
     for entry in os.scandir(root):
         if not entry.name.startswith(prefix):
             continue
+        path = os.path.join(entry.path, _SOCKET)
         with contextlib.suppress(OSError):
-            made = entry.stat(follow_symlinks=False)
-            is_mine = not hasattr(os, "getuid") or made.st_uid == os.getuid()
-            if is_mine and time.time() - made.st_mtime > _SETTLED and _is_deserted(os.path.join(entry.path, _SOCKET)):
-                _remove_socket(os.path.join(entry.path, _SOCKET))
+            stat = entry.stat(follow_symlinks=False)
+            is_mine = not hasattr(os, "getuid") or stat.st_uid == os.getuid()
+            if is_mine and time.time() - stat.st_mtime > _SETTLED_SECONDS and _is_dead(path):
+                _remove_socket(path)
 
 
-def _is_deserted(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
-        knocking.setblocking(False)  # whoever is too busy to open is there
+def _is_dead(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)  # a listener that is too busy to accept still exists
         try:
-            knocking.connect(path)
+            connection.connect(path)
         except (ConnectionRefusedError, FileNotFoundError):
             return True
     return False
 
 
 def connect(address: Address, seconds: float) -> socket.socket:
-    """A connection to whoever listens there."""
+    """Connect to a run."""
     if address.path is None:
         return socket.create_connection(("127.0.0.1", address.port or 0), timeout=seconds)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(seconds)
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 connection.connect(address.path)
                 break
-            except BlockingIOError:  # too many others are waiting to be let in; unlike a port, this does not wait
-                if time.monotonic() > until:
+            except BlockingIOError:  # the backlog is full; unlike a TCP connect, this does not wait
+                if time.monotonic() > deadline:
                     raise TimeoutError from None
                 time.sleep(0.02)
     except BaseException:
@@ -120,7 +121,7 @@ def connect(address: Address, seconds: float) -> socket.socket:
 
 
 def publish(folder: Path, address: Address) -> None:
-    """Write ``control.json``; what a killed process left there is replaced. Nobody else can read it at any instant."""
+    """Write ``control.json``, replacing what a killed process left. At no instant can other users read it."""
     if (stale := read(folder)) is not None and stale.path is not None and not is_there(stale):
         _remove_socket(stale.path)
     path = folder / FILE
@@ -128,14 +129,14 @@ def publish(folder: Path, address: Address) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         if hasattr(os, "fchmod"):
-            os.fchmod(descriptor, 0o600)  # a strange umask may have taken away the owner's rights too
+            os.fchmod(descriptor, 0o600)  # an unusual umask may have removed the owner's permissions too
         os.write(descriptor, json.dumps(asdict(address)).encode())
     finally:
         os.close(descriptor)
 
 
 def withdraw(folder: Path, address: Address) -> None:
-    """Remove the file, if it is still that of this address, and the socket."""
+    """Remove the socket, and ``control.json`` if it still holds this address."""
     with contextlib.suppress(OSError):
         if (found := read(folder)) is not None and found.token == address.token:
             (folder / FILE).unlink()
@@ -144,7 +145,7 @@ def withdraw(folder: Path, address: Address) -> None:
 
 
 def read(folder: Path) -> Address | None:
-    """The address in a run's folder; None if there is none, or half of one. Another user's is a `PermissionError`."""
+    """The address in a run folder; None if there is none, or a partial one. `PermissionError` for another user's."""
     try:
         content = json.loads((folder / FILE).read_bytes())
         return Address(**content)
@@ -153,13 +154,13 @@ def read(folder: Path) -> Address | None:
 
 
 def is_there(address: Address) -> bool:
-    """Whether the process that listens there exists. It does not when it has ended, or is on another machine."""
+    """Whether the listening process is alive on this machine."""
     identity = process_identity(address.process)
     return identity is not None and identity == address.identity
 
 
 def _remove_socket(path: str) -> None:
-    """Remove a socket and its folder, and nothing that is not called as we call them."""
+    """Remove a socket and its folder, but nothing with a name that is not ours."""
     folder = os.path.dirname(path)
     if os.path.basename(path) != _SOCKET or not os.path.basename(folder).startswith(_PREFIX):
         return

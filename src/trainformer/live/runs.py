@@ -1,4 +1,4 @@
-"""What the folder of a run tells about it, without asking the run itself: its status, and how far it came."""
+"""The status of runs, read from their folders without contacting the process."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from trainformer.live import address
 from trainformer.utils.processes import process_identity
 
 RUNS = Path("runs")
-_TAIL = 1 << 16  # bytes of metrics.jsonl that are looked at
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl that are read
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, as its folder shows it.
+    """The status of a run, read from its folder.
 
-    `status` is what the run wrote last: running, finished, stopped, interrupted, aborted or failed. One that says
-    "running" while its process is gone was "killed". `since` is when that was written, in seconds since 1970.
+    `status` is what the run wrote last: running, finished, stopped, interrupted, aborted or failed; or killed, if it
+    says running but its process is gone. `since` is when the status was written (Unix time).
     """
 
     name: str
     path: Path
     status: str
     process: int | None = None
-    host: str | None = None  # where it runs, if not here
+    host: str | None = None  # where it runs, if on another machine
     since: float | None = None
     step: int = 0
     steps: int | None = None  # planned
@@ -43,7 +43,7 @@ class RunInfo:
 
     @property
     def is_running(self) -> bool:
-        """Whether a process is working on it, as far as can be seen."""
+        """Whether its process is running, as far as this machine can tell."""
         return self.status == "running"
 
     @property
@@ -53,7 +53,7 @@ class RunInfo:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """The content of a run's ``status.json``; empty if there is none that can be read."""
+    """The content of ``status.json``; empty if it is missing or unreadable."""
     try:
         content = json.loads((folder / "status.json").read_bytes())
     except (OSError, ValueError):
@@ -62,26 +62,30 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is a run folder."""
     return bool(read_status(folder).get("status"))
 
 
 def find_run(run: str | os.PathLike[str]) -> Path:
-    """The folder that is meant: a path, or the name of a folder under ``runs/``."""
-    places = (Path(run), RUNS / run)
-    for place in places:
-        if is_run(place):
-            return place
-    for place in places:
-        if place.is_dir():
-            raise BadArgument(expected("the folder of a run", str(place), "There is no status.json of a run in it."))
+    """The folder of a run, given a path or a name under ``runs/``."""
+    paths = (Path(run), RUNS / run)
+    for path in paths:
+        if is_run(path):
+            return path
+    for path in paths:
+        if path.is_dir():
+            raise BadArgument(expected("the folder of a run", str(path), "It has no status.json of a run."))
     known = [path.name for path in _run_folders(RUNS)]
-    hint = did_you_mean(str(run), known) or "`trainformer runs` shows those there are."
+    hint = did_you_mean(str(run), known) or "`trainformer runs` lists the runs."
     raise BadArgument(expected("the folder of a run, or the name of one under runs/", str(run), hint))
 
 
 def list_runs(*folders: str | os.PathLike[str]) -> list[RunInfo]:
-    """The runs in folders (by default in ``runs/``), newest status last. A folder may also be that of a run."""
+    """The runs in folders (default: ``runs/``), newest status last. A folder may itself be a run folder.
+
+    >>> list_runs()
+    []
+    """
     found: dict[Path, RunInfo] = {}
     for folder in map(Path, folders or (RUNS,)):
         if folders and not folder.is_dir():
@@ -96,7 +100,7 @@ def _run_folders(folder: Path) -> list[Path]:
 
 
 def describe(folder: str | os.PathLike[str]) -> RunInfo:
-    """What the folder of a run tells."""
+    """Read the status of a run from its folder."""
     folder = Path(folder)
     content = read_status(folder)
     status, process, host = content.get("status", "unknown"), content.get("process"), None
@@ -131,7 +135,7 @@ def _is_working(process: Any, identity: Any) -> bool:
 
 
 def _other_host(folder: Path, process: Any) -> str | None:
-    """The machine on which the run goes on, as far as its file says, if that is not this one."""
+    """The machine on which the run is running, if its address names another one."""
     try:
         found = address.read(folder)
     except OSError:
@@ -142,27 +146,26 @@ def _other_host(folder: Path, process: Any) -> str | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, by its name; its files are not read."""
-    place = checkpoints_folder(folder)
+    """The newest complete checkpoint of a run, by name; its files are not read."""
     try:
-        paths = [path for path in place.iterdir() if is_named(path) and (path / MANIFEST).exists()]
+        paths = [path for path in checkpoints_folder(folder).iterdir() if is_named(path) and (path / MANIFEST).exists()]
     except OSError:
         return None
     return max(paths, key=step_of, default=None)
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:
-    """The last records of a ``metrics.jsonl``, however long it is."""
+    """The last records of a ``metrics.jsonl``; reads only the end of the file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
+            file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")
     except OSError:
         return []
     records = []
     for line in lines:
-        try:  # the first line may be cut off, the last half-written
+        try:  # the first and the last line may be partial
             record = json.loads(line)
         except ValueError:
             continue
@@ -172,7 +175,7 @@ def last_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _progress(folder: Path, step: int, epochs_done: float | None) -> tuple[int | None, float | None]:
-    """Planned steps and how much of the plan is done, where the config says so."""
+    """Planned steps, and the fraction done, if the config has them."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         most, epochs = (config.get(name, {}).get("value") for name in ("max_steps", "epochs"))
@@ -185,39 +188,21 @@ def _progress(folder: Path, step: int, epochs_done: float | None) -> tuple[int |
     return None, None
 
 
-def how_to_go_on(info: RunInfo) -> str:
-    """What to do with a run that nobody works on any more."""
+def how_to_resume(info: RunInfo) -> str:
+    """What to do with a run that has ended; empty if it is finished."""
     if info.status == "finished":
         return ""
     if info.status == "stopped":
-        return f'To go on all the same, pass resume="{info.checkpoint}".' if info.checkpoint else ""
+        return f'To resume it anyway, pass resume="{info.checkpoint}".' if info.checkpoint else ""
     if info.checkpoint_step is None:
-        return "Run the same command again to begin anew: it had no checkpoint yet."
-    return f"Run the same command again to go on from step {info.checkpoint_step}."
+        return "Run the same command again to start over: it had no checkpoint yet."
+    return f"Run the same command again to resume from step {info.checkpoint_step}."
 
 
 def why_not_running(info: RunInfo) -> str:
-    """One sentence for whoever wants something of a run that does not run, and what to do."""
+    """Why a request cannot be sent to a run, and what to do."""
     if info.status == "killed":
         what = f"Its process ({info.process}) is gone"
     else:
         what = f"It {'has' if info.status in ('finished', 'failed') else 'was'} {info.status} at step {info.step}"
-    return f"{info.name} is not running. {what}. {how_to_go_on(info)}".rstrip()
-
-
-def plain(value: Any) -> Any:
-    """Without NaN and infinities, which JSON does not have; they become the words that ``metrics.jsonl`` uses.
-
-    >>> plain({"val/loss": float("nan"), "steps": [1, float("-inf")]})
-    {'val/loss': 'NaN', 'steps': [1, '-Infinity']}
-    """
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float):
-        if value != value:
-            return "NaN"
-        if value in (float("inf"), float("-inf")):
-            return "Infinity" if value > 0 else "-Infinity"
-    return value
+    return f"{info.name} is not running. {what}. {how_to_resume(info)}".rstrip()

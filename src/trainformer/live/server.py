@@ -1,7 +1,7 @@
-"""The thread that listens. It touches nothing of the training: it hands requests over and sends answers back.
+"""The control server: a thread that queues requests for the training loop and sends the replies.
 
-One JSON object per line each way, one request per connection. Whoever does not show the token gets nothing, not even
-an error. A client that is slow, silent, or sends rubbish or far too much costs a closed connection, nothing else.
+One JSON object per line each way, one request per connection. A client without the token gets no reply, not even an
+error. A client that is slow, silent, or sends garbage or too much gets its connection closed, nothing else.
 """
 
 from __future__ import annotations
@@ -13,23 +13,85 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainformer.live.requests import STATUS, VERBS, Request, Ticket
+from trainformer.engine import Control
+from trainformer.live.address import STATUS, VERBS
 
-MOST_BYTES = 1 << 16  # of a message
-MOST_CONNECTIONS = 16
-LOOK_SECONDS = 0.02  # between two looks for a file
-READ_SECONDS = 5.0  # for a whole request to arrive, and for its answer to leave
+#: The name under which requests appear in logs and in `control.stopped_by`.
+NAME = "trainformer ctl"
+MAX_BYTES = 1 << 16  # of a message
+MAX_CONNECTIONS = 16
+POLL_SECONDS = 0.02  # between two checks for a file
+READ_SECONDS = 5.0  # for a request to arrive completely, and for its reply to be sent
 
 Reply = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Plain values, so that it can be broadcast to the other ranks. `by` says who asked."""
+
+    verb: str
+    by: str
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request whose client is waiting for a reply. Stays in the process that listens.
+
+    `resolve` replies at once, `resolve_when` as soon as a file exists; the first reply counts. `step` is the step at
+    which the request was applied, `path` the checkpoint that is being written for it, and `failures` the number of
+    saves that had failed by then.
+    """
+
+    request: Request
+    resolve: Callable[[dict[str, Any]], None]
+    resolve_when: Callable[[Path, dict[str, Any]], None]
+    step: int = -1
+    path: str | None = None
+    failures: int = 0
+
+    def answer(self, **values: Any) -> None:
+        """Reply that it was done."""
+        self.resolve({"ok": True, **values})
+
+    def answer_when(self, file: Path, **values: Any) -> None:
+        """Reply that it was done as soon as a file exists, which another thread is writing."""
+        self.resolve_when(file, {"ok": True, **values})
+
+    def refuse(self, error: str) -> None:
+        """Reply that it could not be done."""
+        self.resolve({"ok": False, "error": error})
+
+
+def apply(request: Request, control: Control) -> None:
+    """Set the control flags for a request, at the current step boundary.
+
+    >>> control = Control()
+    >>> apply(Request("stop", "ann@desk (pid 7)"), control)
+    >>> control.should_save, control.stopped_by, control.stop_reason
+    (True, 'trainformer ctl', 'asked by ann@desk (pid 7)')
+    """
+    reason = f"asked by {request.by}"
+    if request.verb == "eval":
+        control.should_evaluate = True
+    elif request.verb == "save":
+        control.should_save = True
+    elif request.verb == "stop":
+        control.should_save = True
+        control.stop(reason, by=NAME)
+    else:
+        assert request.verb == "abort", request.verb
+        control.abort(reason, by=NAME)
 
 
 class ControlServer:
     """Listens in a daemon thread from `start` to `close`.
 
-    `submit` gets each request to be carried out, `snapshot` says where the run is. Both are called in the thread.
+    `submit` receives each request, `snapshot` returns the status of the run. Both are called in the thread.
     """
 
     def __init__(
@@ -41,25 +103,25 @@ class ControlServer:
         self._snapshot = snapshot
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
-        self._answers: dict[asyncio.Task[Any], asyncio.Future[Reply] | None] = {}
+        self._clients: dict[asyncio.Task[Any], asyncio.Future[Reply] | None] = {}
         self._thread = threading.Thread(target=self._run, name="trainformer-control", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start listening."""
         self._thread.start()
 
     def close(self, ended: str) -> None:
-        """Stop listening. Answers that are ready are still sent; whoever has none is told that the run has `ended`."""
-        with contextlib.suppress(RuntimeError):  # the thread has died, its loop is closed
+        """Stop listening. Pending replies are still sent; clients without one get `ended` as an error."""
+        with contextlib.suppress(RuntimeError):  # the thread has died and its loop is closed
             self._loop.call_soon_threadsafe(self._end, ended)
         self._thread.join(3 * READ_SECONDS)
 
     def _end(self, ended: str) -> None:
-        for task, answer in self._answers.items():
-            if answer is None:
-                task.cancel()  # has not asked for anything yet
-            elif not answer.done():
-                answer.set_result({"ok": False, "error": ended})
+        for task, reply in self._clients.items():
+            if reply is None:
+                task.cancel()  # no request yet
+            else:
+                _set_once(reply, {"ok": False, "error": ended})
         self._stopping.set()
 
     # -- in the thread -------------------------------------------------------------------------------------
@@ -72,40 +134,41 @@ class ControlServer:
             self._listener.close()
 
     async def _serve(self) -> None:
-        begin = asyncio.start_server if self._listener.family != _unix() else asyncio.start_unix_server
-        server = await begin(self._converse, sock=self._listener, limit=MOST_BYTES)
+        is_unix = self._listener.family == getattr(socket, "AF_UNIX", None)
+        start = asyncio.start_unix_server if is_unix else asyncio.start_server
+        server = await start(self._handle_client, sock=self._listener, limit=MAX_BYTES)
         await self._stopping.wait()
         server.close()
-        if self._answers:
-            await asyncio.wait(list(self._answers), timeout=READ_SECONDS)
+        if self._clients:
+            await asyncio.wait(list(self._clients), timeout=READ_SECONDS)
         late = asyncio.all_tasks() - {asyncio.current_task()}
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._answers) >= MOST_CONNECTIONS or self._stopping.is_set():
+        if len(self._clients) >= MAX_CONNECTIONS or self._stopping.is_set():
             writer.transport.abort()
             return
-        self._answers[task] = None
+        self._clients[task] = None
         try:
             line = await asyncio.wait_for(reader.readuntil(b"\n"), READ_SECONDS)
-            message = self._authentic(line)
+            message = self._authenticated(line)
             reply = None if message is None else await self._reply(message, task, reader)
             if reply is not None:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 writer.close()
                 await asyncio.wait_for(writer.wait_closed(), READ_SECONDS)
         except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
-            pass  # the client's trouble, or the end of the run
+            pass  # the client's problem, or the end of the run
         finally:
-            del self._answers[task]
+            del self._clients[task]
             writer.transport.abort()
 
-    def _authentic(self, line: bytes) -> dict[str, Any] | None:
-        """The message, if it is one and shows the token."""
+    def _authenticated(self, line: bytes) -> dict[str, Any] | None:
+        """The message, if it is valid and has the token."""
         try:
             message = json.loads(line)
             token = message["token"].encode()
@@ -116,57 +179,53 @@ class ControlServer:
     async def _reply(
         self, message: dict[str, Any], task: asyncio.Task[Any], reader: asyncio.StreamReader
     ) -> Reply | None:
-        """What to answer; None if the client has left meanwhile."""
+        """The reply; None if the client has disconnected meanwhile."""
         verb, by = message.get("verb"), _printable(message.get("by"))
         if verb == STATUS:
             return self._status()
         if verb not in VERBS:
             return {"ok": False, "error": f"Expected one of {', '.join((STATUS, *VERBS))}, received {verb!r}."}
-        answer: asyncio.Future[Reply] = self._loop.create_future()
+        pending: asyncio.Future[Reply] = self._loop.create_future()
         self._submit(
             Ticket(
                 Request(verb, by),
-                resolve=lambda reply: self._soon(_set_once, answer, reply),
-                resolve_when=lambda file, reply: self._soon(self._watch, answer, file, reply),
+                resolve=lambda reply: self._call_in_thread(_set_once, pending, reply),
+                resolve_when=lambda file, reply: self._call_in_thread(self._poll, pending, file, reply),
             )
         )
         if not message.get("wait", True):
             return {"ok": True, "accepted": True}
-        self._answers[task] = answer
-        left = asyncio.ensure_future(reader.read(1))
-        await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
-        if not left.cancel():
-            left.exception()  # looked at, so that nobody complains that it was not
-        return answer.result() if answer.done() else None
+        self._clients[task] = pending
+        disconnected = asyncio.ensure_future(reader.read(1))
+        await asyncio.wait((pending, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        if not disconnected.cancel():
+            disconnected.exception()  # retrieved, so that asyncio does not warn
+        return pending.result() if pending.done() else None
 
     def _status(self) -> Reply:
         try:
             return {"ok": True, **self._snapshot()}
-        except Exception as error:  # the run goes on, and so does this thread
+        except Exception as error:  # neither the run nor this thread may die of it
             return {"ok": False, "error": f"The state of the run could not be read: {type(error).__name__}: {error}"}
 
-    def _soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Have something done in the thread; called by whoever carried out the request."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def _call_in_thread(self, function: Callable[..., object], *args: Any) -> None:
+        """Called by the training loop when a request is done."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: no client waits any more
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _watch(self, answer: asyncio.Future[Reply], file: Path, reply: Reply) -> None:
-        """Look for a file until it is there, or until somebody else has answered."""
+    def _poll(self, pending: asyncio.Future[Reply], file: Path, reply: Reply) -> None:
+        """Reply as soon as a file exists, unless there is a reply already."""
         if file.exists():
-            _set_once(answer, reply)
-        elif not answer.done():
-            self._loop.call_later(LOOK_SECONDS, self._watch, answer, file, reply)
+            _set_once(pending, reply)
+        elif not pending.done():
+            self._loop.call_later(POLL_SECONDS, self._poll, pending, file, reply)
 
 
-def _set_once(answer: asyncio.Future[Reply], reply: Reply) -> None:
-    if not answer.done():
-        answer.set_result(reply)
+def _set_once(pending: asyncio.Future[Reply], reply: Reply) -> None:
+    if not pending.done():
+        pending.set_result(reply)
 
 
-def _unix() -> int | None:
-    return getattr(socket, "AF_UNIX", None)
-
-
-def _printable(by: object, most: int = 200) -> str:
-    """Who asked, fit for a line of a log."""
-    return "".join(c if c.isprintable() else "?" for c in str(by or "somebody"))[:most]
+def _printable(by: object, max_length: int = 200) -> str:
+    """Who asked, safe for a line in a log."""
+    return "".join(c if c.isprintable() else "?" for c in str(by or "unknown"))[:max_length]

@@ -1,7 +1,6 @@
-"""Lines a person reads, on a terminal or in a log file.
+"""Metrics as lines of text, on a terminal or in a log file.
 
-Owns how a record looks as text. The progress bar is drawn by somebody else; lines are printed through the same
-rich console, which puts them above a live bar.
+Owns the formatting of a record. Lines go through the rich console of the progress bar, which prints them above it.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ import rich
 from rich.console import Console
 from rich.text import Text
 
-from trainformer.loggers.base import BaseLogger
-from trainformer.loggers.values import as_numbers
+from trainformer.loggers.base import BaseLogger, as_numbers
 
-#: Records of these kinds get a line of their own, which starts with the kind instead of the word "step".
+#: Metrics with these prefixes get a separate line, which starts with the prefix instead of "step".
 EVALUATIONS = ("val", "test")
-_LEARNING_RATE = re.compile(r"(?:^|/)(?:lr|learning_rate)(?![a-z])")
-_RATE = re.compile(r"(.+)_per_(?:s|sec|second)")
+_LEARNING_THROUGHPUT = re.compile(r"(?:^|/)(?:lr|learning_rate)(?![a-z])")
+_THROUGHPUT = re.compile(r"(.+)_per_(?:s|sec|second)")
 
 
 class ConsoleLogger(BaseLogger):
-    """One aligned line per record; lines of an evaluation stand out.
+    """One aligned line per record; evaluation lines are highlighted.
 
-    `train_lines` says whether records of training are printed: by default only where there is neither a terminal nor
-    a notebook, since there the progress bar shows them.
+    `train_lines` says whether training metrics are printed. By default they are not on a terminal or in a notebook,
+    where the progress bar shows them.
 
     >>> import sys
     >>> logger = ConsoleLogger(Console(file=sys.stdout, force_terminal=False))
@@ -45,7 +43,7 @@ class ConsoleLogger(BaseLogger):
         self._widths: dict[tuple[str, str], int] = {}
 
     def init(self, config: dict[str, Any]) -> None:
-        # rich's global console is the default because a bar drawn by anybody else is most likely on it.
+        # rich's global console is the default because other progress bars are most likely on it.
         self._open = self.console or rich.get_console()
         self._widths = {}
 
@@ -74,25 +72,25 @@ class ConsoleLogger(BaseLogger):
         self._open = None
 
     def _line(self, kind: str, step: int, values: dict[str, float]) -> str:
-        """The cells of a record: the epoch first, speeds last, all others in the order given."""
-        order = sorted(values, key=lambda name: (name != "epoch", _RATE.fullmatch(name) is not None))
+        """The cells of a record: the epoch first, throughput last, all others in the given order."""
+        order = sorted(values, key=lambda name: (name != "epoch", _THROUGHPUT.fullmatch(name) is not None))
         return "  ".join([f"{kind:<4} {step:>5}", *(self._cell(kind, name, values[name]) for name in order)])
 
     def _cell(self, kind: str, name: str, value: float) -> str:
         number = format_number(name, value)
-        # A column never gets narrower again, so that lines stay aligned once the widest number was seen.
+        # A column never gets narrower again, so lines stay aligned once the widest number has appeared.
         width = self._widths[kind, name] = max(len(number), self._widths.get((kind, name), 0))
-        rate = _RATE.fullmatch(name)
-        return f"{number:>{width}} {rate[1]}/s" if rate else f"{name} {number:>{width}}"
+        throughput = _THROUGHPUT.fullmatch(name)
+        return f"{number:>{width}} {throughput[1]}/s" if throughput else f"{name} {number:>{width}}"
 
     @staticmethod
     def _print(console: Console, line: str, style: str) -> None:
-        # soft_wrap leaves long lines alone: a log file that is wrapped at 80 columns cannot be searched.
+        # soft_wrap: a log file wrapped at 80 columns cannot be searched.
         console.print(Text(line, style=style if console.is_terminal else ""), soft_wrap=True, highlight=False)
 
 
 def format_number(name: str, value: float) -> str:
-    """A number the way its kind is read best.
+    """A number in the usual format of its metric.
 
     >>> [format_number("loss", value) for value in (0.23117, 12.5, 1234.5, 1.5e-7, float("nan"))]
     ['0.2312', '12.50', '1,234.5', '1.50e-07', 'nan']
@@ -107,9 +105,9 @@ def format_number(name: str, value: float) -> str:
         return str(value)
     if last == "epoch":
         return f"{value:.2f}"
-    if _LEARNING_RATE.search(name):
+    if _LEARNING_THROUGHPUT.search(name):
         return f"{value:.1e}"
-    if _RATE.fullmatch(last):
+    if _THROUGHPUT.fullmatch(last):
         return f"{value:,.0f}" if size >= 10 else f"{value:.2f}"
     if last.endswith("norm") and (value == 0 or 0.01 <= size < 1000):
         return f"{value:.2f}"

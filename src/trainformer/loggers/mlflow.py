@@ -1,8 +1,8 @@
-"""MLflow. Owns the mapping of our names and values to what MLflow accepts, and how a run is found again.
+"""MLflow. Owns the mapping of metric names and values to what MLflow accepts, and resuming an MLflow run.
 
-Metrics are sent in the background and in batches: one request takes some 20 ms with a local database, and minutes
-when a server is down, since MLflow retries by itself. Only `MlflowClient` is used, so the "active run" of the
-process, which may be the user's own, is left alone.
+Metrics are sent in batches by a background thread: a request takes about 20 ms with a local database, and minutes when
+a server is down, since MLflow retries by itself. Only `MlflowClient` is used, so the process-wide "active run", which
+may be the user's own, is not touched.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import re
 import time
 import warnings
 import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from trainformer.core.optional import require
-from trainformer.loggers.base import BaseLogger
-from trainformer.loggers.sender import Sender
-from trainformer.loggers.values import as_numbers, flatten
+from trainformer.loggers.base import BaseLogger, as_numbers, flatten
 
-# MLflow's own limits for one request and one name. A value may be as long as the installed version allows, see below.
+Item = TypeVar("Item")
+
+# MLflow's limits for one request and one name. The limit for values depends on the installed version, see below.
 METRICS_PER_REQUEST = 1000
 PARAMS_PER_REQUEST = 100
 MAX_NAME = 250
-#: Everything not named here is FAILED.
+#: Everything else is FAILED.
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED"}
 
 
 class MLflowLogger(BaseLogger):
     """Logs to an MLflow tracking server or a local store.
 
-    Without `tracking_uri`, the environment variable ``MLFLOW_TRACKING_URI`` and MLflow's own default decide.
+    Without `tracking_uri`, the environment variable ``MLFLOW_TRACKING_URI`` and MLflow's own default apply.
     """
 
     remote: ClassVar[bool] = True
@@ -83,7 +85,7 @@ class MLflowLogger(BaseLogger):
 
     def log_text(self, key: str, text: str, step: int) -> None:
         self._started(self._sender)
-        # The step in the name makes a repeated step overwrite its own file.
+        # With the step in its name, a repeated step overwrites its own file.
         self._client.log_text(self._run_id, text, f"text/{self._name(key)}/step-{step:08d}.txt")
 
     def flush(self) -> None:
@@ -117,14 +119,14 @@ class MLflowLogger(BaseLogger):
             try:
                 return self._client.create_experiment(self.experiment_name)
             except Exception:
-                # Another process of a sweep may have created it in between.
+                # Another process may have created it in the meantime.
                 experiment = self._client.get_experiment_by_name(self.experiment_name)
                 if experiment is None:
                     raise
         return experiment.experiment_id
 
     def _find_run(self, run_id: str) -> Any:
-        """The run to go on with, or None if this tracking store does not have it any more."""
+        """The run to resume, or None if this tracking store does not have it."""
         assert self._mlflow is not None
         try:
             run = self._client.get_run(run_id)
@@ -135,8 +137,8 @@ class MLflowLogger(BaseLogger):
         if run is not None and run.info.lifecycle_stage == "active":
             return run
         warnings.warn(
-            f"Expected to go on with MLflow run {run_id}, but the tracking store does not have it. A new run is "
-            "started. To go on with the old one, use the tracking_uri it was logged to.",
+            f"Expected to resume MLflow run {run_id}, but the tracking store does not have it. A new run is started. "
+            "To resume the old one, use the tracking_uri it was logged to.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -149,7 +151,7 @@ class MLflowLogger(BaseLogger):
         params = []
         for key, value in flatten(config).items():
             name, text = self._name(key), str(value)
-            # MLflow refuses to change a parameter: the values a run was started with stay.
+            # MLflow refuses to change a parameter: a resumed run keeps its original values.
             if name not in known:
                 text = text if len(text) <= longest else text[: longest - 1] + "…"
                 params.append(self._mlflow.entities.Param(name, text))
@@ -157,7 +159,7 @@ class MLflowLogger(BaseLogger):
             self._client.log_batch(self._run_id, params=params[start : start + PARAMS_PER_REQUEST])
 
     def _name(self, key: str) -> str:
-        """A name MLflow accepts, and another one for every other key."""
+        """A name that MLflow accepts, different for every key."""
         if key not in self._names:
             name = safe_name(key)
             if name in self._names.values():
@@ -167,10 +169,101 @@ class MLflowLogger(BaseLogger):
 
 
 def safe_name(key: str) -> str:
-    """The nearest name MLflow accepts: letters, digits, ``_-. /`` in a path without empty or dotted parts.
+    """The closest name that MLflow accepts: letters, digits, ``_-. /`` in a path without empty or dotted parts.
 
     >>> safe_name("val/recall@5"), safe_name("loss (λ)"), safe_name("/a//../b")
     ('val/recall_at_5', 'loss _λ_', 'b')
     """
     name = re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_"))[:MAX_NAME]
     return posixpath.normpath("/" + name).lstrip("/") or "_"
+
+
+class Sender(Generic[Item]):
+    """Sends items in batches from a background thread, so that the training loop never waits for a server.
+
+    One batch is in flight at a time. A failed batch is sent again after `pause` seconds and dropped after `tries`
+    failures, since a batch that the server rejects would block all others. `dropped` counts the dropped items. All
+    state belongs to the calling thread; the worker thread only runs `send`.
+
+    >>> received: list[int] = []
+    >>> sender = Sender(received.extend, batch_size=10)
+    >>> sender.put([1, 2])
+    >>> sender.close(timeout=10)
+    >>> received
+    [1, 2]
+    """
+
+    def __init__(
+        self,
+        send: Callable[[list[Item]], object],
+        *,
+        batch_size: int,
+        keep: int = 100_000,
+        pause: float = 30.0,
+        tries: int = 5,
+    ) -> None:
+        self.dropped = 0
+        self._send = send
+        self._batch_size = batch_size
+        self._keep = keep
+        self._pause = pause
+        self._tries = tries
+        self._waiting: list[Item] = []
+        self._batch: list[Item] = []
+        self._future: Future[object] | None = None
+        self._failed = 0
+        self._not_before = 0.0
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainformer-sender")
+
+    def put(self, items: Iterable[Item]) -> None:
+        """Queue items. Raises the error of an earlier batch, if there is one; the new items are queued anyway."""
+        self._waiting.extend(items)
+        excess = max(0, len(self._waiting) - self._keep)
+        del self._waiting[:excess]
+        self.dropped += excess
+        if self._future is None or self._future.done():
+            self._collect()
+            if time.monotonic() >= self._not_before:
+                self._start()
+
+    def flush(self, timeout: float) -> None:
+        """Wait until everything is sent. Raises if a batch fails, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._collect()
+            self._start()
+            if self._future is None:
+                return
+            if not wait([self._future], deadline - time.monotonic()).done:
+                left = len(self._batch) + len(self._waiting)
+                raise TimeoutError(f"{left} items were not sent within {timeout:g} s; the receiver does not answer.")
+
+    def close(self, timeout: float) -> None:
+        """Send what is left, if possible, and stop the worker."""
+        try:
+            self.flush(timeout)
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        if self._future is None and self._waiting:
+            self._batch = self._waiting[: self._batch_size]
+            del self._waiting[: self._batch_size]
+            self._future = self._pool.submit(self._send, self._batch)
+
+    def _collect(self) -> None:
+        """Handle the result of the last batch, if it is done."""
+        if self._future is None or not self._future.done():
+            return
+        error, self._future = self._future.exception(), None
+        if error is None:
+            self._failed = 0
+            return
+        self._failed += 1
+        self._not_before = time.monotonic() + self._pause
+        if self._failed < self._tries:
+            self._waiting[:0] = self._batch
+        else:
+            self.dropped += len(self._batch)
+            self._failed = 0
+        raise error

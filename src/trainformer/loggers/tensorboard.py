@@ -1,4 +1,4 @@
-"""TensorBoard event files, written with its own writer. Owns the folder they are in and what a restart hides there."""
+"""TensorBoard event files, written with TensorBoard's own writer (neither torch nor TensorFlow is needed)."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainformer.context.jsonable import jsonable
 from trainformer.core.optional import require
-from trainformer.loggers.base import BaseLogger
-from trainformer.loggers.values import as_numbers, flatten, jsonable
+from trainformer.loggers.base import BaseLogger, as_numbers, flatten
 
 
 class TensorBoardLogger(BaseLogger):
-    """Writes event files to `log_dir`; look at them with ``tensorboard --logdir <log_dir>``.
+    """Writes event files to `log_dir`; view them with ``tensorboard --logdir <log_dir>``.
 
-    The configuration is shown under "Text", and its scalar values under "HParams".
+    The configuration appears under "Text", and its scalar values under "HParams".
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] = "runs") -> None:
         self.log_dir = Path(log_dir)
-        self._writer: Any = None
+        self._writer: _EventFile | None = None
         self._continue_from: int | None = None
 
     def init(self, config: dict[str, Any]) -> None:
         step, self._continue_from = self._continue_from, None
         self.finish()
-        self._writer = _EventFile(self.log_dir)
+        self._writer = writer = _EventFile(self.log_dir)
         if step is not None:
-            self._writer.hide_from(step + 1)
-        if step is None:
-            self._write_config(config)
-        self._writer.flush()
+            writer.hide_from(step + 1)
+        elif config:
+            self._write_config(writer, config)
+        writer.flush()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         writer = self._started(self._writer)
@@ -54,22 +54,18 @@ class TensorBoardLogger(BaseLogger):
             self._writer.close()
             self._writer = None
 
-    def _write_config(self, config: dict[str, Any]) -> None:
-        if not config:
-            return
+    def _write_config(self, writer: _EventFile, config: dict[str, Any]) -> None:
         text = json.dumps(jsonable(config), indent=2)
         # TensorBoard renders texts as Markdown; four spaces make it a code block.
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
-        # tensorboard's public hparams API needs TensorFlow; the summary below is the one that API writes. Metrics are
-        # matched by TensorBoard itself.
+        writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
+        # TensorBoard's public hparams API needs TensorFlow; this is the summary it writes. TensorBoard matches the
+        # metrics itself.
         hparams = require("tensorboard.plugins.hparams.summary_v2", "tensorboard", "to write hyperparameters")
         values = {key: value for key, value in flatten(config).items() if value is not None}
-        self._writer.add_summary(hparams.hparams_pb(values, trial_id=str(self.log_dir)), 0)
+        writer.add_summary(hparams.hparams_pb(values, trial_id=str(self.log_dir)), 0)
 
 
 class _EventFile:
-    """One file of events. Neither torch nor TensorFlow is needed to write it."""
-
     def __init__(self, folder: Path) -> None:
         why = "to write TensorBoard event files"
         require("tensorboard", "tensorboard", why)
@@ -81,17 +77,15 @@ class _EventFile:
         self._writer = writer.EventFileWriter(str(folder), flush_secs=30)
 
     def hide_from(self, step: int) -> None:
-        """What earlier files hold from this step on, it included, is not shown."""
+        """TensorBoard ignores events in earlier files from this step on."""
         self._add(step, file_version="brain.Event:2")
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._add(step, session_log=start)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """A number."""
         self._add_value(step, tag=tag, simple_value=value)
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        """A text, which is shown as Markdown."""
         tensor = self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
         plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
         metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
@@ -101,16 +95,13 @@ class _EventFile:
         self.add_summary(self._summaries.Summary(value=[self._summaries.Summary.Value(**fields)]), step)
 
     def add_summary(self, summary: Any, step: int) -> None:
-        """Any summary that a plugin of TensorBoard understands."""
         self._add(step, summary=summary)
 
     def _add(self, step: int, **fields: Any) -> None:
         self._writer.add_event(self._events.Event(step=step, wall_time=time.time(), **fields))
 
     def flush(self) -> None:
-        """Onto the disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """No more."""
         self._writer.close()

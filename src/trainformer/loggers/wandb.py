@@ -1,8 +1,8 @@
-"""Weights & Biases. Owns how a run is found again after a restart, and that nobody is ever asked for a login.
+"""Weights & Biases. Owns resuming a wandb run, and that wandb never prompts for a login.
 
-wandb keeps one row per step and never goes back: a row is complete when a later step arrives. A resumed run
-therefore leaves out the steps that are already there. Online, the server says which; an offline run has nobody to
-ask, so the last complete step is kept in a small file beside the run's data.
+wandb keeps one row per step and only moves forward: a row is complete when a later step arrives. A resumed run
+therefore skips the steps that are already logged. Online, the server knows them; for an offline run the last complete
+step is kept in a small file next to the run's data.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
-from trainformer.loggers.base import BaseLogger, LoggerError
-from trainformer.loggers.values import as_numbers, jsonable
+from trainformer.loggers.base import BaseLogger, LoggerError, as_numbers
 
 MODES = ("online", "offline", "disabled", "shared")
 #: 255 is what wandb itself reports for Ctrl-C. Everything not named here is a failure.
@@ -28,8 +28,8 @@ class WandbLogger(BaseLogger):
     """Logs to Weights & Biases.
 
     `mode` is ``"online"``, ``"offline"``, ``"disabled"`` or ``"shared"``; without it, the environment variable
-    ``WANDB_MODE`` and wandb's own settings decide. If a run is already active (an own `wandb.init`, a wandb sweep),
-    it is used, and left open at the end.
+    ``WANDB_MODE`` and wandb's own settings apply. If a run is already active (from `wandb.init` or a wandb sweep), it
+    is used, and left open at the end.
     """
 
     remote: ClassVar[bool] = True
@@ -54,16 +54,16 @@ class WandbLogger(BaseLogger):
         self._run: Any = None
         self._run_id: str | None = None
         self._resume_id: str | None = None
-        self._borrowed = False
-        self._complete = -1  # the last step that is safely there
-        self._latest = -1  # the step that still collects values
+        self._is_external = False
+        self._complete = -1  # the last step that is completely logged
+        self._latest = -1  # the step that still receives values
         self._step_file: Path | None = None
 
     def init(self, config: dict[str, Any]) -> None:
         wandb = require("wandb", "wandb", "to log to Weights & Biases")
         resume_id, self._resume_id = self._resume_id, None
-        self._borrowed = wandb.run is not None
-        if self._borrowed:
+        self._is_external = wandb.run is not None
+        if self._is_external:
             self._run = wandb.run
             self._run.config.update(jsonable(config), allow_val_change=True)
         else:
@@ -81,9 +81,9 @@ class WandbLogger(BaseLogger):
         if self._run is None:
             return
         run, self._run = self._run, None
-        if not self._borrowed:
+        if not self._is_external:
             run.finish(exit_code=_EXIT_CODES.get(status, 1))
-        self._note_complete(self._latest)
+        self._save_complete_step(self._latest)
 
     def state_dict(self) -> dict[str, Any]:
         run_id = self._resume_id or self._run_id
@@ -94,7 +94,7 @@ class WandbLogger(BaseLogger):
 
     def _start(self, wandb: ModuleType, config: dict[str, Any], resume_id: str | None) -> Any:
         settings = wandb.setup().settings
-        # wandb reads the environment once per process; what was set later counts here all the same.
+        # wandb reads the environment once per process; this also honours what was set later.
         mode = self.mode or os.environ.get("WANDB_MODE") or settings.mode
         if mode in ("online", "shared", "run") and not _has_credentials(settings):
             raise LoggerError(
@@ -105,7 +105,7 @@ class WandbLogger(BaseLogger):
             Path(self.dir).mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {}
         if mode == "offline" and "x_transaction_log_flush_interval" in getattr(wandb.Settings, "model_fields", ()):
-            # Otherwise a killed offline run loses its last 15 seconds.
+            # Without it, a killed offline run loses its last 15 seconds.
             options["settings"] = wandb.Settings(x_transaction_log_flush_interval=1.0)
         return wandb.init(
             project=self.project,
@@ -125,30 +125,30 @@ class WandbLogger(BaseLogger):
         if step <= self._complete:
             return  # logged before the run was resumed
         if step > self._latest:
-            self._note_complete(self._latest)
+            self._save_complete_step(self._latest)
             self._latest = step
         run.log(values, step=step)
 
     def _last_step(self, resumed: bool) -> int:
         """The last step an earlier process logged to this run, or -1."""
         self._step_file = None
-        if self._run.offline and not self._borrowed:
-            # run.dir is wandb/offline-run-<time>-<id>/files; each process of a run has another <time>.
+        if self._run.offline and not self._is_external:
+            # run.dir is wandb/offline-run-<time>-<id>/files; <time> differs between the processes of a run.
             self._step_file = Path(self._run.dir).parents[1] / f"last-step-{self._run.id}.txt"
             if resumed and self._step_file.exists():
                 return int(self._step_file.read_text())
         return self._run.starting_step - 1 if resumed else -1
 
-    def _note_complete(self, step: int) -> None:
+    def _save_complete_step(self, step: int) -> None:
         if self._step_file is not None and step >= 0:
-            # Renamed into place: a process killed here must not leave half a number.
+            # Renamed into place, so a killed process leaves no partial number. No fsync: this runs at every log point.
             temporary = self._step_file.with_suffix(".tmp")
             temporary.write_text(str(step))
             os.replace(temporary, self._step_file)
 
 
 def _has_credentials(settings: Any) -> bool:
-    """Whether wandb will find a key where it looks for one, so that it need not ask at a prompt."""
+    """Whether wandb finds an API key, so that it does not prompt for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     if settings.api_key or getattr(settings, "identity_token_file", None):

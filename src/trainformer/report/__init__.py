@@ -1,8 +1,6 @@
-"""One HTML file about runs and sweeps, to look at, send and keep: curves, settings, events, trials.
+"""Reports: one self-contained HTML file about runs and sweeps, with curves, settings, events and trials.
 
-Owns what is shown and how it looks. Reads folders and nothing else: a run that is going on, one that was killed and one
-of another machine are all the same to it. Needs no torch. What is in the folders is decided by `trainformer.run`,
-`trainformer.loggers` and `trainformer.sweep`.
+Owns what is shown and how it looks. Reads folders only, so running, killed and copied runs all work. Needs no torch.
 """
 
 from trainformer.core.lazy import lazy_exports

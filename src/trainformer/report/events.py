@@ -1,7 +1,6 @@
-"""What happened in a run besides its numbers: the lines of ``records.jsonl``, sorted into what a page shows of them.
+"""Events of a run: the lines of ``records.jsonl``, sorted into what a page shows.
 
-Owns how much of it is kept. A line that makes no sense is passed over: a report is wanted most when something went
-wrong.
+Owns how much is kept. Malformed lines are skipped: reports are needed most when something went wrong.
 """
 
 from __future__ import annotations
@@ -12,31 +11,31 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_EVENTS = 500  # shown; saves and evaluations of long runs are thinned out first
+_MAX_EVENTS = 500  # shown; saves and evaluations of long runs are dropped first
 _ROUTINE = ("saved", "evaluated")
-_MATRICES, _LARGEST_MATRIX = 12, 64
-_IMAGE_STEPS, _IMAGES, _LARGEST_IMAGE = 6, 16, 400_000
-_TEXT_STEPS, _LONGEST_TEXT = 40, 4_000
+_MAX_MATRICES, _MAX_CLASSES = 12, 64
+_MAX_IMAGE_STEPS, _MAX_IMAGES, _MAX_IMAGE_LENGTH = 6, 16, 400_000
+_MAX_TEXT_STEPS, _MAX_TEXT_LENGTH = 40, 4_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-_SHOWN_ELSEWHERE = ("confusion_matrix", "images", "text", "lr_finder")
+_SHOWN_SEPARATELY = ("confusion_matrix", "images", "text", "lr_finder")
 
 
-def happenings(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Events, confusion matrices, images, texts, tests of the learning rate, starts, and the error at the end."""
+def collect_events(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Events, confusion matrices, images, texts, learning rate tests, how the run was started, and its error."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     usable = [record for record in records if isinstance(record.get("kind"), str)]
     for record in usable:
         kinds.setdefault(record["kind"], []).append(record)
-    told = [record for record in usable if record["kind"] not in _SHOWN_ELSEWHERE]
+    events = [record for record in usable if record["kind"] not in _SHOWN_SEPARATELY]
     ended = _last_end(usable)
     began = {key: value for start in kinds.get("began", []) for key, value in start.items() if value is not None}
     return {
-        "events": _events(told),
-        "event_count": len(told),
-        "confusion": _by_key(kinds.get("confusion_matrix", []), _MATRICES, _matrix),
-        "images": _by_key(kinds.get("images", []), _IMAGE_STEPS, _images),
-        "texts": _by_key(kinds.get("text", []), _TEXT_STEPS, _texts),
-        "lr_finder": [test for record in kinds.get("lr_finder", [])[-3:] if (test := _rates(record))],
+        "events": _select_events(events),
+        "event_count": len(events),
+        "confusion": _by_key(kinds.get("confusion_matrix", []), _MAX_MATRICES, _matrix),
+        "images": _by_key(kinds.get("images", []), _MAX_IMAGE_STEPS, _images),
+        "texts": _by_key(kinds.get("text", []), _MAX_TEXT_STEPS, _texts),
+        "lr_finder": [test for record in kinds.get("lr_finder", [])[-3:] if (test := _lr_test(record))],
         "error": ended["error"] if isinstance(ended.get("error"), str) else None,
         "command": [str(word) for word in began["command"]] if isinstance(began.get("command"), list) else None,
         "versions": began["versions"] if isinstance(began.get("versions"), dict) else {},
@@ -46,15 +45,15 @@ def happenings(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _last_end(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How the run ended, if it has not begun again since."""
+    """How the run ended, if it has not been started again since."""
     for record in reversed(records):
         if record["kind"] in ("ended", "began"):
             return record if record["kind"] == "ended" else {}
     return {}
 
 
-def texts_in(metrics: Iterable[dict[str, Any]], records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The texts among the metrics (``log_text``), in the form of records; without those that records have, too."""
+def texts_in_metrics(metrics: Iterable[dict[str, Any]], records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The texts among the metrics (from ``log_text``) as records, except those that the records have too."""
     known = {record.get("key") for record in records if record.get("kind") == "text"}
     return [
         {"kind": "text", "step": record.get("step"), "key": key, "samples": [{"text": value}]}
@@ -65,53 +64,54 @@ def texts_in(metrics: Iterable[dict[str, Any]], records: Iterable[dict[str, Any]
     ]
 
 
-def thinned(items: Sequence[Any], most: int) -> list[Any]:
-    """Some of many, evenly, the first and the last among them.
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the items, evenly spaced, with the first and the last.
 
-    >>> thinned(range(10), 4)
+    >>> evenly_spaced(range(10), 4)
     [0, 3, 6, 9]
     """
-    if len(items) <= most:
+    if len(items) <= count:
         return list(items)
-    return [items[place * (len(items) - 1) // (most - 1)] for place in range(most)]
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
 
 
-def _events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _select_events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     routine = [n for n, record in enumerate(records) if record["kind"] in _ROUTINE]
     special = [n for n, record in enumerate(records) if record["kind"] not in _ROUTINE]
-    special = special[: _EVENTS // 2] + special[max(_EVENTS // 2, len(special) - _EVENTS // 2) :]
-    kept = sorted(special + thinned(routine, max(20, _EVENTS - len(special))))
+    special = special[: _MAX_EVENTS // 2] + special[max(_MAX_EVENTS // 2, len(special) - _MAX_EVENTS // 2) :]
+    kept = sorted(special + evenly_spaced(routine, max(20, _MAX_EVENTS - len(special))))
     return [_event(records[number]) for number in kept]
 
 
 def _event(record: dict[str, Any]) -> dict[str, Any]:
     content = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
-    if len(json.dumps(content, default=str)) > _LONGEST_TEXT:
-        content = {key: _short(value) for key, value in content.items()}
+    if len(json.dumps(content, default=str)) > _MAX_TEXT_LENGTH:
+        content = {key: _abbreviate(value) for key, value in content.items()}
     return {"kind": record["kind"], "step": record.get("step"), "time": record.get("time"), "content": content}
 
 
-def _short(value: Any) -> Any:
+def _abbreviate(value: Any) -> Any:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return value if len(text) <= 300 else f"{text[:300]}…"
 
 
 def _by_key(
-    records: list[dict[str, Any]], most: int, read: Callable[[dict[str, Any]], dict[str, Any] | None]
+    records: list[dict[str, Any]], count: int, read: Callable[[dict[str, Any]], dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """What there is of each key, oldest step first. A step that was made again after a resume counts once, as last."""
+    """The content of each key, oldest step first. Of a step that was repeated after a resume, the last one counts."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for record in records:
         step, content = record.get("step"), read(record)
         if content is not None and isinstance(step, int):
             found.setdefault(str(record.get("key") or ""), {})[step] = {"step": step, **content}
     return [
-        {"key": key, "steps": thinned([steps[step] for step in sorted(steps)], most)} for key, steps in found.items()
+        {"key": key, "steps": evenly_spaced([steps[step] for step in sorted(steps)], count)}
+        for key, steps in found.items()
     ]
 
 
 def _matrix(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Counts with the true classes as rows. Of very many classes only those that are confused most are kept."""
+    """Counts with the true classes as rows. With very many classes, only those with the most errors are kept."""
     matrix, labels = record.get("matrix"), record.get("labels")
     size = len(matrix) if isinstance(matrix, list) else 0
     if not size or not all(isinstance(row, list) and len(row) == size for row in matrix or ()):
@@ -126,9 +126,9 @@ def _matrix(record: dict[str, Any]) -> dict[str, Any] | None:
     classes, accuracy = record.get("classes"), record.get("accuracy")
     if not isinstance(accuracy, float | int):
         accuracy = sum(matrix[n][n] for n in range(size)) / sum(totals) if sum(totals) else None
-    if size > _LARGEST_MATRIX:
+    if size > _MAX_CLASSES:
         wrong = [totals[n] - matrix[n][n] for n in range(size)]
-        kept = sorted(sorted(range(size), key=lambda n: -wrong[n])[:_LARGEST_MATRIX])  # type: ignore[assignment]
+        kept = sorted(sorted(range(size), key=lambda n: -wrong[n])[:_MAX_CLASSES])  # type: ignore[assignment]
     return {
         "labels": [names[n] for n in kept],
         "matrix": [[matrix[row][column] for column in kept] for row in kept],
@@ -140,7 +140,7 @@ def _matrix(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _counts(record: dict[str, Any], key: str, size: int) -> list[float] | None:
-    """One number for each class, of a record that has only some of all classes."""
+    """One number per class, from a record that has a subset of all classes."""
     counts = record.get(key)
     if not isinstance(counts, list) or len(counts) != size:
         return None
@@ -153,10 +153,10 @@ def _images(record: dict[str, Any]) -> dict[str, Any] | None:
         return None
     kept = [
         {"png": image["png"], "caption": str(image.get("caption") or "")}
-        for image in images[:_IMAGES]
+        for image in images[:_MAX_IMAGES]
         if isinstance(image, dict)
         and isinstance(image.get("png"), str)
-        and len(image["png"]) <= _LARGEST_IMAGE
+        and len(image["png"]) <= _MAX_IMAGE_LENGTH
         and _BASE64.fullmatch(image["png"])
     ]
     return {"images": kept} if kept else None
@@ -177,10 +177,10 @@ def _texts(record: dict[str, Any]) -> dict[str, Any] | None:
 def _cut(text: Any) -> str | None:
     if not isinstance(text, str):
         return None
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    return text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}…"
 
 
-def _rates(record: dict[str, Any]) -> dict[str, Any] | None:
+def _lr_test(record: dict[str, Any]) -> dict[str, Any] | None:
     lrs, losses = record.get("lrs"), record.get("losses")
     if not isinstance(lrs, list) or not isinstance(losses, list) or len(lrs) != len(losses) or not lrs:
         return None

@@ -1,4 +1,4 @@
-"""What the folder of a run has to show, as plain values for the page. What is missing is left out, never an error."""
+"""Reads run and sweep folders into plain values for the page. Missing or damaged files are skipped, never an error."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainformer.checkpointing.store import CheckpointStore, checkpoints_folder
+from trainformer.checkpointing.store import Checkpoint, CheckpointStore, checkpoints_folder
 from trainformer.engine.state import is_better
 from trainformer.live.runs import RunInfo, describe
 from trainformer.loggers.jsonl import read_jsonl
-from trainformer.report.events import happenings, texts_in
-from trainformer.report.series import POINTS, Series, clock_of, series_of
+from trainformer.report.events import collect_events, texts_in_metrics
+from trainformer.report.series import MAX_POINTS, Series, read_clock, read_series
+from trainformer.sweep.reading import read_sweep
 
 _LOG_LINES, _LOG_BYTES = 200, 1 << 16
-_LONGEST_VALUE = 2_000
+_MAX_VALUE_LENGTH = 2_000
 
 
-def read_run(folder: Path, points: int = POINTS) -> dict[str, Any]:
-    """The content of the page about one run. `points`: how many a curve may have."""
+def read_run(folder: Path, points: int = MAX_POINTS) -> dict[str, Any]:
+    """The content of the page about one run. `points` is the maximum per curve."""
     info, config = describe(folder), _config(folder)
     notes: list[str] = []
     metrics = _records(folder / "metrics.jsonl", notes)
     records = _records(folder / "records.jsonl", notes)
-    happened = happenings([*records, *texts_in(metrics, records)])
-    series = series_of(metrics, points)
+    events = collect_events([*records, *texts_in_metrics(metrics, records)])
+    series = read_series(metrics, points)
     timed = [record for record in records if isinstance(record.get("time"), float | int)]
     starts = [record["time"] for record in timed if record.get("kind") in ("began", "resumed")]
-    clock = clock_of(metrics, starts, [record["time"] for record in timed])
+    clock = read_clock(metrics, starts, [record["time"] for record in timed])
     best = _best(series, config)
     return {
         "name": info.name,
@@ -41,27 +42,26 @@ def read_run(folder: Path, points: int = POINTS) -> dict[str, Any]:
         "since": info.since,
         "task": _value(config, "task_type"),
         "step": max(info.step, clock["steps"][-1] if clock["steps"] else 0, _last_step(records)),
-        "steps_planned": _planned(info, config),
-        "seconds": _seconds(info, clock, starts),
+        "steps_planned": _planned_steps(info, config),
+        "seconds": _training_seconds(info, clock, starts),
         "loss": series["train/loss"].values[-1] if "train/loss" in series else None,
         "best": best,
-        "series": {name: [_numbers(s.steps), _numbers(s.values), s.total] for name, s in series.items()},
+        "series": {name: [_rounded(s.steps), _rounded(s.values), s.total] for name, s in series.items()},
         "clock": clock,
         "config": config,
         "marks": [
             {"kind": event["kind"], "step": _step_of(event)}
-            for event in happened["events"]
+            for event in events["events"]
             if event["kind"] in ("resumed", "split", "skipped") and isinstance(_step_of(event), int)
         ],
         "checkpoints": _checkpoints(folder, best, notes),
         "log": _log(folder),
         "notes": notes,
-        **happened,
+        **events,
     }
 
 
 def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The lines that can be read; that some cannot is noted."""
     if not path.is_file():
         return []
     with warnings.catch_warnings(record=True) as caught:
@@ -73,7 +73,7 @@ def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             return []
     if damaged := [w for w in caught if issubclass(w.category, RuntimeWarning)]:
         lines = "1 line" if len(damaged) == 1 else f"{len(damaged)} lines"
-        notes.append(f"{lines} of {path.name} cannot be read and left out.")
+        notes.append(f"{lines} of {path.name} cannot be read and are skipped.")
     return records
 
 
@@ -86,7 +86,7 @@ def _config(folder: Path) -> dict[str, dict[str, Any]]:
         return {}
     return {
         key: {
-            "value": _shown(entry["value"]),
+            "value": _shortened(entry["value"]),
             "source": str(entry.get("source", "")),
             "depends_on": [str(name) for name in entry.get("depends_on") or ()],
         }
@@ -95,30 +95,30 @@ def _config(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def _shown(value: Any) -> Any:
-    """Values as they are; very long ones as the beginning of their text."""
+def _shortened(value: Any) -> Any:
+    """Very long values are cut."""
     text = value if isinstance(value, str) else json.dumps(value)
-    return value if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+    return value if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"
 
 
 def _value(config: dict[str, dict[str, Any]], key: str) -> Any:
     return config.get(key, {}).get("value")
 
 
-def _planned(info: RunInfo, config: dict[str, dict[str, Any]]) -> int | None:
+def _planned_steps(info: RunInfo, config: dict[str, dict[str, Any]]) -> int | None:
     total = _value(config, "total_steps")
     return total if isinstance(total, int) else info.steps
 
 
-def _seconds(info: RunInfo, clock: dict[str, list], starts: Sequence[float]) -> float | None:
-    """Time at work: to the last record, and of an uninterrupted run that has ended to its end."""
+def _training_seconds(info: RunInfo, clock: dict[str, list], starts: Sequence[float]) -> float | None:
+    """Training time: to the last record, or to the end of an uninterrupted run that has ended."""
     if len(starts) == 1 and info.since is not None and info.since > starts[0] and not info.is_running:
         return info.since - starts[0] if info.status != "killed" else clock["seconds"][-1] if clock["seconds"] else None
     return clock["seconds"][-1] if clock["seconds"] else None
 
 
 def _best(series: dict[str, Series], config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The best value of the metric that the run is judged by."""
+    """The best value of the monitored metric."""
     name, mode = _value(config, "monitor_metric") or "val/loss", _value(config, "monitor_mode") or "min"
     if not isinstance(name, str) or name not in series or mode not in ("min", "max"):
         return None
@@ -130,31 +130,31 @@ def _best(series: dict[str, Series], config: dict[str, dict[str, Any]]) -> dict[
 
 
 def _last_step(records: Sequence[dict[str, Any]]) -> int:
-    """Where the run was at its last sign of life, which may be after the last metrics."""
+    """The step of the last record, which may be after the last metrics."""
     step = records[-1].get("step") if records else 0
     return step if isinstance(step, int) else 0
 
 
 def _step_of(event: dict[str, Any]) -> Any:
-    """Where an event is on the axis of steps."""
+    """The position of an event on the step axis."""
     return event["content"].get("from_step", event["step"]) if event["kind"] == "resumed" else event["step"]
 
 
 def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) -> list[dict[str, Any]]:
-    place = checkpoints_folder(folder)
-    if place == folder:
+    checkpoints = checkpoints_folder(folder)
+    if checkpoints == folder:
         return []
     try:
-        found = _quietly(CheckpointStore(place))
+        found = _without_warnings(CheckpointStore(checkpoints))
     except OSError as error:
         notes.append(f"the checkpoints cannot be read: {error.strerror}.")
         return []
     name, mode = (best["name"], best["mode"]) if best else ("", "min")
-    leader = None
+    best_checkpoint, best_value = None, None
     for checkpoint in found:
         value = checkpoint.manifest.metrics.get(name)
-        if value is not None and is_better(value, leader and leader.manifest.metrics[name], mode):
-            leader = checkpoint
+        if value is not None and is_better(value, best_value, mode):
+            best_checkpoint, best_value = checkpoint, value
     return [
         {
             "name": checkpoint.path.name,
@@ -163,7 +163,7 @@ def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) ->
             "time": checkpoint.manifest.time,
             "bytes": sum(f.size for files in checkpoint.manifest.components.values() for f in files),
             "metrics": checkpoint.manifest.metrics,
-            "is_best": checkpoint is leader,
+            "is_best": checkpoint is best_checkpoint,
             "is_last": checkpoint is found[-1],
             "is_protected": checkpoint.is_protected,
         }
@@ -171,8 +171,8 @@ def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) ->
     ]
 
 
-def _quietly(store: CheckpointStore) -> list[Any]:
-    """Checkpoints that are damaged are the business of `trainformer ckpt verify`."""
+def _without_warnings(store: CheckpointStore) -> list[Checkpoint]:
+    """Damaged checkpoints are reported by `trainformer ckpt verify`, not here."""
     logger = logging.getLogger("trainformer")
     was, logger.disabled = logger.disabled, True
     try:
@@ -193,6 +193,34 @@ def _log(folder: Path) -> list[str]:
     return (lines[1:] if size > _LOG_BYTES else lines)[-_LOG_LINES:]
 
 
-def _numbers(values: Sequence[float]) -> list[Any]:
-    """Seven digits are more than a screen shows, and half the bytes."""
+def _rounded(values: Sequence[float]) -> list[Any]:
+    """Seven digits are more than a screen shows, and half the bytes of a full float."""
     return [value if isinstance(value, int) else float(f"{value:.7g}") for value in values]
+
+
+def read_sweep_trials(folder: Path) -> dict[str, Any]:
+    """The content of the page about one sweep. `run` of a trial is the resolved path of its run folder."""
+    record = read_sweep(folder)
+    return {
+        "name": record.name,
+        "path": str(record.folder),
+        "direction": record.direction,
+        "method": record.method,
+        "seed": record.seed,
+        "spaces": {name: str(space) for name, space in record.spaces.items()},
+        "importances": dict(record.importances),
+        "trials": [
+            {
+                "number": trial.number,
+                "config": dict(trial.config),
+                "metric": trial.metric,
+                "status": trial.status,
+                "error": trial.error,
+                "seconds": trial.seconds,
+                "attempt": trial.attempt,
+                "intermediate": sorted(trial.intermediate.items()),
+                "run": None if trial.run is None else str(Path(trial.run).resolve()),
+            }
+            for trial in record.trials
+        ],
+    }

@@ -1,6 +1,6 @@
-"""The numbers of a run as curves: one list of steps and one of values for each metric, short enough to draw.
+"""Metrics as curves: a list of steps and a list of values each, short enough to draw.
 
-Owns how many points a curve keeps, which metrics share a plot, and how a step becomes an epoch or a time.
+Owns downsampling, which metrics share a plot, and the mapping from steps to epochs and time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-POINTS = 5_000  # of a curve; more than the pixels of a wide screen
-_FEWEST = 500
-_DRAWN_AT_ONCE = 40_000  # points of one metric over all runs; more make the page slow
+MAX_POINTS = 5_000  # per curve; more than the pixels of a wide screen
+_MIN_POINTS = 500
+_MAX_POINTS_PER_PLOT = 40_000  # over all runs; more make the page slow
 _CLOCK_POINTS = 2_000
-_PARTS = ("train", "val", "test", "eval")
+_SPLITS = ("train", "val", "test", "eval")
 _EPOCH = "train/epoch"
 
-# The first that fits decides; what nothing fits goes to the validation metrics or to the others.
+# The first match wins; the rest goes to "Validation" or "Others".
 _GROUPS = (
     ("Learning rate", ("lr", "learning_rate", "weight_decay", "momentum")),
     ("Gradient norm", ("grad",)),
@@ -32,7 +32,7 @@ GROUPS = ("Loss", "Validation", "Learning rate", "Gradient norm", "Throughput", 
 
 @dataclass
 class Series:
-    """One metric of one run. `total` is how many values were logged."""
+    """One metric of one run. `total` is the number of logged values."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -40,17 +40,16 @@ class Series:
 
 
 def points_for(runs: int) -> int:
-    """How many points each curve may have.
+    """The maximum number of points per curve.
 
     >>> points_for(1), points_for(20), points_for(1000)
     (5000, 2000, 500)
     """
-    return max(_FEWEST, min(POINTS, _DRAWN_AT_ONCE // max(1, runs)))
+    return max(_MIN_POINTS, min(MAX_POINTS, _MAX_POINTS_PER_PLOT // max(1, runs)))
 
 
-def series_of(records: Iterable[dict[str, Any]], points: int = POINTS) -> dict[str, Series]:
-    """The curves in records of ``metrics.jsonl``. What is no number is left out; a step that was logged twice counts
-    as it was logged last."""
+def read_series(records: Iterable[dict[str, Any]], points: int = MAX_POINTS) -> dict[str, Series]:
+    """The curves in records of ``metrics.jsonl``. Only numbers; of a step that was logged twice, the last value."""
     found: dict[str, Series] = {}
     for record in records:
         step = record.get("step")
@@ -64,16 +63,16 @@ def series_of(records: Iterable[dict[str, Any]], points: int = POINTS) -> dict[s
                 series.steps.append(step)
                 series.values.append(value)
     for series in found.values():
-        _put_in_order(series)
+        _sort(series)
         series.total = len(series.steps)
-        kept = kept_points(series.values, points)
+        kept = downsample(series.values, points)
         if len(kept) < series.total:
-            series.steps = [series.steps[place] for place in kept]
-            series.values = [series.values[place] for place in kept]
+            series.steps = [series.steps[index] for index in kept]
+            series.values = [series.values[index] for index in kept]
     return found
 
 
-def _put_in_order(series: Series) -> None:
+def _sort(series: Series) -> None:
     steps = series.steps
     if all(before < after for before, after in itertools.pairwise(steps)):
         return
@@ -82,86 +81,87 @@ def _put_in_order(series: Series) -> None:
     series.values = [latest[step] for step in series.steps]
 
 
-def kept_points(values: Sequence[float], points: int) -> list[int]:
-    """Which of many values to draw: the first, the last, and of each stretch the lowest, the highest, and one that is
-    not finite. So no peak, no dip and no NaN is lost, and the curve looks as it would with all of them.
+def downsample(values: Sequence[float], points: int) -> list[int]:
+    """The indices of the values to draw: the first, the last, and per bin the minimum, the maximum and one NaN or inf.
 
-    >>> kept_points([0, 5, 1, 1, 1, -3, 1, 0], points=4)
+    So no peak, no dip and no NaN is lost, and the curve looks the same as with all values.
+
+    >>> downsample([0, 5, 1, 1, 1, -3, 1, 0], points=4)
     [0, 1, 4, 5, 7]
     """
     if len(values) <= points:
         return list(range(len(values)))
-    stretches = max(1, points // 2)
+    bins = max(1, points // 2)
     kept = {0, len(values) - 1}
-    for number in range(stretches):
-        places = range(number * len(values) // stretches, (number + 1) * len(values) // stretches)
-        finite = [place for place in places if math.isfinite(values[place])]
+    for number in range(bins):
+        indices = range(number * len(values) // bins, (number + 1) * len(values) // bins)
+        finite = [index for index in indices if math.isfinite(values[index])]
         if finite:
             kept.add(min(finite, key=values.__getitem__))
             kept.add(max(finite, key=values.__getitem__))
-        if len(finite) < len(places):
-            kept.add(next(place for place in places if not math.isfinite(values[place])))
+        if len(finite) < len(indices):
+            kept.add(next(index for index in indices if not math.isfinite(values[index])))
     return sorted(kept)
 
 
-# -- which metrics belong together -------------------------------------------------------------------------
+# -- plots ---------------------------------------------------------------------------------------------------
 
 
-def plots_of(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The plots, in the order in which they are shown; ``train/loss`` and ``val/loss`` are one.
+def group_plots(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The plots in display order; ``train/loss`` and ``val/loss`` share one.
 
-    >>> [(plot["group"], plot["names"]) for plot in plots_of(["train/lr", "val/loss", "train/loss", "val/f1"])]
+    >>> [(plot["group"], plot["names"]) for plot in group_plots(["train/lr", "val/loss", "train/loss", "val/f1"])]
     [('Loss', ['train/loss', 'val/loss']), ('Validation', ['val/f1']), ('Learning rate', ['train/lr'])]
     """
     members: dict[str, list[str]] = {}
     for name in names:
         if name != _EPOCH:
-            members.setdefault(split(name)[1], []).append(name)
+            members.setdefault(split_name(name)[1], []).append(name)
     plots = [
-        {"title": title, "group": _group_of(title, names), "names": sorted(names, key=_by_part)}
+        {"title": title, "group": _group_of(title, names), "names": sorted(names, key=_by_split)}
         for title, names in members.items()
     ]
     return sorted(plots, key=lambda plot: (GROUPS.index(plot["group"]), -len(plot["names"]), plot["title"]))
 
 
-def split(name: str) -> tuple[str, str]:
-    """What was measured on, and what was measured.
+def split_name(name: str) -> tuple[str, str]:
+    """The data split and the metric.
 
-    >>> split("val/loss"), split("reward")
+    >>> split_name("val/loss"), split_name("reward")
     (('val', 'loss'), ('', 'reward'))
     """
-    part, slash, rest = name.partition("/")
-    return (part, rest) if slash and rest and part in _PARTS else ("", name)
+    split, slash, rest = name.partition("/")
+    return (split, rest) if slash and rest and split in _SPLITS else ("", name)
 
 
-def _by_part(name: str) -> tuple[int, str]:
-    part = split(name)[0]
-    return _PARTS.index(part) if part else -1, name
+def _by_split(name: str) -> tuple[int, str]:
+    split = split_name(name)[0]
+    return _SPLITS.index(split) if split else -1, name
 
 
 def _group_of(title: str, names: Sequence[str]) -> str:
     for group, words in _GROUPS:
         if any(word == title or (len(word) > 2 and word in title) or title.startswith(f"{word}/") for word in words):
             return group
-    return "Validation" if any(split(name)[0] in _PARTS[1:] for name in names) else "Others"
+    return "Validation" if any(split_name(name)[0] in _SPLITS[1:] for name in names) else "Others"
 
 
 # -- steps, epochs and time --------------------------------------------------------------------------------
 
 
-def clock_of(records: Sequence[dict[str, Any]], starts: Sequence[float], others: Sequence[float]) -> dict[str, list]:
-    """When the run was at which step, and in which epoch: a table to look steps up in.
+def read_clock(records: Sequence[dict[str, Any]], starts: Sequence[float], others: Sequence[float]) -> dict[str, list]:
+    """A table of the training time and the epoch at each logged step.
 
-    Time is time at work: what lies between the last sign of life before a start (`starts` after the first, `others` are
-    signs of life besides the records) and that start is left out.
+    The time between an interruption and the next start does not count: `starts` are the times at which the run was
+    started or resumed, `others` the times of other records, which show how long it was running before.
     """
     timed = [r for r in records if isinstance(r.get("step"), int) and isinstance(r.get("time"), float | int)]
     if not timed:
         return {"steps": [], "seconds": [], "epochs": []}
-    signs = sorted([*others, *(record["time"] for record in timed)])
-    begin = min([*starts[:1], signs[0]])
-    before = {start: bisect_left(signs, start) for start in starts}
-    pauses = [(start, start - signs[place - 1]) for start, place in before.items() if place > 0]
+    times = sorted([*others, *(record["time"] for record in timed)])
+    begin = min([*starts[:1], times[0]])
+    before = {start: bisect_left(times, start) for start in starts}
+    pauses = [(start, start - times[index - 1]) for start, index in before.items() if index > 0]
     table: dict[int, tuple[float, float | None]] = {}
     epoch = None
     for record in timed:
@@ -170,7 +170,7 @@ def clock_of(records: Sequence[dict[str, Any]], starts: Sequence[float], others:
         table[record["step"]] = (record["time"] - begin - pause, epoch if isinstance(epoch, float | int) else None)
     steps = sorted(table)
     if len(steps) > _CLOCK_POINTS:
-        steps = [steps[place * (len(steps) - 1) // _CLOCK_POINTS] for place in range(_CLOCK_POINTS + 1)]
+        steps = [steps[index * (len(steps) - 1) // _CLOCK_POINTS] for index in range(_CLOCK_POINTS + 1)]
     return {
         "steps": steps,
         "seconds": [round(table[step][0], 3) for step in steps],

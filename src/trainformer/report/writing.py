@@ -1,108 +1,116 @@
-"""From the names of runs and sweeps to a report on disk."""
+"""`write_report`: finds runs and sweeps, collects what the page shows, and renders it to one HTML file."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import json
 import os
+import re
 import time
 from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from trainformer import __version__
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.live.runs import RUNS, is_run, list_runs
-from trainformer.report import sweeps
-from trainformer.report.page import page
-from trainformer.report.reading import read_run
-from trainformer.report.series import plots_of, points_for
-from trainformer.sweep.reading import SWEEPS, is_sweep
+from trainformer.report.reading import read_run, read_sweep_trials
+from trainformer.report.series import group_plots, points_for
+from trainformer.sweep.reading import SWEEPS, is_sweep, list_sweeps
 from trainformer.utils.files import write_atomically
 
 FILE = "report.html"
 AnyPath = str | os.PathLike[str]
+_SCRIPTS = ("dom", "curves", "overview", "settings", "details", "sweep_plots", "sweeps", "report")
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
+_BANNER = re.compile(r"^/\*!.*?\*/\s*", re.S)
 
 
 def write_report(
     sources: AnyPath | Iterable[AnyPath], out: AnyPath | None = None, *, title: str | None = None, top: int = 0
 ) -> Path:
-    """Write one HTML file about runs and sweeps; its path.
+    """Write one HTML file about runs and sweeps; returns its path.
 
-    `sources` are folders of runs, folders of sweeps, folders with runs or sweeps in them, or names under ``runs/`` or
-    ``sweeps/``. `out` is a file or a folder; by default ``report.html`` in the folder of the run or sweep if it is
-    one, else here. `top`: with each sweep also the runs of its so many best trials.
+    `sources` are run folders, sweep folders, folders that contain runs or sweeps, or names under ``runs/`` or
+    ``sweeps/``. `out` is a file or a folder; the default is ``report.html`` in the folder of a single run or sweep,
+    else in the current folder. `top` adds the runs of that many best trials of each sweep.
     """
     given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     if not given:
-        raise BadArgument(expected("at least one run or sweep", given, "`trainformer runs` lists the runs there are."))
+        raise BadArgument(expected("at least one run or sweep", given, "`trainformer runs` lists the runs."))
     if top < 0:
         raise BadArgument(expected("top to be a number of trials, 0 or more", top))
-    runs, searched = find(given)
-    path = _target(out, [*runs, *searched])
-    found = [sweeps.read(folder) for folder in searched]
-    title = title or _title([folder.resolve().name for folder in (*searched, *runs)])
-    for sweep in found:
-        runs = _together(runs, _runs_of_best(sweep, top))
-    _write(path, page(content_of(title, runs, found)))
+    runs, sweep_folders = find(given)
+    path = _output_path(out, [*runs, *sweep_folders])
+    sweeps = [read_sweep_trials(folder) for folder in sweep_folders]
+    title = title or _default_title([folder.resolve().name for folder in (*sweep_folders, *runs)])
+    for sweep in sweeps:
+        runs = _union(runs, _best_runs(sweep, top))
+    _write(path, render(collect_content(title, runs, sweeps)))
     return path
 
 
 def find(given: Iterable[AnyPath]) -> tuple[list[Path], list[Path]]:
-    """The folders that are meant: of runs, and of sweeps. Each once, in the order given."""
+    """The run folders and the sweep folders that sources refer to, each once, in the given order."""
     runs: list[Path] = []
-    searched: list[Path] = []
+    sweeps: list[Path] = []
     for source in given:
-        for place in (Path(source), RUNS / source, SWEEPS / source):
-            if is_sweep(place):
-                searched = _together(searched, [place])
+        for path in (Path(source), RUNS / source, SWEEPS / source):
+            if is_sweep(path):
+                sweeps = _union(sweeps, [path])
                 break
-            if _has_run(place):
-                runs = _together(runs, [place])
+            if _has_run(path):
+                runs = _union(runs, [path])
                 break
-            if inside := _runs_in(place):
-                runs = _together(runs, inside)
+            if inside := _runs_in(path):
+                runs = _union(runs, inside)
                 break
-            if place.is_dir() and (inside := sorted(path for path in place.iterdir() if is_sweep(path))):
-                searched = _together(searched, inside)
+            if inside := list_sweeps(path):
+                sweeps = _union(sweeps, inside)
                 break
         else:
             raise BadArgument(_not_found(str(source)))
-    return runs, searched
+    return runs, sweeps
 
 
 def _has_run(folder: Path) -> bool:
-    """Also a folder that somebody copied without its ``status.json``."""
+    """Also for a folder that was copied without its ``status.json``."""
     return is_run(folder) or any((folder / name).is_file() for name in ("metrics.jsonl", "records.jsonl"))
 
 
-def _runs_in(place: Path) -> list[Path]:
-    """Those of a folder of runs, or of one in which there is such a folder, as in an `output_dir` of `hf`."""
-    for folder in (place, place / RUNS):
+def _runs_in(path: Path) -> list[Path]:
+    """The runs in a folder, or in its subfolder ``runs/``, as in an `output_dir` of `hf`."""
+    for folder in (path, path / RUNS):
         if folder.is_dir() and (inside := [info.path for info in list_runs(folder)]):
             return inside
     return []
 
 
 def _not_found(source: str) -> str:
-    if any((place / source).is_dir() for place in (Path(), RUNS, SWEEPS)):
-        return expected("the folder of a run or of a sweep", source, "There is neither in it.")
-    known = [path.name for place in (RUNS, SWEEPS) if place.is_dir() for path in place.iterdir() if path.is_dir()]
-    hint = did_you_mean(source, known) or "`trainformer runs` and `trainformer sweep show` list what there is."
+    if any((root / source).is_dir() for root in (Path(), RUNS, SWEEPS)):
+        return expected("the folder of a run or of a sweep", source, "It contains neither.")
+    known = [path.name for root in (RUNS, SWEEPS) if root.is_dir() for path in root.iterdir() if path.is_dir()]
+    hint = did_you_mean(source, known) or "`trainformer runs` and `trainformer sweep show` list runs and sweeps."
     return expected("the folder of a run or sweep, or the name of one under runs/ or sweeps/", source, hint)
 
 
-def _together(folders: list[Path], more: Iterable[Path]) -> list[Path]:
+def _union(folders: list[Path], more: Iterable[Path]) -> list[Path]:
     known = {folder.resolve(): folder for folder in folders}
     for folder in more:
         known.setdefault(folder.resolve(), folder)
     return list(known.values())
 
 
-def _runs_of_best(sweep: dict[str, Any], top: int) -> list[Path]:
+def _best_runs(sweep: dict[str, Any], top: int) -> list[Path]:
     best = [trial["run"] for trial in sweep["trials"] if trial["metric"] is not None and trial["run"]]
     return [Path(run) for run in best[:top] if _has_run(Path(run))]
 
 
-def _target(out: AnyPath | None, folders: list[Path]) -> Path:
+def _output_path(out: AnyPath | None, folders: list[Path]) -> Path:
     if out is None:
         return folders[0] / FILE if len(folders) == 1 else Path(FILE)
     path = Path(out)
@@ -110,54 +118,102 @@ def _target(out: AnyPath | None, folders: list[Path]) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """A page that is there is replaced. A file of any other kind was hardly meant."""
+    """Replaces an earlier report, but refuses to overwrite any other kind of file."""
     try:
-        if path.suffix.lower() not in (".html", ".htm") and path.is_file() and not _is_page(path):
+        if path.suffix.lower() not in (".html", ".htm") and path.is_file() and not _is_html(path):
             raise BadArgument(
-                expected("a page, or no file yet, where the report goes", str(path), "Choose another --out.")
+                expected("an HTML file, or a new file, for the report", str(path), "Choose another --out.")
             )
-        write_atomically(path, text.encode("utf-8", "replace"))  # the name of a folder may be no text
+        write_atomically(path, text.encode("utf-8", "replace"))  # a folder name may not be valid text
     except OSError as error:
         do = f"It cannot be written ({error.strerror}). Choose another --out."
         raise BadArgument(expected("a file for the report", str(path), do)) from error
 
 
-def _is_page(path: Path) -> bool:
+def _is_html(path: Path) -> bool:
     with path.open("rb") as file:
-        beginning = file.read(512)
-    return not beginning or beginning.lstrip().lower().startswith(b"<!doctype html")
+        start = file.read(512)
+    return not start or start.lstrip().lower().startswith(b"<!doctype html")
 
 
-def _title(names: list[str]) -> str:
+def _default_title(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def content_of(title: str, runs: list[Path], found: list[dict[str, Any]]) -> dict[str, Any]:
-    """All that the page shows."""
+def collect_content(title: str, runs: list[Path], sweeps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything that the page shows."""
     points = points_for(len(runs))
-    pages = [read_run(folder, points) for folder in runs]
-    _tell_apart(pages)
-    place = {folder.resolve(): number for number, folder in enumerate(runs)}
-    for sweep in found:
+    contents = [read_run(folder, points) for folder in runs]
+    _make_names_unique(contents)
+    index = {folder.resolve(): number for number, folder in enumerate(runs)}
+    for sweep in sweeps:
         for trial in sweep["trials"]:
-            trial["page"] = place.get(Path(trial["run"])) if trial["run"] else None
+            trial["page"] = index.get(Path(trial["run"])) if trial["run"] else None
     return {
         "title": title,
         "written": time.time(),
         "version": __version__,
         "points": points,
-        "plots": plots_of(dict.fromkeys(name for run in pages for name in run["series"])),
-        "runs": pages,
-        "sweeps": found,
+        "plots": group_plots(dict.fromkeys(name for run in contents for name in run["series"])),
+        "runs": contents,
+        "sweeps": sweeps,
     }
 
 
-def _tell_apart(pages: list[dict[str, Any]]) -> None:
-    """Runs of one name get those of the folders they are in, as many as it takes."""
-    parts = [Path(run["path"]).resolve().parts for run in pages]
-    for run, own in zip(pages, parts, strict=True):
-        alike = [others for others in parts if others[-1] == own[-1] and others != own]
+def _make_names_unique(contents: list[dict[str, Any]]) -> None:
+    """Prefixes runs of the same name with as many of their parent folders as necessary."""
+    parts = [Path(run["path"]).resolve().parts for run in contents]
+    for run, own in zip(contents, parts, strict=True):
+        same_name = [others for others in parts if others[-1] == own[-1] and others != own]
         depth = 1
-        while depth < len(own) and any(others[-depth:] == own[-depth:] for others in alike):
+        while depth < len(own) and any(others[-depth:] == own[-depth:] for others in same_name):
             depth += 1
         run["name"] = "/".join(own[-depth:])
+
+
+# -- rendering -----------------------------------------------------------------------------------------------
+
+
+def render(content: dict[str, Any]) -> str:
+    """The HTML file.
+
+    Run names and texts are untrusted. The data is JSON in a block that no browser executes, with every character
+    escaped that could end it; the script puts it on the page as text, never as HTML. A content security policy allows
+    this one script by its digest and forbids all connections.
+    """
+    script = _script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    values = {
+        "title": html.escape(content["title"]),
+        "policy": html.escape(policy),
+        "style": _asset("uPlot.min.css") + _asset("report.css"),
+        "data": _as_json(content),
+        "script": script,
+    }
+    # In one pass over the template: the name of a run may be {{script}}.
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], _asset("page.html"))
+
+
+def _as_json(content: Any) -> str:
+    """JSON that is safe inside an HTML file: ASCII, without the special characters of HTML.
+
+    >>> _as_json(["</script>", "é", float("nan")])
+    '["\\\\u003c/script\\\\u003e","\\\\u00e9","NaN"]'
+    """
+    text = json.dumps(jsonable(content), allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _script() -> str:
+    """All scripts as one. uPlot's banner is replaced by its full licence, as the licence requires."""
+    library = _BANNER.sub("", _asset("uPlot.iife.min.js"))
+    own = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    return f'/* uPlot:\n{_asset("uPlot.LICENSE")}*/\n{library}\n(() => {{\n"use strict";\n{own}\n}})();\n'
+
+
+def _asset(name: str) -> str:
+    return resources.files("trainformer.report").joinpath("assets", name).read_text(encoding="utf-8")

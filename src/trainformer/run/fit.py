@@ -12,8 +12,7 @@ from typing import Any
 from trainformer.checkpointing import CheckpointStore
 from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.engine import Event, Loop
-from trainformer.loggers.base import BaseLogger
-from trainformer.loggers.multi import MultiLogger
+from trainformer.loggers.base import BaseLogger, MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.folder import NoFolder, RunFolder, choose_folder
 from trainformer.run.logging import console_messages, log_start, log_stop

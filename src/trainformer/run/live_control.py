@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.checkpointing.manifest import MANIFEST
+from trainformer.context.jsonable import jsonable
 from trainformer.engine import Event
 from trainformer.live import address
-from trainformer.live.requests import NAME, Request, Ticket, apply
-from trainformer.live.runs import newest_checkpoint, plain
-from trainformer.live.server import ControlServer
+from trainformer.live.runs import newest_checkpoint
+from trainformer.live.server import NAME, ControlServer, Request, Ticket, apply
 from trainformer.run.folder import NoFolder, RunFolder
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class LiveControl:
         """Answer evaluation requests. The evaluation is logged by now."""
         step = self._run.state.step
         for ticket in self._of("eval"):
-            self._finish(ticket, step=step, metrics=plain(_evaluation(self._run.state.log_history, step)))
+            self._finish(ticket, step=step, metrics=jsonable(_evaluation(self._run.state.log_history, step)))
 
     def _saved(self, path: str) -> None:
         """A checkpoint was written, or is being written in the background."""
@@ -190,7 +190,7 @@ class LiveControl:
         self._answer_saves()
         for ticket in self._of("eval"):
             metrics = _evaluation(state.log_history, state.evaluated_at)
-            self._finish(ticket, step=state.evaluated_at, metrics=plain(metrics))
+            self._finish(ticket, step=state.evaluated_at, metrics=jsonable(metrics))
         for ticket in self._of("stop", "abort"):
             if state.step > ticket.step and not self._run.control.should_stop:
                 self._finish(ticket, error="A callback has cancelled it. The run continues.")
@@ -235,7 +235,7 @@ class LiveControl:
         rate = (step - first) / seconds if seconds > 0 and step > first else None
         newest = newest_checkpoint(folder.path)
         recent = state.log_history[-100:]
-        return plain(
+        return jsonable(
             {
                 "status": "running",
                 "step": step,

@@ -23,7 +23,7 @@ from rich.console import Console
 from trainformer.checkpointing.checkpointer import versions
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine import Control, Event, Plan, RunState
-from trainformer.loggers.jsonl import as_line, mend_end
+from trainformer.loggers.jsonl import encode_record, truncate_partial_line
 
 if TYPE_CHECKING:
     from trainformer.run.folder import NoFolder, RunFolder
@@ -118,11 +118,11 @@ class RecordFile:
         """Append one record. If that fails, the run continues without it."""
         if self.path is None:
             return
-        line = as_line({"time": round(time.time(), 3), "step": step, "kind": kind, **content})
+        line = encode_record({"time": round(time.time(), 3), "step": step, "kind": kind, **content})
         with self._lock:
             try:
                 if not self._is_repaired:  # a killed process may have left a partial line
-                    mend_end(self.path)
+                    truncate_partial_line(self.path)
                     self._is_repaired = True
                 with open(self.path, "ab") as file:
                     file.write(line)

@@ -1,29 +1,45 @@
-"""Sweeps as their folders show them: trials, the best first, and which settings matter."""
+"""Reading sweeps from their folders: trials, best first, and parameter importances.
+
+Owns the meaning of what `trainformer.sweep.study` stores with each Optuna trial. A retry is a new trial in Optuna's
+study that names the one it repeats (`retry_of`); both have the same number in the sweep. Imports no Optuna until a
+study is opened.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.utils.processes import process_identity
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
 
 SWEEPS = Path("sweeps")
+SPEC = "sweep.json"
+STALE_SECONDS = 600.0  # a process on another machine without a heartbeat for so long is taken for dead
+ACTIVE_CALLS: set[str] = set()  # the calls of `Sweep.run` in this process
 _STATUS = {"COMPLETE": "completed", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
-_SAID = ("name", "direction", "method", "seed", "spaces", "constants")
+_REQUIRED = ("name", "direction", "method", "seed", "spaces", "constants")
 _ORDER = ("completed", "pruned", "running", "waiting", "failed")
 
 
 @dataclass
 class Trial:
-    """One trial of a sweep: the last attempt at it.
+    """One trial of a sweep: its latest attempt.
 
-    `status` is completed, pruned, failed, running, or waiting (interrupted: it is made again when the sweep goes on).
-    `intermediate` are the metrics that it reported, by evaluation. `earlier` says why earlier attempts came to nothing.
+    `status` is completed, pruned, failed, running, or waiting (interrupted; it is retried when the sweep resumes).
+    `intermediate` holds the reported values by evaluation. `earlier` holds the errors of earlier attempts.
     """
 
     number: int
@@ -40,7 +56,7 @@ class Trial:
 
 @dataclass
 class SweepRecord:
-    """A sweep: what it searches, and its trials, the best first and failed ones last."""
+    """A sweep: its search space and its trials, best first, failed ones last."""
 
     name: str
     folder: Path
@@ -53,37 +69,41 @@ class SweepRecord:
 
     @property
     def best(self) -> Trial | None:
-        """The best trial that was completed."""
+        """The best completed trial."""
         return next((trial for trial in self.trials if trial.status == "completed"), None)
 
 
 def is_sweep(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is that of a sweep."""
-    return (Path(folder) / "sweep.json").is_file()
+    """Whether a folder is the folder of a sweep."""
+    return (Path(folder) / SPEC).is_file()
 
 
 def list_sweeps(folder: str | os.PathLike[str] = SWEEPS) -> list[Path]:
-    """The sweeps in a folder."""
-    place = Path(folder)
-    return [path for path in sorted(place.iterdir()) if is_sweep(path)] if place.is_dir() else []
+    """The folders of the sweeps in a folder.
+
+    >>> list_sweeps("no/such/folder")
+    []
+    """
+    root = Path(folder)
+    return [path for path in sorted(root.iterdir()) if is_sweep(path)] if root.is_dir() else []
 
 
 def find_sweep(sweep: str | os.PathLike[str]) -> Path:
-    """The folder that is meant: a path, or the name of a folder under ``sweeps/``."""
-    for place in (Path(sweep), SWEEPS / sweep):
-        if is_sweep(place):
-            return place
+    """The folder of a sweep, given a path or a name under ``sweeps/``."""
+    for path in (Path(sweep), SWEEPS / sweep):
+        if is_sweep(path):
+            return path
     known = [path.name for path in list_sweeps()]
-    hint = did_you_mean(str(sweep), known) or "`trainformer sweep show` lists the sweeps there are."
+    hint = did_you_mean(str(sweep), known) or "`trainformer sweep show` lists the sweeps."
     raise BadArgument(expected("the folder of a sweep, or the name of one under sweeps/", str(sweep), hint))
 
 
 def read_spec(folder: Path) -> dict[str, Any]:
-    """What a sweep searches, and how, as its folder says."""
-    path = folder / "sweep.json"
+    """The content of ``sweep.json``: what a sweep searches, and how."""
+    path = folder / SPEC
     try:
         spec = json.loads(path.read_bytes())
-        missing = [key for key in _SAID if key not in spec]
+        missing = [key for key in _REQUIRED if key not in spec]
     except (ValueError, TypeError) as error:
         raise BadArgument(expected("the description of a sweep", str(path), f"It cannot be read: {error}.")) from error
     if missing:
@@ -92,44 +112,45 @@ def read_spec(folder: Path) -> dict[str, Any]:
 
 
 def read_sweep(sweep: str | os.PathLike[str], storage: Any = None, *, with_importances: bool = True) -> SweepRecord:
-    """A sweep, given its folder or its name.
+    """Read a sweep, given its folder or its name.
 
-    `storage` is needed if the sweep has one of its own whose address is secret: a password is not kept in the folder.
-    To tell the importances takes seconds, for what is imported.
+    Pass `storage` if the sweep was run with a storage whose URL contains a password: passwords are not kept in the
+    folder. Importances take some seconds, mostly for imports.
     """
     optuna = require("optuna", "sweep", "to read the trials of a sweep")
-    from trainformer.sweep.storages import open_storage, quiet_optuna
+    from trainformer.sweep.study import open_storage, quiet_optuna
 
     folder = find_sweep(sweep)
     spec = read_spec(folder)
-    where = storage if storage is not None else spec.get("storage")
+    location = storage if storage is not None else spec.get("storage")
     with quiet_optuna():
         try:
-            opened = open_storage(where, folder, make=False)
+            opened = open_storage(location, folder, create=False)
             study = optuna.load_study(study_name=spec["name"], storage=opened)
         except BadArgument:
             raise
         except Exception as error:
             do = f"The storage could not be opened: {error}. Pass it as storage=..., with its password."
-            raise BadArgument(expected("a storage with the trials of the sweep", where or str(folder), do)) from error
-        trials = collect(study.get_trials(deepcopy=False), spec, folder)
+            what = "a storage with the trials of the sweep"
+            raise BadArgument(expected(what, location or str(folder), do)) from error
+        trials = collect_trials(study.get_trials(deepcopy=False), spec, folder)
         importances = _importances(study) if with_importances else {}
-    return SweepRecord(folder=folder, trials=trials, importances=importances, **{key: spec[key] for key in _SAID[:-1]})
+    known = {key: spec[key] for key in _REQUIRED if key != "constants"}
+    return SweepRecord(folder=folder, trials=trials, importances=importances, **known)
 
 
-def collect(stored: list[Any], spec: Mapping[str, Any], folder: Path) -> list[Trial]:
-    """Trials as they are stored, to trials of the sweep in their order."""
-    from trainformer.sweep.study import is_abandoned, numbers
-
-    number_of = numbers(stored)
+def collect_trials(stored: list[FrozenTrial], spec: Mapping[str, Any], folder: Path) -> list[Trial]:
+    """The trials of the sweep from the trials in Optuna's study, best first."""
+    number_of = trial_numbers(stored)
     found: dict[int, Trial] = {}
     for item in sorted(stored, key=lambda item: item.number):
-        if item.number not in number_of or (item.state.name == "WAITING" and "follows" not in item.user_attrs):
+        attributes = item.user_attrs
+        if item.number not in number_of or (item.state.name == "WAITING" and "retry_of" not in attributes):
             continue
-        number, attributes = number_of[item.number], item.user_attrs
+        number = number_of[item.number]
         earlier = found.get(number)
-        trial = _trial(number, item, spec["constants"], folder)
-        if item.state.name == "RUNNING" and is_abandoned(item):
+        trial = _as_trial(number, item, spec["constants"], folder)
+        if item.state.name == "RUNNING" and is_stale(item):
             trial.status = "waiting"
         if earlier is not None:
             trial.config, trial.run = earlier.config | trial.config, trial.run or earlier.run
@@ -138,22 +159,20 @@ def collect(stored: list[Any], spec: Mapping[str, Any], folder: Path) -> list[Tr
         found[number] = trial
     sign = -1.0 if spec["direction"] == "maximize" else 1.0
 
-    def place(trial: Trial) -> tuple[int, float, int]:
+    def rank(trial: Trial) -> tuple[int, float, int]:
         return _ORDER.index(trial.status), 0.0 if trial.metric is None else sign * trial.metric, trial.number
 
-    return sorted(found.values(), key=place)
+    return sorted(found.values(), key=rank)
 
 
-def _trial(number: int, item: Any, constants: Mapping[str, Any], folder: Path) -> Trial:
-    attributes = item.user_attrs
-    run, status = attributes.get("run"), _STATUS[item.state.name]
-    values = item.intermediate_values
-    metric = item.values[0] if item.values else None
+def _as_trial(number: int, item: FrozenTrial, constants: Mapping[str, Any], folder: Path) -> Trial:
+    attributes, values = item.user_attrs, item.intermediate_values
+    run = attributes.get("run")
     return Trial(
         number=number,
         config={**item.params, **constants},
-        metric=metric,
-        status=status,
+        metric=item.values[0] if item.values else None,
+        status=_STATUS[item.state.name],
         error=attributes.get("error"),
         seconds=attributes.get("seconds"),
         intermediate={step: values[step] for step in sorted(values)},
@@ -162,10 +181,33 @@ def _trial(number: int, item: Any, constants: Mapping[str, Any], folder: Path) -
     )
 
 
-def _importances(study: Any) -> dict[str, float]:
-    """How much each setting matters, as Optuna tells it (PED-ANOVA); nothing where that cannot be told."""
-    import math
+def trial_numbers(stored: list[FrozenTrial]) -> dict[int, int]:
+    """Optuna's trial numbers mapped to the sweep's. A retry has the number of its trial; surplus trials have none."""
+    numbers: dict[int, int] = {}
+    count = 0
+    for trial in sorted(stored, key=lambda trial: trial.number):
+        if trial.user_attrs.get("surplus"):
+            continue
+        retry_of = trial.user_attrs.get("retry_of")
+        numbers[trial.number] = count if retry_of is None else numbers[retry_of]
+        count += retry_of is None
+    return numbers
 
+
+def is_stale(trial: FrozenTrial) -> bool:
+    """Whether the process of a running trial is gone: known at once on this machine, by its heartbeat on others."""
+    owner = trial.user_attrs.get("owner")
+    if owner is None:  # started by another program
+        return False
+    if owner["host"] == socket.gethostname():
+        if owner["process"] == os.getpid() and owner["call"] not in ACTIVE_CALLS:
+            return True
+        return process_identity(owner["process"]) != owner["identity"]
+    return time.time() - trial.user_attrs.get("heartbeat", 0.0) > STALE_SECONDS
+
+
+def _importances(study: Study) -> dict[str, float]:
+    """Parameter importances by Optuna (PED-ANOVA); empty if there are too few trials."""
     import optuna
 
     finite = [t for t in study.get_trials(deepcopy=False) if t.value is not None and math.isfinite(t.value)]
@@ -175,6 +217,6 @@ def _importances(study: Any) -> dict[str, float]:
         found = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
         )
-    except Exception:  # too few trials, or all alike: each evaluator says so in its own way
+    except Exception:  # too few trials, or all alike: every evaluator raises something different
         return {}
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}

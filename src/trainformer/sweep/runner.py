@@ -1,174 +1,184 @@
-"""The course of a sweep: trials are begun while there is room, heard while they go on, and written down when they end.
+"""The loop of a sweep: start trials while there are free slots, record what they report, and how they end.
 
-Owns the loop, and how it is interrupted. Who makes the trials is a runner's business (in this process, in others, on a
-cluster); what is stored is the ledger's.
+Owns the loop, its progress display, and how signals interrupt it. An executor runs the trials (in this process, in
+worker processes, on Ray); `SweepStudy` stores them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
 from optuna.exceptions import UpdateFinishedTrialError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
-from trainformer.sweep.progress import Progress
-from trainformer.sweep.study import BEAT, Job, Ledger
-from trainformer.sweep.trials import CurrentTrial, Outcome, SweepStopped, execute
+from trainformer.sweep.spaces import format_metric, format_setting
+from trainformer.sweep.study import Job, SweepStudy
+from trainformer.sweep.trials import CurrentTrial, Outcome, SweepStopped, run_trial
 from trainformer.utils.files import write_atomically
 
 logger = logging.getLogger("trainformer")
 
+HEARTBEAT_SECONDS = 30.0  # between heartbeats, on storages that other machines may share
 
-class Runner(Protocol):
-    """Makes trials."""
+#: Handles a message of a trial; see `trials.Send`.
+OnMessage = Callable[[Job, str, Any], bool]
+
+
+class Executor(Protocol):
+    """Runs trials."""
 
     @property
-    def room(self) -> int: ...
-    def start(self, job: Job) -> None: ...
+    def free_slots(self) -> int: ...
+    def submit(self, job: Job) -> None: ...
     def wait(self, seconds: float) -> list[tuple[Job, Outcome]]: ...
-    def close(self) -> None: ...
+    def shutdown(self) -> None: ...
 
 
-class InThisProcess:
-    """A runner of one trial at a time, where we are. A trial that crashes takes the sweep with it; it goes on later."""
+class InProcessExecutor:
+    """Runs one trial at a time in this process. A crash takes the sweep down; it resumes when it is run again."""
 
-    def __init__(self, function: Callable[..., Any], direction: str, hear: Callable[[Job, str, Any], bool]) -> None:
+    def __init__(self, function: Callable[..., Any], direction: str, on_message: OnMessage) -> None:
         self._function = function
         self._direction = direction
-        self._hear = hear
+        self._on_message = on_message
         self._job: Job | None = None
 
     @property
-    def room(self) -> int:
-        """One, or none."""
+    def free_slots(self) -> int:
         return int(self._job is None)
 
-    def start(self, job: Job) -> None:
-        """It begins when it is waited for."""
+    def submit(self, job: Job) -> None:
         self._job = job
 
     def wait(self, seconds: float) -> list[tuple[Job, Outcome]]:
-        """Make it."""
+        """Run the submitted trial."""
         job = self._job
         assert job is not None
         trial = CurrentTrial(
-            job.number, job.attempt, job.folder, self._direction, lambda kind, content: self._hear(job, kind, content)
+            job.number, job.attempt, job.folder, self._direction, lambda kind, value: self._on_message(job, kind, value)
         )
-        outcome = execute(self._function, job.config, trial)
+        outcome = run_trial(self._function, job.config, trial)
         self._job = None
         return [(job, outcome)]
 
-    def close(self) -> None:
-        """Nothing is left behind."""
+    def shutdown(self) -> None:
+        pass
 
 
-class Conductor:
+class SweepRunner:
     """One call of `Sweep.run`."""
 
-    def __init__(self, ledger: Ledger, n_trials: int, timeout: float | None, progress: Progress) -> None:
-        self._ledger = ledger
+    def __init__(self, study: SweepStudy, n_trials: int, timeout: float | None, progress: Progress) -> None:
+        self._study = study
         self._n_trials = n_trials
-        self._until = None if timeout is None else time.monotonic() + timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
         self._progress = progress
         self._running: dict[int, Job] = {}
 
-    def hear(self, job: Job, kind: str, content: Any) -> bool:
-        """What a trial says of itself; the answer is whether it should stop."""
-        with undisturbed():
+    def on_message(self, job: Job, kind: str, content: Any) -> bool:
+        """Record a message of a trial; the reply is whether it should stop."""
+        with deferred_signals():
             try:
                 if kind == "run":
-                    self._ledger.note_run(job, content)
+                    self._study.record_run(job, content)
                     return False
                 step, value = content
-                return self._ledger.report(job, step, value)
+                return self._study.report(job, step, value)
             except UpdateFinishedTrialError:  # another process took this one for dead
                 return True
 
-    def run(self, runner: Runner) -> None:
-        """Make trials until there are enough, or it is too late to begin one."""
-        with self._ledger.working(), self._signs_of_life(), _ending_on_sigterm():
+    def run(self, executor: Executor) -> None:
+        """Run trials until all are done, or until the timeout has passed and the running ones have ended."""
+        with self._study.active(), self._heartbeats(), _sigterm_stops_sweep():
             try:
-                self._fill(runner)
+                self._fill(executor)
                 while self._running:
-                    for job, outcome in runner.wait(1.0):
-                        self._conclude(job, outcome)
-                    self._fill(runner)
+                    for job, outcome in executor.wait(1.0):
+                        self._finish(job, outcome)
+                    self._fill(executor)
             except BaseException:
-                self._give_up(runner)
+                self._interrupt(executor)
                 raise
-            runner.close()
+            executor.shutdown()
 
-    def _fill(self, runner: Runner) -> None:
-        while runner.room and (self._until is None or time.monotonic() < self._until):
-            with undisturbed():
-                job = self._ledger.next(self._n_trials)
+    def _fill(self, executor: Executor) -> None:
+        while executor.free_slots and (self._deadline is None or time.monotonic() < self._deadline):
+            with deferred_signals():
+                job = self._study.next_job(self._n_trials)
                 if job is None:
                     return
                 self._running[job.trial.number] = job
-            self._progress.began(job)
-            runner.start(job)
+            self._progress.trial_started()
+            executor.submit(job)
 
-    def _conclude(self, job: Job, outcome: Outcome) -> None:
+    def _finish(self, job: Job, outcome: Outcome) -> None:
         if outcome.traceback is not None:
             write_atomically(job.folder / "error.txt", outcome.traceback.encode())
-        with undisturbed():
+        with deferred_signals():
             del self._running[job.trial.number]
             try:
-                will_be_made_again = self._ledger.conclude(job, outcome)
+                will_retry = self._study.finish(job, outcome)
             except UpdateFinishedTrialError:
                 logger.warning("trial %d is not counted: another process took this one for dead", job.number)
-                will_be_made_again = True
-        self._progress.ended(job, outcome, will_be_made_again)
+                will_retry = True
+        self._progress.trial_ended(job, outcome, will_retry)
 
-    def _give_up(self, runner: Runner) -> None:
-        """Interrupted, or broken: nothing goes on, and what was going on can be taken up again."""
+    def _interrupt(self, executor: Executor) -> None:
+        """Stop the running trials and enqueue them again."""
         try:
-            runner.close()
+            executor.shutdown()
         finally:
             for job in self._running.values():
                 try:
-                    with undisturbed():
-                        self._ledger.put_back(job)
-                except Exception as error:  # the same is done when the sweep goes on
-                    logger.warning("trial %d could not be put back: %s", job.number, error)
+                    with deferred_signals():
+                        self._study.requeue(job)
+                except Exception as error:  # the next call requeues stale trials anyway
+                    logger.warning("trial %d could not be requeued: %s", job.number, error)
 
     @contextmanager
-    def _signs_of_life(self) -> Iterator[None]:
-        """Where other machines work on the same study, they see that this one is there."""
-        if not self._ledger.is_shared:
+    def _heartbeats(self) -> Iterator[None]:
+        """On a shared storage, tell other machines that this one is alive."""
+        if not self._study.is_shared:
             yield
             return
-        over = threading.Event()
+        done = threading.Event()
 
         def beat() -> None:
-            while not over.wait(BEAT):
+            while not done.wait(HEARTBEAT_SECONDS):
                 for job in list(self._running.values()):
                     try:
-                        self._ledger.note_alive(job)
-                    except Exception as error:  # it has just ended, or the storage is away for a while
-                        logger.debug("no sign of life for trial %d: %s", job.number, error)
+                        self._study.heartbeat(job)
+                    except Exception as error:  # the trial has just ended, or the storage is down for a while
+                        logger.debug("no heartbeat for trial %d: %s", job.number, error)
 
-        thread = threading.Thread(target=beat, name="signs-of-life", daemon=True)
+        thread = threading.Thread(target=beat, name="sweep-heartbeat", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            done.set()
             thread.join()
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """What is stored is stored whole: a signal that comes meanwhile is heard afterwards, unless it comes twice.
+# -- signals -------------------------------------------------------------------------------------------------
 
-    Ctrl-C inside a transaction would leave the database locked, also for the trials that are then put back.
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Delays SIGINT and SIGTERM until a write to the storage is complete; a second signal is not delayed.
+
+    Ctrl-C inside a transaction would leave the database locked, also for the trials that are then requeued.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -195,8 +205,8 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Python allows handlers in the main thread alone; a sweep in another thread is left without."""
+def _sigterm_stops_sweep() -> Iterator[None]:
+    """SIGTERM requeues the running trials and exits. Python allows handlers in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -206,8 +216,8 @@ def _ending_on_sigterm() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:
             received.append(number)
-            raise KeyboardInterrupt  # which everybody lets through, Ray included
-        signal.signal(number, signal.SIG_DFL)  # a child that was forked meanwhile ends as it would have
+            raise KeyboardInterrupt  # which all code in between lets through, Ray included
+        signal.signal(number, signal.SIG_DFL)  # a forked child: die from the signal as it would have without us
         os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -219,3 +229,81 @@ def _ending_on_sigterm() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# -- progress ------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """What a sweep prints to stderr: a line per finished trial and, on a terminal, a progress bar.
+
+    `bar` is False for trials in this process, which draw on the terminal themselves.
+    """
+
+    def __init__(self, enabled: bool, bar: bool, direction: str, done: list[float | None], n_trials: int) -> None:
+        self._console = Console(stderr=True, quiet=not enabled, highlight=False, markup=False)
+        self._sign = 1.0 if direction == "maximize" else -1.0
+        finished = [value for value in done if value is not None]
+        self._best = max(finished, key=lambda value: self._sign * value, default=None)
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._done, self._total, self._running = len(done), n_trials, 0
+        if enabled and bar and self._console.is_terminal:
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            self._bar = Bar(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=n_trials, completed=self._done)
+
+    def __enter__(self) -> Progress:
+        if self._done:
+            self._console.print(f"resuming: {self._done} of {self._total} trials are done")
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def trial_started(self) -> None:
+        self._running += 1
+        self._draw()
+
+    def trial_ended(self, job: Job, outcome: Outcome, will_retry: bool) -> None:
+        self._running -= 1
+        self._done += not will_retry
+        status = "failed" if outcome.status == "lost" else outcome.status
+        if status == "completed" and job.pruned:
+            status = "pruned"
+        value = outcome.value if status == "completed" else job.last_value
+        mark = ""
+        is_best = self._best is None or (value is not None and self._sign * value > self._sign * self._best)
+        if status == "completed" and is_best:
+            self._best, mark = value, " (best so far)"
+        text = outcome.error if outcome.error is not None else f"{format_metric(value)}{mark}"
+        retrying = "; retrying" if will_retry else ""
+        took = "" if outcome.seconds is None else f", {outcome.seconds:.1f} s"
+        line = f"trial {job.number} {status}: {text}{retrying} [{_format_config(job.config)}{took}]"
+        self._console.print(line, soft_wrap=True)
+        self._draw()
+
+    def warn_if_all_infinite(self, metrics: list[float]) -> None:
+        """A metric that is always infinite says nothing; usually the runs do not evaluate."""
+        if metrics and not any(map(math.isfinite, metrics)):
+            self._console.print(
+                f"all metrics are {metrics[0]}: trials cannot be compared. Does the run evaluate? It needs val_data or "
+                "val_split, and the function must return one of its metrics.", soft_wrap=True,
+            )  # fmt: skip
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            best = "" if self._best is None else f", best {format_metric(self._best)}"
+            self._bar.update(self._task, completed=self._done, description=f"{self._running} running{best}")
+
+
+def _format_config(config: Mapping[str, Any]) -> str:
+    """The settings of a trial on one line.
+
+    >>> _format_config({"lr": 0.000123456, "r": 8})
+    'lr=0.0001235, r=8'
+    """
+    return ", ".join(f"{name}={format_setting(value)}" for name, value in config.items())

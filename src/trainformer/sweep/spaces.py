@@ -1,7 +1,7 @@
-"""What a setting may be: the spaces a sweep draws from, and how they are told to Optuna.
+"""Search spaces: what values a parameter of the swept function may take.
 
-Owns the checks of ranges, how a space is written down, and the way from what Optuna stores to the value a function
-gets. Optuna's categories are numbers, texts, truth values and None; other objects are stored under a label.
+Owns the validation of ranges, the text form of a space, and the mapping between a value and what Optuna stores.
+Optuna's categories are numbers, strings, booleans and None; any other object is stored under a label.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class _Values:
         self.values = list(self.values)
         if not self.values:
             raise BadArgument(expected(f"{kind}() to have at least one value", self.values))
-        for place, value in enumerate(self.values):
-            # `True == 1`, and Optuna could not tell the two apart either.
-            if any(_same(value, other) for other in self.values[:place]):
-                raise BadArgument(expected(f"{kind}() to have different values", self.values, f"{value!r} is twice."))
+        for index, value in enumerate(self.values):
+            # `True == 1`, and Optuna cannot distinguish the two either.
+            if any(_same(value, other) for other in self.values[:index]):
+                raise BadArgument(expected(f"{kind}() to have distinct values", self.values, f"{value!r} is repeated."))
 
     @property
     def labels(self) -> list[Any]:
-        """What Optuna stores: the values themselves if it can, else texts."""
+        """What Optuna stores: the values themselves if it can, otherwise strings."""
         if all(isinstance(value, PLAIN) for value in self.values):
             return self.values
-        return [f"{place}: {in_words(value)}" for place, value in enumerate(self.values)]
+        return [f"{index}: {format_value(value)}" for index, value in enumerate(self.values)]
 
     def suggest(self, trial: Any, name: str) -> Any:
         """Let an Optuna trial choose."""
@@ -45,22 +45,22 @@ class _Values:
         return self.values[labels.index(trial.suggest_categorical(name, labels))]
 
     def __str__(self) -> str:
-        return f"{type(self).__name__.lower()}({', '.join(map(in_words, self.values))})"
+        return f"{type(self).__name__.lower()}({', '.join(map(format_value, self.values))})"
 
 
 @dataclass
 class Grid(_Values):
-    """Each of the values, in a grid sweep; else one of them."""
+    """Every value in a grid sweep; one of them with any other method."""
 
 
 @dataclass
 class Choice(_Values):
-    """One of the values; in a grid sweep each of them."""
+    """One of the values; every value in a grid sweep."""
 
 
 @dataclass
 class Uniform:
-    """A number between two others; with `log` its logarithm is uniform."""
+    """A float in a range; with `log` it is sampled on a log scale."""
 
     low: float
     high: float
@@ -70,19 +70,19 @@ class Uniform:
         kind = "log_uniform" if self.log else "uniform"
         _check_range(kind, self.low, self.high, float)
         if self.log and self.low <= 0:
-            raise BadArgument(expected("the lower end of log_uniform() to be above 0", self.low))
+            raise BadArgument(expected("the lower bound of log_uniform() to be above 0", self.low))
 
     def suggest(self, trial: Any, name: str) -> float:
         """Let an Optuna trial choose."""
         return trial.suggest_float(name, self.low, self.high, log=self.log)
 
     def __str__(self) -> str:
-        return f"{'log_uniform' if self.log else 'uniform'}({_exactly(self.low)}, {_exactly(self.high)})"
+        return f"{'log_uniform' if self.log else 'uniform'}({_exact(self.low)}, {_exact(self.high)})"
 
 
 @dataclass
 class IntUniform:
-    """A whole number from one to another, both included."""
+    """An integer in a range, both bounds included."""
 
     low: int
     high: int
@@ -102,32 +102,52 @@ Space = Grid | Choice | Uniform | IntUniform
 
 
 def grid(*values: Any) -> Grid:
-    """Each of these values, in a grid sweep."""
+    """Every one of these values, in a grid sweep.
+
+    >>> str(grid(4, 8))
+    'grid(4, 8)'
+    """
     return Grid(list(values))
 
 
 def choice(*values: Any) -> Choice:
-    """One of these values, which may be any objects."""
+    """One of these values, which may be any objects.
+
+    >>> str(choice("adamw", None))
+    "choice('adamw', None)"
+    """
     return Choice(list(values))
 
 
 def uniform(low: float, high: float) -> Uniform:
-    """A number between two others."""
+    """A float between two bounds.
+
+    >>> str(uniform(0, 0.5))
+    'uniform(0, 0.5)'
+    """
     return Uniform(low, high)
 
 
 def log_uniform(low: float, high: float) -> Uniform:
-    """A number between two others, as likely between 1e-5 and 1e-4 as between 1e-4 and 1e-3."""
+    """A float on a log scale: as likely between 1e-5 and 1e-4 as between 1e-4 and 1e-3.
+
+    >>> str(log_uniform(1e-5, 1e-3))
+    'log_uniform(1e-05, 0.001)'
+    """
     return Uniform(low, high, log=True)
 
 
 def int_uniform(low: int, high: int) -> IntUniform:
-    """A whole number from one to another, both included."""
+    """An integer between two bounds, both included.
+
+    >>> str(int_uniform(1, 4))
+    'int_uniform(1, 4)'
+    """
     return IntUniform(low, high)
 
 
 def check_names(function: Callable[..., Any], spaces: Mapping[str, Any]) -> None:
-    """Refuse a sweep whose settings are not those of its function."""
+    """Refuse a sweep whose names do not match the parameters of its function."""
     called = getattr(function, "__name__", type(function).__name__)
     kinds = inspect.Parameter
     parameters = inspect.signature(function).parameters
@@ -140,13 +160,24 @@ def check_names(function: Callable[..., Any], spaces: Mapping[str, Any]) -> None
     for name, parameter in parameters.items():
         optional = parameter.default is not kinds.empty or parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         if not optional and name not in spaces:
-            do = f"Give it a space such as {name}=choice(1, 2), a plain value, or a default."
-            raise BadArgument(f"Expected the sweep to say what {called}() gets as {name!r}. {do}")
+            do = f"Give it a space such as {name}=choice(1, 2), a constant, or a default."
+            raise BadArgument(f"Expected a space or a value for {name!r} of {called}(), received none. {do}")
 
 
 def suggest(trial: Any, spaces: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of one call, as an Optuna trial chooses them. A plain value is a constant."""
     return {n: space.suggest(trial, n) if isinstance(space, Space) else space for n, space in spaces.items()}
+
+
+def original_value(space: Any, stored: Any) -> Any:
+    """The value that Optuna stored, or the object behind its label; constants are not stored.
+
+    >>> original_value(choice(int, float), "1: float")
+    <class 'float'>
+    """
+    if isinstance(space, _Values):
+        return space.values[space.labels.index(stored)] if stored in space.labels else stored
+    return stored if isinstance(space, Space) else space
 
 
 def combinations(spaces: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -159,41 +190,65 @@ def combinations(spaces: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
 
 
-def described(spaces: Mapping[str, Any]) -> dict[str, str]:
-    """How the spaces are written. Two sweeps with the same text search the same space."""
-    return {name: str(space) if isinstance(space, Space) else in_words(space) for name, space in spaces.items()}
+def describe_spaces(spaces: Mapping[str, Any]) -> dict[str, str]:
+    """The text form of each space. Two sweeps with the same text search the same space."""
+    return {name: str(space) if isinstance(space, Space) else format_value(space) for name, space in spaces.items()}
 
 
-def in_words(value: Any) -> str:
-    """A value as it is shown: the same text in every process."""
+def format_value(value: Any) -> str:
+    """A value as text, the same in every process.
+
+    >>> format_value({"layers": (1, 2), "act": len})
+    "{'layers': (1, 2), 'act': len}"
+    """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):
-        inner = ", ".join(map(in_words, value))
+        inner = ", ".join(map(format_value, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{in_words(k)}: {in_words(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{format_value(k)}: {format_value(v)}" for k, v in value.items()) + "}"
     text = getattr(value, "__name__", None) or repr(value)
     return type(value).__name__ if " at 0x" in text or len(text) > 60 else text
 
 
-def _exactly(number: float) -> str:
+def format_setting(value: Any) -> str:
+    """A setting in a table: floats with four digits, strings without quotes.
+
+    >>> format_setting("adamw"), format_setting(0.000123456)
+    ('adamw', '0.0001235')
+    """
+    if isinstance(value, float):
+        return format_metric(value)
+    return value if isinstance(value, str) else format_value(value)
+
+
+def format_metric(value: float | None) -> str:
+    """A metric with four digits.
+
+    >>> format_metric(0.1234567), format_metric(None)
+    ('0.1235', 'no value')
+    """
+    if value is None:
+        return "no value"
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def _exact(number: float) -> str:
     short = f"{number:g}"
     return short if float(short) == number else repr(float(number))
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    return isinstance(a, PLAIN) and isinstance(b, PLAIN) and a == b
+    return a is b or (isinstance(a, PLAIN) and isinstance(b, PLAIN) and a == b)
 
 
 def _check_range(kind: str, low: Any, high: Any, number: type) -> None:
     allowed = (int,) if number is int else (int, float)
     for value in (low, high):
         if not isinstance(value, allowed) or isinstance(value, bool) or not math.isfinite(value):
-            what = "whole numbers" if number is int else "finite numbers"
-            raise BadArgument(expected(f"both ends of {kind}() to be {what}", value))
+            what = "integers" if number is int else "finite numbers"
+            raise BadArgument(expected(f"both bounds of {kind}() to be {what}", value))
     if low >= high:
-        do = "A constant is written without a space." if low == high else f"Write {kind}({high!r}, {low!r})."
-        raise BadArgument(expected(f"the lower end of {kind}() first", (low, high), do))
+        do = "Pass a constant without a space." if low == high else f"Write {kind}({high!r}, {low!r})."
+        raise BadArgument(expected(f"the lower bound of {kind}() first", (low, high), do))

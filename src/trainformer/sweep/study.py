@@ -1,8 +1,8 @@
-"""The study of a sweep, as an account of its trials: which are to be made, by whom, and what came of them.
+"""The Optuna study of a sweep: sampler, pruner and storage, and which trials to run, retry and record.
 
-Owns everything that is written into Optuna's storage. The sweep's trials have numbers of their own: in the study an
-attempt that is made again is one more trial, which says whom it `follows`. All numbers and counts are derived from
-what is stored, so that several processes and machines can work on one study, and any of them can be killed.
+Owns everything written to Optuna's storage. All counts are derived from what is stored, so several processes and
+machines can work on one study, and any of them can be killed. Optuna's own heartbeat and retry callback are not used:
+they need `study.optimize` and a relational database, and notice a killed process only after a grace period.
 """
 
 from __future__ import annotations
@@ -10,268 +10,442 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage, journal
 from optuna.trial import FrozenTrial, TrialState
 
-from trainformer.core.errors import BadArgument
-from trainformer.sweep.methods import make_pruner, make_sampler
-from trainformer.sweep.reading import read_spec
-from trainformer.sweep.spaces import PLAIN, Space, described, in_words, suggest
-from trainformer.sweep.storages import alone, open_storage, quiet_optuna, shown
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.sweep.reading import ACTIVE_CALLS, SPEC, is_stale, read_spec, trial_numbers
+from trainformer.sweep.spaces import PLAIN, Space, combinations, describe_spaces, format_value, suggest
 from trainformer.sweep.trials import Outcome
 from trainformer.utils.files import write_atomically
 from trainformer.utils.processes import process_identity
 
-MOST_ATTEMPTS = 2
-SPEC = "sweep.json"
-BEAT = 30.0  # seconds between two signs of life, where others look at them
-_GONE = 600.0  # after so many seconds without, a process of another machine counts as dead
-_CALLS: set[Any] = set()  # of `Sweep.run`, in this process, that are at work
+MAX_ATTEMPTS = 2
+METHODS = ("grid", "random", "bayes", "hyperband")
+DIRECTIONS = ("maximize", "minimize")
+_PRUNERS: dict[str, Callable[[], BasePruner]] = {
+    "none": optuna.pruners.NopPruner,
+    "median": optuna.pruners.MedianPruner,
+    "hyperband": optuna.pruners.HyperbandPruner,
+}
+_DATABASE = "study.db"
+_JOURNAL_SUFFIXES = (".log", ".journal", ".jsonl")
+
+#: An SQLite file in the folder of the sweep, a URL, a journal file, or an Optuna storage.
+Storage = str | Path | BaseStorage | None
+_PASSWORD = re.compile(r"(://[^:/@]*):[^@]*@")
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What a sweep searches, and how: what must be the same when it goes on."""
+class SweepSpec:
+    """What a sweep searches, and how. It must not change when the sweep resumes."""
 
     name: str
     method: str
     seed: int
     direction: str
-    spaces: dict[str, str]  # as they are written; those of `constants` too
+    spaces: dict[str, str]  # as text, constants included
     constants: dict[str, Any]
 
     @classmethod
-    def of(cls, name: str, method: str, seed: int, direction: str, spaces: Mapping[str, Any]) -> Spec:
-        """The spec of a sweep; constants that JSON does not know are written in words."""
-        fixed = {key: value for key, value in spaces.items() if not isinstance(value, Space)}
-        kept = {key: value if isinstance(value, PLAIN) else in_words(value) for key, value in fixed.items()}
-        return cls(name, method, seed, direction, described(spaces), kept)
+    def create(cls, name: str, method: str, seed: int, direction: str, spaces: Mapping[str, Any]) -> SweepSpec:
+        """Constants that JSON cannot represent are kept as text."""
+        constants = {key: value for key, value in spaces.items() if not isinstance(value, Space)}
+        kept = {key: value if isinstance(value, PLAIN) else format_value(value) for key, value in constants.items()}
+        return cls(name, method, seed, direction, describe_spaces(spaces), kept)
 
-    def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """In words."""
-        found = [
-            f"{key} was {other.get(key)!r} and is now {getattr(self, key)!r}"
+    def check_same(self, stored: Mapping[str, Any]) -> None:
+        """Refuse to resume a sweep that was started with a different spec."""
+        changed = [
+            f"{key} was {stored.get(key)!r} and is now {getattr(self, key)!r}"
             for key in ("name", "method", "seed", "direction")
-            if other.get(key) != getattr(self, key)
+            if stored.get(key) != getattr(self, key)
         ]
-        theirs = dict(other.get("spaces", {}))
-        for key in sorted(theirs.keys() | self.spaces.keys()):
-            if theirs.get(key) != self.spaces.get(key):
-                was, now = theirs.get(key, "not there"), self.spaces.get(key, "not there")
-                found.append(f"{key} was {was} and is now {now}")
-        return found
+        before = dict(stored.get("spaces", {}))
+        for key in sorted(before.keys() | self.spaces.keys()):
+            if before.get(key) != self.spaces.get(key):
+                was, now = before.get(key, "not there"), self.spaces.get(key, "not there")
+                changed.append(f"{key} was {was} and is now {now}")
+        if changed:
+            raise BadArgument(
+                f"Expected the sweep {stored['name']!r} to resume with its original settings, received different ones: "
+                f"{'; '.join(changed)}. Choose another name, or start over with resume=False (--no-resume)."
+            )
 
 
 @dataclass
 class Job:
-    """One attempt at a trial, under way."""
+    """One running attempt at a trial."""
 
     number: int
     attempt: int
     config: dict[str, Any]
     folder: Path
-    trial: Any  # Optuna's
+    trial: optuna.Trial
     pruned: bool = False
-    last: float | None = None
-    seen: float = field(default_factory=time.monotonic)
+    last_value: float | None = None
+    started: float = field(default_factory=time.monotonic)
 
 
-class Ledger:
-    """The study of one sweep."""
+class SweepStudy:
+    """The Optuna study of one sweep."""
 
-    def __init__(self, spec: Spec, spaces: Mapping[str, Any], folder: Path, storage: Any = None) -> None:
+    def __init__(self, spec: SweepSpec, spaces: Mapping[str, Any], folder: Path, storage: Storage = None) -> None:
         self.spec = spec
         self.folder = folder
         self.is_shared = storage is not None
         self._spaces = spaces
-        self._drawn = {name for name, space in spaces.items() if isinstance(space, Space)}
-        self._where = shown(storage)
-        self._alone = functools.partial(alone, storage, folder)
+        self._sampled = {name for name, space in spaces.items() if isinstance(space, Space)}
+        self._lock = functools.partial(_sqlite_lock, storage, folder)
         process = os.getpid()
         identity = process_identity(process)
-        self._owner = {"host": socket.gethostname(), "process": process, "identity": identity, "call": str(uuid4())}
+        self._call = str(uuid4())
+        self._owner = {"host": socket.gethostname(), "process": process, "identity": identity, "call": self._call}
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / SPEC
-        if path.exists():
-            self._check_same(read_spec(folder))
-        with quiet_optuna(), self._alone():
+        if (folder / SPEC).exists():
+            spec.check_same(read_spec(folder))
+        with quiet_optuna(), self._lock():
             self._storage = open_storage(storage, folder)
-            direction: Any = spec.direction
-            self.study = optuna.create_study(
+            direction = optuna.study.StudyDirection[spec.direction.upper()]
+            self._study = optuna.create_study(
                 study_name=spec.name, storage=self._storage, direction=direction, load_if_exists=True
             )
-        if (kept := self.study.user_attrs.get("sweep")) is not None:  # others may have begun it, in folders elsewhere
-            self._check_same(kept)
+        if (stored := self._study.user_attrs.get("sweep")) is not None:  # other processes may use other folders
+            spec.check_same(stored)
         else:
-            self.study.set_user_attr("sweep", vars(spec))
-        self._write_spec(path)
+            self._study.set_user_attr("sweep", vars(spec))
+        self._write_spec(redact(storage))
+
+    def _write_spec(self, storage: str | None) -> None:
+        from trainformer import __version__
+
+        if not (self.folder / SPEC).exists():
+            versions = {"trainformer": __version__, "optuna": optuna.__version__}
+            content = {**vars(self.spec), "storage": storage, "versions": versions, "time": time.time()}
+            write_atomically(self.folder / SPEC, json.dumps(content, indent=2).encode())
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Trials that are begun meanwhile are being made; what this call leaves behind is abandoned."""
-        _CALLS.add(self._owner["call"])
+    def active(self) -> Iterator[None]:
+        """Marks this call as running. Trials that it leaves unfinished count as stale afterwards."""
+        ACTIVE_CALLS.add(self._call)
         try:
             yield
         finally:
-            _CALLS.discard(self._owner["call"])
+            ACTIVE_CALLS.discard(self._call)
 
-    def search(self, sampler: Any = None, pruner: Any = None) -> None:
-        """Choose what samples and prunes."""
+    def configure(self, sampler: BaseSampler | None = None, pruner: str | BasePruner | None = None) -> None:
+        """Set the sampler and the pruner."""
         spec = self.spec
-        self.study.sampler = make_sampler(spec.method, spec.seed, self._spaces, sampler, self.number_of)
-        self.study.pruner = make_pruner(spec.method, pruner)
-
-    def _check_same(self, kept: Mapping[str, Any]) -> None:
-        if found := self.spec.differences(kept):
-            raise BadArgument(
-                f"Expected the sweep {kept['name']!r} to go on as it began, received another one: "
-                f"{'; '.join(found)}. Give it another name, or begin anew with resume=False (--anew)."
-            )
-
-    def _write_spec(self, path: Path) -> None:
-        from trainformer import __version__
-
-        if not path.exists():
-            versions = {"trainformer": __version__, "optuna": optuna.__version__}
-            content = {**vars(self.spec), "storage": self._where, "versions": versions, "time": time.time()}
-            write_atomically(path, json.dumps(content, indent=2).encode())
-
-    # -- which is which --------------------------------------------------------------------------------------
+        self._study.sampler = make_sampler(spec.method, spec.seed, self._spaces, sampler, self._number_of)
+        self._study.pruner = make_pruner(spec.method, pruner)
 
     def trials(self) -> list[FrozenTrial]:
-        """All that is stored."""
-        return self.study.get_trials(deepcopy=False)
+        """Everything that is stored, retries included."""
+        return self._study.get_trials(deepcopy=False)
 
-    def number_of(self, stored: int) -> int:
-        """The sweep's number of a trial, given Optuna's."""
-        return numbers(self.trials())[stored]
+    def _number_of(self, optuna_number: int) -> int:
+        return trial_numbers(self.trials())[optuna_number]
 
-    # -- what is next ----------------------------------------------------------------------------------------
+    # -- starting trials -------------------------------------------------------------------------------------
 
-    def next(self, n_trials: int) -> Job | None:
-        """The next trial to be made, unless all are made or being made."""
-        with self._alone():
-            trial = self._take(n_trials)
+    def next_job(self, n_trials: int) -> Job | None:
+        """The next trial to run; None if all are done or running."""
+        with self._lock():
+            trial = self._ask(n_trials)
         if trial is None:
             return None
-        number = self.number_of(trial.number)
+        number = self._number_of(trial.number)
         with quiet_optuna():
             config = suggest(trial, self._spaces)
         return Job(number, trial.user_attrs.get("attempt", 1), config, self.folder / "trials" / f"{number:04d}", trial)
 
-    def _take(self, n_trials: int) -> Any:
-        self._take_back()
-        trials = self.trials()
-        if not any(trial.state is TrialState.WAITING for trial in trials):
-            if len(set(numbers(trials).values())) >= n_trials:
+    def _ask(self, n_trials: int) -> optuna.Trial | None:
+        self._requeue_stale()
+        stored = self.trials()
+        if not any(trial.state is TrialState.WAITING for trial in stored):
+            if len(set(trial_numbers(stored).values())) >= n_trials:
                 return None
-            # Written down before it is begun, with its owner: whoever is killed in between leaves no riddle.
-            self.study.enqueue_trial({}, user_attrs={"owner": self._owner, "seen": time.time()})
+            # Enqueued with its owner first: a process killed between the two calls leaves no trial without one.
+            self._study.enqueue_trial({}, user_attrs={"owner": self._owner, "heartbeat": time.time()})
         with quiet_optuna():
-            trial = self.study.ask()
-            is_new = "follows" not in trial.user_attrs
-            if is_new and self.number_of(trial.number) >= n_trials:  # another process was as fast
+            trial = self._study.ask()
+            is_new = "retry_of" not in trial.user_attrs
+            if is_new and self._number_of(trial.number) >= n_trials:  # another process took the last one
                 trial.set_user_attr("surplus", True)
-                self.study.tell(trial, state=TrialState.FAIL)
+                self._study.tell(trial, state=TrialState.FAIL)
                 return None
-        if trial.user_attrs.get("owner") != self._owner:  # it was waiting for whoever comes
+        if trial.user_attrs.get("owner") != self._owner:  # enqueued by another process
             trial.set_user_attr("owner", self._owner)
         return trial
 
-    def _take_back(self) -> None:
-        """Trials whose process is gone are lost; they are made again, once."""
+    def _requeue_stale(self) -> None:
         for trial in self.trials():
-            if trial.state is TrialState.RUNNING and is_abandoned(trial):
+            if trial.state is TrialState.RUNNING and is_stale(trial):
                 try:
-                    self._lose(trial, "the process of the sweep ended", counts=True)
+                    self._fail(trial, "the process of the sweep died", counts=True)
                 except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
                     pass  # another process has just done the same
 
-    def _lose(self, trial: Any, reason: str, counts: bool) -> bool:
-        """End an attempt that came to nothing; whether there is to be another. `counts`: if there can be only one."""
+    def _fail(self, trial: optuna.Trial | FrozenTrial, reason: str, counts: bool) -> bool:
+        """Fail an attempt and enqueue a retry if one is allowed; whether there is one.
+
+        `counts` says whether the attempt counts towards `MAX_ATTEMPTS`.
+        """
         attempt = trial.user_attrs.get("attempt", 1)
-        again = not counts or attempt < MOST_ATTEMPTS
-        if again and not any(other.user_attrs.get("follows") == trial.number for other in self.trials()):
-            # Killed while its settings were drawn: a part of them would be drawn otherwise than all.
-            params = trial.params if self._drawn <= trial.params.keys() else {}
-            attempt += 1 if counts else 0
-            about = {"owner": self._owner, "seen": time.time(), "follows": trial.number, "attempt": attempt}
-            self.study.enqueue_trial(params, user_attrs=about)
+        retry = not counts or attempt < MAX_ATTEMPTS
+        if retry and not any(other.user_attrs.get("retry_of") == trial.number for other in self.trials()):
+            # Killed halfway through sampling: sample all parameters again, for the same values as without the kill.
+            params = trial.params if self._sampled <= trial.params.keys() else {}
+            attributes = {
+                "owner": self._owner,
+                "heartbeat": time.time(),
+                "retry_of": trial.number,
+                "attempt": attempt + counts,
+            }
+            self._study.enqueue_trial(params, user_attrs=attributes)
         self._storage.set_trial_user_attr(trial._trial_id, "error", reason)
         with quiet_optuna():
-            self.study.tell(trial.number, state=TrialState.FAIL)
-        return again
+            self._study.tell(trial.number, state=TrialState.FAIL)
+        return retry
 
-    # -- what came of it -------------------------------------------------------------------------------------
+    # -- recording trials ------------------------------------------------------------------------------------
 
     def report(self, job: Job, step: int, value: float) -> bool:
-        """Note how good a trial is so far; whether it is to be pruned."""
-        job.last = value
+        """Record an intermediate value; whether the trial should be pruned."""
+        job.last_value = value
         with quiet_optuna():
             job.trial.report(value, step)
             job.pruned = job.pruned or job.trial.should_prune()
         return job.pruned
 
-    def note_run(self, job: Job, run: str) -> None:
-        """Note the folder of a trial's run, as seen from that of the sweep."""
+    def record_run(self, job: Job, run: str) -> None:
+        """Record the run folder of a trial, relative to the folder of the sweep."""
         path = Path(run).absolute()
         inside = path.is_relative_to(self.folder.absolute())
         job.trial.set_user_attr("run", str(path.relative_to(self.folder.absolute()) if inside else path))
 
-    def note_alive(self, job: Job) -> None:
-        """A sign of life, for processes on other machines."""
-        job.trial.set_user_attr("seen", time.time())
+    def heartbeat(self, job: Job) -> None:
+        """Tell processes on other machines that this one is alive."""
+        job.trial.set_user_attr("heartbeat", time.time())
 
-    def conclude(self, job: Job, outcome: Outcome) -> bool:
-        """Note how a trial ended; whether it will be made again."""
+    def finish(self, job: Job, outcome: Outcome) -> bool:
+        """Record how a trial ended; whether it will be retried."""
         if outcome.seconds is not None:
             job.trial.set_user_attr("seconds", outcome.seconds)
         if outcome.status == "lost":
-            return self._lose(job.trial, outcome.error or "lost", counts=True)
+            return self._fail(job.trial, outcome.error or "lost", counts=True)
         with quiet_optuna():
             if outcome.status == "failed":
                 job.trial.set_user_attr("error", outcome.error)
-                self.study.tell(job.trial, state=TrialState.FAIL)
+                self._study.tell(job.trial, state=TrialState.FAIL)
             elif outcome.status == "pruned" or job.pruned:
-                self.study.tell(job.trial, state=TrialState.PRUNED)  # its value is the last that was reported
+                self._study.tell(job.trial, state=TrialState.PRUNED)  # its value is the last one reported
             else:
-                self.study.tell(job.trial, outcome.value)
+                self._study.tell(job.trial, outcome.value)
         return False
 
-    def put_back(self, job: Job) -> None:
-        """An interrupted trial is there to be taken up again, however often that happens."""
-        self._lose(job.trial, "interrupted", counts=False)
+    def requeue(self, job: Job) -> None:
+        """Enqueue an interrupted trial again. Interruptions do not count as attempts."""
+        self._fail(job.trial, "interrupted", counts=False)
 
 
-def numbers(trials: list[FrozenTrial]) -> dict[int, int]:
-    """The sweep's numbers of trials by Optuna's: those that follow another have its number; surplus ones have none."""
-    found: dict[int, int] = {}
-    count = 0
-    for trial in sorted(trials, key=lambda trial: trial.number):
-        if trial.user_attrs.get("surplus"):
-            continue
-        follows = trial.user_attrs.get("follows")
-        found[trial.number] = count if follows is None else found[follows]
-        count += follows is None
-    return found
+# -- samplers and pruners ------------------------------------------------------------------------------------
 
 
-def is_abandoned(trial: FrozenTrial) -> bool:
-    """Whether the process that makes a trial is gone, as far as can be seen from here."""
-    owner = trial.user_attrs.get("owner")
-    if owner is None:  # begun by another program
-        return False
-    if owner["host"] == socket.gethostname():
-        if owner["process"] == os.getpid() and owner["call"] not in _CALLS:
-            return True
-        return process_identity(owner["process"]) != owner["identity"]
-    return time.time() - trial.user_attrs.get("seen", 0.0) > _GONE
+def check_method(method: str, direction: str) -> None:
+    """Refuse unknown methods and directions."""
+    for what, value, known in (("method", method, METHODS), ("direction", direction, DIRECTIONS)):
+        if value not in known:
+            hint = did_you_mean(str(value), known)
+            raise BadArgument(expected(f"{what} to be one of {', '.join(known)}", value, hint))
+
+
+def total_trials(method: str, n_trials: int | None, spaces: Mapping[str, Any]) -> int:
+    """The number of trials of the whole sweep: `n_trials` (default 10), but at most the points of a grid."""
+    if n_trials is not None and (not isinstance(n_trials, int) or isinstance(n_trials, bool) or n_trials < 1):
+        raise BadArgument(expected("n_trials to be an integer of at least 1", n_trials))
+    if method != "grid":
+        return n_trials or 10
+    points = combinations(spaces)
+    if points == [{}]:
+        raise BadArgument("Expected a grid sweep to have a grid() or choice(), received none. Use method='random'.")
+    return min(len(points), n_trials or len(points))
+
+
+def make_pruner(method: str, pruner: str | BasePruner | None) -> BasePruner:
+    """The pruner with this name, or the given one. The default is none, and Hyperband for method="hyperband"."""
+    if pruner is None:
+        pruner = "hyperband" if method == "hyperband" else "none"
+    if isinstance(pruner, str):
+        if pruner not in _PRUNERS:
+            hint = did_you_mean(pruner, _PRUNERS)
+            raise BadArgument(expected(f"pruner to be one of {', '.join(_PRUNERS)}, or an Optuna pruner", pruner, hint))
+        return _PRUNERS[pruner]()
+    if not isinstance(pruner, BasePruner):
+        raise BadArgument(expected("an Optuna pruner", pruner, "See optuna.pruners."))
+    return pruner
+
+
+def make_sampler(
+    method: str,
+    seed: int,
+    spaces: Mapping[str, Any],
+    sampler: BaseSampler | None,
+    number_of: Callable[[int], int],
+) -> BaseSampler:
+    """The sampler of a method. A given `sampler` is used as it is."""
+    if sampler is not None:
+        if not isinstance(sampler, BaseSampler):
+            raise BadArgument(expected("an Optuna sampler", sampler, "See optuna.samplers."))
+        return sampler
+    if method == "grid":
+        points = combinations(spaces)
+        return _SeededPerTrial(
+            lambda seed, number: optuna.samplers.PartialFixedSampler(
+                points[number % len(points)], optuna.samplers.RandomSampler(seed)
+            ),
+            seed,
+            number_of,
+        )
+    kind = optuna.samplers.RandomSampler if method == "random" else optuna.samplers.TPESampler
+    return _SeededPerTrial(lambda seed, number: kind(seed=seed), seed, number_of)
+
+
+class _SeededPerTrial(BaseSampler):
+    """An Optuna sampler that is created for each trial, seeded by the seed of the sweep and the trial's number.
+
+    So the settings of a trial depend neither on how many trials run in parallel nor on interruptions.
+    """
+
+    def __init__(self, make: Callable[[int, int], BaseSampler], seed: int, number_of: Callable[[int], int]) -> None:
+        self._make = make
+        self._seed = seed
+        self._number_of = number_of  # from Optuna's trial number to the sweep's
+        self._sampler: BaseSampler = optuna.samplers.RandomSampler(seed)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        number = self._number_of(trial.number)
+        seed = int(np.random.SeedSequence(self._seed, spawn_key=(number,)).generate_state(1)[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._sampler = self._make(seed, number)
+        self._sampler.before_trial(study, trial)
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        self._sampler.after_trial(study, trial, state, values)
+
+
+# -- storages ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Silences Optuna's line per trial, and its warnings about experimental features that are used on purpose."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="optuna")
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def open_storage(storage: Storage, folder: Path, create: bool = True) -> BaseStorage:
+    """Open the storage of a sweep. Without `create`, the default SQLite file must exist."""
+    if storage is None:
+        if not create and not (folder / _DATABASE).exists():
+            raise BadArgument(expected(f"a sweep with its {_DATABASE}", str(folder), "There is none."))
+        return _open_database(f"sqlite:///{(folder / _DATABASE).absolute()}")
+    if isinstance(storage, BaseStorage):
+        return storage
+    if not isinstance(storage, str | Path):
+        raise BadArgument(expected("storage to be a URL, a path, or an Optuna storage", storage))
+    text = str(storage)
+    if text.startswith("redis") and "://" in text:
+        return optuna.storages.JournalStorage(journal.JournalRedisBackend(text))
+    if "://" in text:
+        return _open_database(text)
+    path = Path(text)
+    if path.suffix not in _JOURNAL_SUFFIXES:
+        suffixes = " or ".join(_JOURNAL_SUFFIXES)
+        do = f"A database is given by a URL such as sqlite:///{text}; a journal file ends in {suffixes}."
+        raise BadArgument(expected("storage to be the URL of a database or the path of a journal file", text, do))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path)))
+
+
+def _open_database(url: str) -> BaseStorage:
+    # SQLite allows one writer at a time: wait for it instead of failing at once.
+    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+    try:
+        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+    except ImportError as error:
+        do = f"Its driver is missing ({error}): pip install psycopg2-binary for PostgreSQL, pymysql for MySQL."
+        raise BadArgument(expected("a storage that can be opened", redact(url), do)) from error
+    except Exception as error:  # from SQLAlchemy, the driver, or Optuna
+        do = f"The error: {str(error).splitlines()[0]}." if str(error) else type(error).__name__
+        raise BadArgument(expected("a storage that can be opened", redact(url), do)) from error
+
+
+@contextmanager
+def _sqlite_lock(storage: Storage, folder: Path) -> Iterator[None]:
+    """One process of this machine at a time: on SQLite, Optuna lets two create the tables or take the same trial."""
+    text = f"sqlite:///{folder / _DATABASE}" if storage is None else str(storage)
+    path = Path(text.partition("sqlite:///")[2].partition("?")[0])
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # not on Windows: there a sweep may be run by one process at a time
+        path = Path()
+    if not path.name or not path.parent.is_dir():
+        yield
+        return
+    with path.with_name(f"{path.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def redact(storage: Storage) -> str | None:
+    """A storage as it is written to files: without its password.
+
+    >>> redact("postgresql://me:secret@host/db")
+    'postgresql://me:***@host/db'
+    """
+    if storage is None:
+        return None
+    if not isinstance(storage, str | Path):
+        return type(storage).__name__
+    text = str(storage)
+    return _PASSWORD.sub(r"\1:***@", text) if "://" in text else str(Path(text).absolute())

@@ -1,4 +1,4 @@
-"""What tasks with an adapter share: a checkpoint holds the adapter alone, and an export the model it stands for."""
+"""Adapter support for tasks: checkpoints hold only the adapter, exports hold the merged model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainformer.core import BadArgument
 from trainformer.core.errors import expected
 from trainformer.tasks.base import TaskBase
 
-_WEIGHTS = "model.safetensors"  # what a checkpoint has of the model
+_WEIGHTS = "model.safetensors"  # the model's file in a checkpoint
 
 
 class AdapterMixin(TaskBase):
-    """Base of tasks that may have an adapter on their model. A subclass puts it there when it makes the model."""
+    """Base class of tasks with an optional adapter. A subclass applies it when it builds the model."""
 
     adapter: Adapter | None
 
     def _check_adapter(self, kind: str, packing: bool = False) -> None:
-        """Refuse what is no adapter, and what it cannot go with. For `__post_init__`."""
+        """Validate the adapter argument. Call it from `__post_init__`."""
         if self.adapter is None:
             return
         if not isinstance(self.adapter, Adapter):
@@ -31,25 +31,25 @@ class AdapterMixin(TaskBase):
         self.adapter.check(kind=kind, packing=packing)
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: with an adapter, the adapter alone."""
+        """Return the state of the adapter if there is one, otherwise of the model."""
         return self.model.state_dict() if self.adapter is None else adapter_state_dict(self.model)
 
     def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take it back."""
+        """Load the result of `model_state_dict`."""
         if self.adapter is None:
             self.model.load_state_dict(state)
         else:
             load_adapter_state_dict(self.model, state)
 
     def save_assets(self, folder: Path) -> list[str]:
-        """With an adapter, what `PeftModel.from_pretrained` looks for."""
+        """With an adapter, write the files for `PeftModel.from_pretrained`."""
         if self.adapter is None:
             return []
-        written = folder / _WEIGHTS
-        if not (written.is_file() and is_adapted(self.model)):
+        weights = folder / _WEIGHTS
+        if not (weights.is_file() and is_adapted(self.model)):
             return self.adapter.save(self.model, folder)
-        return save_adapter_beside(self.model, written)
+        return save_adapter_beside(self.model, weights)
 
     def export_module(self, model: nn.Module) -> nn.Module:
-        """The plain model, with the adapter merged into it; the one that is trained stays as it is."""
+        """Return the plain model with the adapter merged; the trained model does not change."""
         return model if self.adapter is None else merge_adapter(copy.deepcopy(model))

@@ -1,6 +1,6 @@
 """Helpers for scripts and notebooks: seeds, devices, parameter counts, memory.
 
-Owns nothing that a run needs: the engine and the backends do their own seeding and placing of batches.
+Runs do not use them: the engine and the backends seed and place batches themselves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def seed_everything(seed: int = 42, deterministic: bool = True) -> None:
-    """Seed Python, NumPy and torch (CPU and every GPU), and the hashing of processes started from here.
+    """Seed Python, NumPy and torch (CPU and all GPUs), and the hash seed of child processes.
 
-    With `deterministic`, cuDNN chooses reproducible algorithms and does not search for the fastest ones; without it,
-    its settings stay as they are.
+    With `deterministic`, cuDNN uses deterministic algorithms and does not benchmark for the fastest ones; without it,
+    its settings are not changed.
 
     >>> seed_everything(1)
     >>> first = torch.rand(1)
@@ -39,13 +39,13 @@ def seed_everything(seed: int = 42, deterministic: bool = True) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise BadArgument(
-            expected("seed to be an integer from 0 to 2**32 - 1", seed, "NumPy takes no other seeds. Pass seed=42.")
+            expected("seed to be an integer from 0 to 2**32 - 1", seed, "NumPy accepts no other seeds. Pass seed=42.")
         )
     seed = int(seed)
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)  # all devices; GPUs that are not in use yet are seeded when they come into use
-    os.environ["PYTHONHASHSEED"] = str(seed)  # read at start-up only, so it counts for child processes
+    torch.manual_seed(seed)  # all devices; GPUs that are not initialised yet are seeded when they are
+    os.environ["PYTHONHASHSEED"] = str(seed)  # read at startup only, so it affects child processes
     if deterministic:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
@@ -53,7 +53,7 @@ def seed_everything(seed: int = 42, deterministic: bool = True) -> None:
 
 
 def count_parameters(model: torch.nn.Module, trainable_only: bool = True) -> str:
-    """The number of parameters, shared ones counted once, in a readable form.
+    """The number of parameters (shared ones counted once) as text.
 
     >>> count_parameters(torch.nn.Linear(100, 15))
     '1.51K'
@@ -70,10 +70,10 @@ def count_parameters(model: torch.nn.Module, trainable_only: bool = True) -> str
 
 @dataclass(eq=False)
 class MemoryRecord:
-    """What `profile_memory` measured. The numbers are there once the block has ended.
+    """What `profile_memory` measured. The values are set when the block ends.
 
-    On a GPU they count what tensors occupy, and the peak is that of the block. On the CPU they count the resident
-    memory of the process, and the peak is that of its whole life, because the system keeps no other.
+    On a GPU they count the memory of tensors, and the peak is that of the block. On the CPU they count the resident
+    memory of the process, and the peak is that of its whole lifetime, because the system keeps no other.
     """
 
     label: str
@@ -87,7 +87,7 @@ _open_records: list[MemoryRecord] = []
 
 @contextmanager
 def profile_memory(label: str = "Operation") -> Iterator[MemoryRecord]:
-    """Measure the memory that a block of code takes, and log it when the block ends, also by an exception.
+    """Measure the memory use of a block of code, and log it when the block ends, also with an exception.
 
     >>> with profile_memory("build") as memory:
     ...     model = torch.nn.Linear(10, 10)
@@ -96,7 +96,7 @@ def profile_memory(label: str = "Operation") -> Iterator[MemoryRecord]:
     """
     record = MemoryRecord(label, "cuda" if torch.cuda.is_available() else "cpu")
     if record.device == "cuda":
-        # The allocator has one peak counter: blocks around this one take its value before it is set back.
+        # The allocator has one peak counter: enclosing blocks take its value before it is reset.
         for outer in _open_records:
             outer.peak_bytes = max(outer.peak_bytes, _peak_bytes(record.device))
         torch.cuda.reset_peak_memory_stats()
@@ -105,7 +105,7 @@ def profile_memory(label: str = "Operation") -> Iterator[MemoryRecord]:
     try:
         yield record
     finally:
-        # No synchronize: the allocator counts on the host, and after a failed kernel it would hide the first error.
+        # No synchronize: the allocator counts on the host, and after a failed kernel it would mask the first error.
         _open_records.remove(record)
         record.delta_bytes = _used_bytes(record.device) - before
         record.peak_bytes = max(record.peak_bytes, _peak_bytes(record.device))
@@ -118,7 +118,7 @@ def _used_bytes(device: str) -> int:
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no /proc: the growth of the peak is the best there is
+    except OSError:  # no /proc: fall back to the growth of the peak
         return _peak_resident_bytes()
 
 
@@ -141,7 +141,11 @@ def _peak_resident_bytes() -> int:
 
 
 def get_device() -> torch.device:
-    """The best device of this machine: CUDA, else Apple's MPS, else the CPU."""
+    """The best device of this machine: CUDA, else Apple's MPS, else the CPU.
+
+    >>> get_device().type in ("cuda", "mps", "cpu")
+    True
+    """
     if torch.cuda.is_available():
         return torch.device("cuda")
     if torch.backends.mps.is_available():
@@ -150,10 +154,10 @@ def get_device() -> torch.device:
 
 
 def move_to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-    """The same batch with every tensor on `device`.
+    """A copy of the batch with every tensor on `device`.
 
-    Mappings, lists, tuples, named tuples, dataclass instances and objects with a `to` method of their own keep their
-    type, at any depth; whatever else is in there stays as it is. The batch passed in is not changed.
+    Mappings, lists, tuples, named tuples, dataclasses and objects with a `to` method keep their type, at any depth; all
+    other values are kept as they are.
 
     >>> move_to_device({"x": torch.zeros(2), "names": ["a", "b"]}, "meta")
     {'x': tensor(..., device='meta', size=(2,)), 'names': ['a', 'b']}
@@ -165,24 +169,24 @@ def move_to_device(batch: Any, device: torch.device | str | int, non_blocking: b
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if isinstance(batch, dict | UserDict):
-        # Filling a copy keeps what a subclass carries besides its items: a default factory, a tokenizer's encodings.
+        # Filling a copy keeps the attributes of a subclass: a default factory, a tokenizer's encodings.
         filled = copy.copy(batch)
         for key, value in batch.items():
             filled[key] = move(value)
         return filled
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        # Packed sequences, graphs, tensor dicts. On a copy, for some of them change themselves.
+        # Packed sequences, graphs, tensor dicts. On a copy, since some of them move in place.
         return copy.copy(batch).to(device, **({"non_blocking": True} if non_blocking else {}))
     if isinstance(batch, Mapping):
         return type(batch)({key: move(value) for key, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple takes its fields one by one
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple takes its fields as separate arguments
         return batch._make(map(move, batch))
     if isinstance(batch, list | tuple):
         return type(batch)([move(item) for item in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            # Past __init__ and __setattr__: a frozen instance, or a field that __init__ does not take, moves too.
+            # Bypasses __init__ and __setattr__, for frozen instances and fields with init=False.
             object.__setattr__(moved, field.name, move(getattr(batch, field.name)))
         return moved
     return batch

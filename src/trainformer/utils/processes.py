@@ -1,4 +1,4 @@
-"""Which process is which, also after its number was given to another."""
+"""Process identities that survive the reuse of process ids."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def process_identity(number: int) -> str | None:
-    """What tells a process from a later one with the same number (in a container it is often the same every time).
+    """Distinguishes a process from a later one with the same id (in a container, the id is often the same every time).
 
-    None: there is no such process. One that has ended but that nobody has waited for is no longer there either.
+    None if there is no such process, or only a zombie.
 
     >>> process_identity(os.getpid()) == process_identity(os.getpid())
     True
@@ -21,13 +21,13 @@ def process_identity(number: int) -> str | None:
     except OSError:
         here = number == os.getpid() or is_alive(number)
         return str(number) if here and not Path("/proc/self").exists() else None
-    if fields[0] in "ZX":  # a zombie, or just about to disappear
+    if fields[0] in "ZX":  # a zombie, or dead
         return None
-    return f"{number}-{fields[19]}-{boot}"  # field 22 of the whole line: when it was started
+    return f"{number}-{fields[19]}-{boot}"  # field 22 of the line: the start time
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this machine is running, other than this one (which has no leftovers of its own)."""
+    """Whether another process of this machine is running; False for this process itself."""
     if process == os.getpid():
         return False
     with contextlib.suppress(PermissionError):

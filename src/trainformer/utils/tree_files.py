@@ -1,4 +1,4 @@
-"""Trees of plain values and arrays of the host in files: JSON, with arrays beside it. Reading executes nothing."""
+"""Trees of plain values and NumPy arrays in files: JSON, plus an .npz for arrays. Reading executes no code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ARRAY = "__array__"
 
 
 def write_tree(folder: Path, stem: str, tree: Any) -> list[str]:
-    """Write a tree; the names of its files. Tuples come back as lists."""
+    """Write a tree; returns the names of its files. Tuples are read back as lists."""
     arrays: dict[str, np.ndarray] = {}
-    content = _plain(tree, stem, arrays)
+    content = _extract_arrays(tree, stem, arrays)
     (folder / f"{stem}.json").write_text(json.dumps(content, indent=2))
     if not arrays:
         return [f"{stem}.json"]
@@ -26,28 +26,28 @@ def write_tree(folder: Path, stem: str, tree: Any) -> list[str]:
 
 
 def read_tree(folder: Path, names: list[str]) -> Any:
-    """Read it back."""
-    text = next(name for name in names if name.endswith(".json"))
+    """Read what `write_tree` wrote."""
+    path = folder / next(name for name in names if name.endswith(".json"))
     try:
-        content = json.loads((folder / text).read_text())
-        beside = [name for name in names if name.endswith(".npz")]
-        if not beside:
+        content = json.loads(path.read_text())
+        array_files = [name for name in names if name.endswith(".npz")]
+        if not array_files:
             return content
-        with np.load(folder / beside[0], allow_pickle=False) as arrays:
-            return _filled(content, arrays)
+        with np.load(folder / array_files[0], allow_pickle=False) as arrays:
+            return _insert_arrays(content, arrays)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder / text} cannot be read: it is damaged. ({error})") from error
+        raise DataError(f"{path} cannot be read: it is damaged. ({error})") from error
 
 
-def _plain(tree: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+def _extract_arrays(tree: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if isinstance(tree, Mapping):
         if not all(isinstance(key, str) for key in tree):
-            raise BadArgument(expected(f"names as keys of {name}, to write it to a checkpoint", list(tree)[:3]))
-        return {key: _plain(value, f"{name}.{key}", arrays) for key, value in tree.items()}
+            raise BadArgument(expected(f"strings as keys of {name}, to write it to a checkpoint", list(tree)[:3]))
+        return {key: _extract_arrays(value, f"{name}.{key}", arrays) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [_plain(value, f"{name}.{place}", arrays) for place, value in enumerate(tree)]
+        return [_extract_arrays(value, f"{name}.{index}", arrays) for index, value in enumerate(tree)]
     if hasattr(tree, "__array__"):
         array = np.asarray(tree)
         if array.dtype.kind in "biuf":
@@ -57,9 +57,9 @@ def _plain(tree: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     raise BadArgument(expected(what, type(tree).__name__, "Let state_dict() return plain values."))
 
 
-def _filled(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def _insert_arrays(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if isinstance(tree, dict):
         if tree.keys() == {_ARRAY}:
             return arrays[tree[_ARRAY]]
-        return {key: _filled(value, arrays) for key, value in tree.items()}
-    return [_filled(value, arrays) for value in tree] if isinstance(tree, list) else tree
+        return {key: _insert_arrays(value, arrays) for key, value in tree.items()}
+    return [_insert_arrays(value, arrays) for value in tree] if isinstance(tree, list) else tree

@@ -18,8 +18,8 @@ Groups = list[dict[str, Any]]
 
 _16BIT = (torch.bfloat16, torch.float16)
 _COPIES = "master_weights"
-# Gradients are cast to fp32 for this many elements at a time: 256 MB, instead of 4 bytes for each parameter.
-_MAX_CHUNK = 64 * 1024 * 1024
+#: Gradients are cast to fp32 for this many elements at a time: 256 MB, instead of 4 bytes for each parameter.
+MAX_CHUNK = 64 * 1024 * 1024
 
 
 def has_16bit_parameters(groups: Iterable[dict[str, Any]]) -> bool:
@@ -108,7 +108,7 @@ class MasterWeights(torch.optim.Optimizer):
         piece: list[Any] = []
         size = 0
         for entry in moving:
-            if self._elementwise and piece and size + entry[0].numel() > _MAX_CHUNK:
+            if self._elementwise and piece and size + entry[0].numel() > MAX_CHUNK:
                 yield piece
                 piece, size = [], 0
             piece.append(entry)

@@ -69,7 +69,7 @@ Groups = list[dict[str, Any]]
 def is_elementwise(name: str) -> bool:
     """Whether each parameter is updated on its own. Unknown for timm and plugins, hence False.
 
-    >>> is_elementwise("AdamW"), treats_parameters_alone("lamb")
+    >>> is_elementwise("AdamW"), is_elementwise("lamb")
     (True, False)
     """
     key = _canonical(name)

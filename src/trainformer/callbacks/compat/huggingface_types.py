@@ -39,8 +39,8 @@ class TrainerState:
     epoch: float = 0.0
     global_step: int = 0
     max_steps: int = 0
-    logging_steps: int = 500
-    eval_steps: int = 500
+    logging_steps: float = 500
+    eval_steps: float = 500
     save_steps: int = 500
     max_eval_steps: int = -1
     train_batch_size: int | None = None

@@ -23,7 +23,7 @@ from trainformer.data.text.schemas import (
     standard,
 )
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.tables import fingerprint, location_of, normalize_index
+from trainformer.data.text.tables import known_fingerprint, location_of, normalize_index
 
 
 class TextFileDataset(IndexedDataset):
@@ -81,7 +81,7 @@ class _RecordsView(IndexedDataset):
             raise DataError(f"{self.location(index)}: {error}") from error.__cause__
 
     def _fingerprint_with(self, *settings: object) -> str | None:
-        known = fingerprint(self._records)
+        known = known_fingerprint(self._records)
         return None if known is None else digest(known, *settings)
 
 

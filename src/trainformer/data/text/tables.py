@@ -52,10 +52,10 @@ def location_of(records: Any, index: int) -> str:
     return records.location(index) if hasattr(records, "location") else f"record {index}"
 
 
-def fingerprint(records: Any) -> str | None:
+def known_fingerprint(records: Any) -> str | None:
     """A digest that changes with the content, without reading it; None if the source has none.
 
-    >>> fingerprint(["some", "texts"]) is None
+    >>> known_fingerprint(["some", "texts"]) is None
     True
     """
     return getattr(records, "fingerprint", None) or getattr(records, "_fingerprint", None)
@@ -133,7 +133,7 @@ class ConcatRecords(IndexedDataset):
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = list(parts)
         self._ends = list(accumulate(len(part) for part in self.parts))
-        known = [fingerprint(part) for part in self.parts]
+        known = [known_fingerprint(part) for part in self.parts]
         self.fingerprint = None if None in known else digest(*known)
 
     def __len__(self) -> int:

@@ -333,7 +333,7 @@ class Pipeline(Strategy):
             self._optimizer = GatheredOptimizer(self.process_group, optimizer, named, list(self._names.values()))
         return optimizer
 
-    def model_state_dict(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def model_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The weights of the full model on rank 0; the others return their own. A collective."""
         if self.process_group.is_single_process:
             return state_dict()
@@ -341,7 +341,7 @@ class Pipeline(Strategy):
         found |= {alias: found[name] for alias, name in self._aliases.items() if name in found}
         return {key: found[key] for key in self._keys if key in found}
 
-    def load_model_state_dict(self, state: Any, load: Callable[[Any], Any]) -> None:
+    def load_model_state(self, state: Any, load: Callable[[Any], Any]) -> None:
         """Load this rank's part of the weights of the full model."""
         state, own = unsharded(state), self.task.model.state_dict()
         load({key: value for key, value in state.items() if key in own})

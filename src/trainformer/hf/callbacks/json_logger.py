@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.hf.callbacks.common import all_arguments, is_evaluation
-from trainformer.loggers.jsonl import JsonlLogger, _lines, _replace
-from trainformer.loggers.values import jsonable
+from trainformer.loggers.jsonl import JsonlLogger, valid_lines
+from trainformer.utils.files import write_atomically
 
 FILE_NAME = "trainer_logs.jsonl"
 _NOTHING: Mapping[str, Any] = {}
@@ -132,10 +133,10 @@ class _EventFile(JsonlLogger):
         if step == 0:
             self._rename_existing()
             return
-        kept = [line for line, record in _lines(self.path) if record.get("global_step", 0) <= step]
+        kept = [line for line, record in valid_lines(self.path) if record.get("global_step", 0) <= step]
         content = b"".join(line + b"\n" for line in kept)
         if content != self.path.read_bytes():
-            _replace(self.path, content)
+            write_atomically(self.path, content)
 
     def _rename_existing(self) -> None:
         number = 1

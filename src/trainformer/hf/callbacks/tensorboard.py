@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.callbacks.common import all_arguments, numbers, to_tags
-from trainformer.loggers.values import jsonable
 
 
 class TBLogger(TrainerCallback):

@@ -1,38 +1,43 @@
-"""What tasks on text share: the model and its tokenizer, tokenising data once, and what lies beside the weights.
+"""Base classes of the text tasks: model and tokenizer loading, tokenisation, token-level losses, generation.
 
-Owns when the model is built, how an adapter is put on it, and that a checkpoint of the task opens with transformers or
-peft. What is learned is for the tasks.
+Checkpoints open with transformers' `from_pretrained`, or with peft if there is an adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter
-from trainformer.core import BadArgument
+from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import expected
-from trainformer.data.text.encode import Encoder
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
+from trainformer.losses.tokens import TokenLoss
 from trainformer.models.language import ensure_pad_token, load_model, load_tokenizer
+from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST_EXPONENT = 700.0  # exp() overflows beyond
 
 
 class LanguageTask(AdapterMixin):
-    """Base of the tasks on text. A subclass is a dataclass with the fields annotated here."""
+    """Base class of the text tasks. A subclass is a dataclass with the fields annotated here."""
 
     kind: ClassVar[str]
-    groups_by_length: ClassVar[bool] = False  # whether batches of like lengths are the default: less padding
+    groups_by_length: ClassVar[bool] = False  # whether to batch samples of similar length by default: less padding
 
     model_name: Any
     adapter: Adapter | None
@@ -43,8 +48,8 @@ class LanguageTask(AdapterMixin):
     cache_dir: str | Path | None
     model_kwargs: dict[str, Any]
 
-    def _begin(self) -> None:
-        """Check what can be checked before anything is loaded. For `__post_init__`."""
+    def _init_task(self) -> None:
+        """Validate shared arguments before anything is loaded. Call it from `__post_init__`."""
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
         if isinstance(self.max_length, bool) or not isinstance(self.max_length, int) or self.max_length < 2:
@@ -53,11 +58,11 @@ class LanguageTask(AdapterMixin):
         self._model: nn.Module | None = None
         self._tokenizer: Any = None
 
-    # -- the model -----------------------------------------------------------------------------------------
+    # -- model and tokenizer -------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:  # type: ignore[override]
-        """The model, loaded or built when it is first asked for: by a trainer that is after seeding."""
+        """The model, loaded or built on first access. A trainer accesses it after seeding."""
         if self._model is None:
             self._model = self._load()
         return self._model
@@ -67,8 +72,8 @@ class LanguageTask(AdapterMixin):
         self._model = model
 
     @property
-    def text(self) -> Any:
-        """The tokenizer."""
+    def text_tokenizer(self) -> Any:
+        """The tokenizer, loaded on first access."""
         if self._tokenizer is None:
             source = self.tokenizer if self.tokenizer is not None else self.model_name
             if not isinstance(source, str | Path) and not hasattr(source, "encode"):
@@ -92,24 +97,24 @@ class LanguageTask(AdapterMixin):
         return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
 
     def _fit_vocabulary(self, model: Any) -> None:
-        """A tokenizer that knows more tokens than the model has rows for would index beyond its embeddings."""
+        """Resize the embeddings if the tokenizer has more tokens than the model has rows."""
         rows = model.get_input_embeddings().weight.shape[0]
-        if len(self.text) > rows:
-            model.resize_token_embeddings(len(self.text))
+        if len(self.text_tokenizer) > rows:
+            model.resize_token_embeddings(len(self.text_tokenizer))
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """Batches of like lengths, and the optimizer that an adapter advises.
+        """Batches of similar length, and the optimizer that the adapter recommends.
 
-        And here the adapter hears of settings of the run that it cannot live with.
+        Also checks the adapter against the run's settings.
         """
         packing = bool(getattr(self, "packing", False))
         if self.adapter is not None:
             checkpointing = settings.gradient_checkpointing
             self.adapter.check(kind=self.kind, packing=packing, gradient_checkpointing=checkpointing)
-        wanted = {"sampler": "length"} if self.groups_by_length and not packing else {}
-        advised = getattr(self.adapter, "optimizer", None)
+        defaults = {"sampler": "length"} if self.groups_by_length and not packing else {}
+        optimizer = getattr(self.adapter, "optimizer", None)
         on_cuda = torch.cuda.is_available() and str(settings.device or "cuda").startswith("cuda")
-        return wanted | ({"optimizer": advised} if advised and on_cuda else {})
+        return defaults | ({"optimizer": optimizer} if optimizer and on_cuda else {})
 
     def configure(self, info: Any) -> None:
         """Load the model now, after seeding."""
@@ -118,18 +123,18 @@ class LanguageTask(AdapterMixin):
     # -- data ----------------------------------------------------------------------------------------------
 
     def load_data(self, path: str) -> Any:
-        """Text by path or name; see `trainformer.data.text.load_text`."""
+        """Load text by path or name; see `trainformer.data.text.load_text`."""
         return load_text(path)
 
-    def _tokenized(self, dataset: Any, encoder: Encoder, name: str) -> Any:
-        """Every record once through the tokenizer, or from the cache."""
+    def _tokenize(self, dataset: Any, encoder: Encoder, name: str) -> Any:
+        """Tokenise each record once, or read the tokens from the cache."""
         records: Any = StandardRecords(dataset) if not has_tokens(dataset) else dataset
         return tokenize(records, encoder, cache_dir=self.cache_dir, name=name)
 
-    # -- records -------------------------------------------------------------------------------------------
+    # -- assets and config ---------------------------------------------------------------------------------
 
     def save_assets(self, folder: Path) -> list[str]:
-        """What `from_pretrained` looks for beside the weights: configurations and the tokenizer, or the adapter."""
+        """Write the configs and the tokenizer (or the adapter) for `from_pretrained`."""
         before = set(folder.iterdir())
         super().save_assets(folder)
         if self.adapter is None:
@@ -137,14 +142,78 @@ class LanguageTask(AdapterMixin):
             model.config.save_pretrained(folder)
             if getattr(model, "generation_config", None) is not None and model.can_generate():
                 model.generation_config.save_pretrained(folder)
-        self.text.save_pretrained(folder)
+        self.text_tokenizer.save_pretrained(folder)
         return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def config_dict(self) -> dict[str, Any]:
-        """The arguments, as far as they can be written down."""
-        written = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
-        for name in ("model_name", "tokenizer"):
-            if written[name] is not None and not isinstance(written[name], str | Path):
-                written[name] = type(written[name]).__name__
-        written["adapter"] = None if self.adapter is None else repr(self.adapter)
-        return written
+        """Return the arguments; objects by the name of their class."""
+        config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        for name in ("model_name", "tokenizer", "processor"):
+            if config.get(name) is not None and not isinstance(config[name], str | Path):
+                config[name] = type(config[name]).__name__
+        config["adapter"] = None if self.adapter is None else repr(self.adapter)
+        return config
+
+
+class TokenPredictionTask(LanguageTask):
+    """Base class of tasks whose loss is a sum over supervised tokens, with their number as the weight.
+
+    So padding, packing and gradient accumulation do not change the loss. With `shifted`, a label is predicted by the
+    token before it, and the first label of a sequence is not used.
+    """
+
+    shifted: ClassVar[bool] = False
+
+    @abstractmethod
+    def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
+        """Compute the loss of a batch."""
+
+    def _training_options(self) -> dict[str, Any]:
+        """Loss options for training only, e.g. label smoothing."""
+        return {}
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """Cross-entropy, summed over the supervised tokens."""
+        loss = self._loss(batch, **self._training_options())
+        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)})
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Loss without label smoothing, and token accuracy."""
+        return self._metrics(self._loss(batch))
+
+    def _metrics(self, loss: TokenLoss) -> dict[str, Any]:
+        return {"loss": (loss.sum, loss.weight), "accuracy": (loss.correct, loss.weight)}
+
+    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Perplexity, from the mean loss over all supervised tokens."""
+        return {"perplexity": math.exp(min(metrics["loss"], _LARGEST_EXPONENT))} if "loss" in metrics else {}
+
+    def check_batch(self, batch: Any) -> list[str]:
+        """EncodingReport a batch without supervised tokens."""
+        labels = batch["labels"][..., 1:] if self.shifted else batch["labels"]
+        supervised = bool((labels != IGNORE_INDEX).any())
+        return [] if supervised else ["No token of the batch is trained on: all labels are -100."]
+
+
+class GenerationMixin(LanguageTask):
+    """Text generation with causal language models."""
+
+    @torch.no_grad()
+    def generate(self, prompts: str | Sequence[str], max_new_tokens: int = 64, **options: Any) -> list[str]:
+        """Continue prompts; `options` are passed to transformers' `generate` (`do_sample`, `temperature`, ...)."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts or any(not text for text in texts):
+            raise BadArgument(expected("prompts of at least one character", prompts))
+        model: Any = self.model
+        tokenizer = self.text_tokenizer
+        # Left padding: generated tokens must follow the prompt.
+        examples = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+        batch = pad(examples, tokenizer.pad_token_id, side="left", multiple_of=1)
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        with eval_mode(model):
+            generated = model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                **{"do_sample": False, "pad_token_id": tokenizer.pad_token_id, **options},
+            )
+        return tokenizer.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,8 +1,6 @@
 """Causal language models: pretraining on text, and fine-tuning on prompts and conversations.
 
-Owns the task: what a step computes, what is measured, and generating. How records become tokens is in `data.text`, the
-loss in `losses.tokens`. The loss is always a sum over supervised tokens and their number, never a model's own mean: so
-padding, packing and accumulation do not change it.
+Tokenisation is in `data.text`, the loss in `losses.tokens`.
 """
 
 from __future__ import annotations
@@ -26,26 +24,25 @@ from trainformer.data.text.tokenizer import token_bytes
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.generation import GenerationMixin
-from trainformer.tasks.language.prediction import TokenPrediction
+from trainformer.tasks.language.base import GenerationMixin, TokenPredictionTask
 
-# No attention mask: padding is on the right, where no token of a causal model looks, and has no labels. With one,
-# transformers asks the device in every step whether anything is masked, and leaves the fastest kernels.
+# No attention mask: padding is on the right, where no token of a causal model attends, and has no labels. With a mask,
+# transformers synchronises in each step to see whether anything is masked, and does not use the fastest kernels.
 _INPUTS = ("input_ids", "position_ids")
-_CLOSE = 1e-3  # how far packed logits may be off those of single documents: other kernels, other order of sums
+_PACKING_TOLERANCE = 1e-3  # between packed and unpacked logits: other kernels, other summation order
 
 
 @dataclass(eq=False)
-class CausalLM(GenerationMixin, TokenPrediction):
-    """Train a causal language model (GPT, Llama, Mistral, Qwen, ...) of transformers, from scratch or further.
+class CausalLM(GenerationMixin, TokenPredictionTask):
+    """Train a causal language model of transformers (GPT, Llama, Mistral, Qwen, ...), pretrained or from scratch.
 
-    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
-    the same name unless `tokenizer` says otherwise. Data are texts, prompts with completions, Alpaca records or
-    conversations, in files, folders, HF `datasets` or lists; see `trainformer.data.text`. `train_on` says which tokens
-    are learned: `"auto"` means all of a text, the completion of a prompt, and the assistant's turns of a conversation.
+    `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
+    `model_name`. Data is plain text, prompts with completions, Alpaca records or conversations, in files, folders, HF
+    `datasets` or lists; see `trainformer.data.text`. `train_on` selects the supervised tokens: `"auto"` means all
+    tokens of a text, the completion of a prompt, and the assistant turns of a conversation.
 
-    `packing` fills sequences of `max_length` with whole documents, which do not see each other. The logits of all
-    tokens are never in memory at once: `chunk_tokens` says how many are, `0` turns that off.
+    `packing` fills sequences of `max_length` with whole documents that do not attend to each other. The loss computes
+    logits in chunks of `chunk_tokens`, so the logits of a whole batch are never in memory; `0` turns chunking off.
     """
 
     model_name: Any = "gpt2"
@@ -60,7 +57,7 @@ class CausalLM(GenerationMixin, TokenPrediction):
     chunk_tokens: int | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
-    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     cache_dir: str | Path | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -70,14 +67,14 @@ class CausalLM(GenerationMixin, TokenPrediction):
     shifted = True
 
     def __post_init__(self) -> None:
-        self._begin()
+        self._init_task()
         if self.chunk_tokens is not None and self.chunk_tokens < 0:
             raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
         self._token_bytes: Tensor | None = None
         self._states = OutputStates(chunked=self.chunk_tokens != 0)
 
     def configure(self, info: Any) -> None:
-        """Load the model, and see whether what was asked of it is exact."""
+        """Load the model, and check that it supports packing if requested."""
         super().configure(info)
         if self.packing:
             self._check_packing()
@@ -85,9 +82,9 @@ class CausalLM(GenerationMixin, TokenPrediction):
     # -- data ----------------------------------------------------------------------------------------------
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Tokenised once, a stream as it is read; for training in full sequences, with `packing`."""
+        """Tokenise once (streams: on the fly), and pack training data if requested."""
         encoder = Encoder(
-            self.text,
+            self.text_tokenizer,
             max_length=self.max_length,
             train_on=self.train_on,
             truncation=self.truncation,
@@ -97,24 +94,23 @@ class CausalLM(GenerationMixin, TokenPrediction):
         return causal_tokens(dataset, encoder, packing=train and self.packing, cache_dir=self.cache_dir, name=name)
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Padded sequences, masked by length; or packed ones."""
         if "position_ids" in examples[0]:
-            return collate_packed(examples, self.text.pad_token_id, length=self.max_length)
-        return pad(examples, self.text.pad_token_id, max_length=self.max_length)
+            return collate_packed(examples, self.text_tokenizer.pad_token_id, length=self.max_length)
+        return pad(examples, self.text_tokenizer.pad_token_id, max_length=self.max_length)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Loss, accuracy, and bits per byte of text, by which models with different vocabularies compare."""
+        """Loss, accuracy, and bits per byte of text, which is comparable across vocabularies."""
         loss = self._loss(batch)
-        learned = batch["labels"][..., 1:]
-        sizes = self._bytes_of_tokens(learned.device)[learned.clamp(min=0)]
-        size = torch.where(learned == IGNORE_INDEX, 0, sizes).sum()
-        return {**self._measured(loss), "bits_per_byte": (loss.sum / math.log(2), size)}
+        labels = batch["labels"][..., 1:]
+        sizes = self._bytes_per_token(labels.device)[labels.clamp(min=0)]
+        size = torch.where(labels == IGNORE_INDEX, 0, sizes).sum()
+        return {**self._metrics(loss), "bits_per_byte": (loss.sum / math.log(2), size)}
 
-    def _bytes_of_tokens(self, device: torch.device) -> Tensor:
+    def _bytes_per_token(self, device: torch.device) -> Tensor:
         if self._token_bytes is None or self._token_bytes.device != device:
-            self._token_bytes = torch.from_numpy(token_bytes(self.text)).to(device)
+            self._token_bytes = torch.from_numpy(token_bytes(self.text_tokenizer)).to(device)
         return self._token_bytes
 
     def _training_options(self) -> dict[str, Any]:
@@ -132,7 +128,7 @@ class CausalLM(GenerationMixin, TokenPrediction):
 
     @torch.no_grad()
     def _check_packing(self) -> None:
-        """Refuse to pack for a model in which documents of one sequence see each other."""
+        """Raise if documents packed into one sequence attend to each other in this model."""
         model: Any = self.model
         device = next(model.parameters()).device
         rows = model.get_input_embeddings().weight.shape[0]
@@ -144,8 +140,8 @@ class CausalLM(GenerationMixin, TokenPrediction):
             packed = model(input_ids=together, position_ids=positions, use_cache=False).logits[:, 5:]
             alone = model(input_ids=second, use_cache=False).logits
         difference = (packed.float() - alone.float()).abs().max().item()
-        if not difference < _CLOSE * max(1.0, alone.float().abs().max().item()):
+        if not difference < _PACKING_TOLERANCE * max(1.0, alone.float().abs().max().item()):
             raise BadArgument(
-                f"Expected a model whose packed documents do not see each other, received {type(model).__name__}, in "
-                f"which they do (logits differ by {difference:.2g}). Pass packing=False, or attention='sdpa'."
+                f"Expected a model that keeps packed documents apart, received {type(model).__name__}, in which they "
+                f"attend to each other (logits differ by {difference:.2g}). Pass packing=False, or attention='sdpa'."
             )

@@ -1,7 +1,7 @@
-"""What tasks that put texts or words into classes share: which classes there are, and a model with a head for them.
+"""Base class of the text tasks with classes: finding the classes, and building a model with a matching head.
 
-Owns when the classes are known: they are the user's, else those of the training data, else those of a model that was
-trained before. Their names go into the model's configuration, so that whoever opens a checkpoint reads names.
+Classes come from the user, else from the training data, else from a pretrained model's config. Their names are written
+to the model's config (`id2label`), so they are saved with each checkpoint.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from trainformer.tasks.language.labels import PROBLEM_TYPES, Labels, Problem, ch
 
 
 class ClassifyingTask(LanguageTask):
-    """Base of the tasks with classes. A subclass says where the labels of its records are."""
+    """Base class of text and token classification. A subclass defines where a record has its labels."""
 
     num_classes: int | None
     class_names: list[str] | None
 
-    def _begin_classes(self, problem: str | None) -> None:
-        """For `__post_init__`, behind `_begin`."""
+    def _init_classes(self, problem: str | None) -> None:
+        """Validate the class arguments. Call it from `__post_init__`, after `_init_task`."""
         check_names(problem, self.class_names, self.num_classes)
-        self._asked: Problem | None = cast("Problem | None", problem)
+        self._requested_problem: Problem | None = cast("Problem | None", problem)
         self._labels: Labels | None = None
-        self._loaded: Any = None  # what was loaded by path, until it is known whether that is the training data
+        self._loaded: Any = None  # data loaded by path, until it is known whether it is the training data
 
     @abstractmethod
     def _label_values(self, dataset: Any) -> tuple[Iterable[Any], list[str] | None]:
-        """All labels of a data set, and the names of the classes where it has them."""
+        """Return all labels of a dataset, and the class names if it has them."""
 
     # -- classes -------------------------------------------------------------------------------------------
 
@@ -47,74 +47,71 @@ class ClassifyingTask(LanguageTask):
     def labels(self) -> Labels:
         """The classes, once they are known."""
         if self._labels is None:
-            if not self._said():
-                raise BadArgument(
-                    "Expected to know the classes, received no data yet. Pass class_names, or train first."
-                )
-            self._take(self._read((), None))
+            if not self._has_classes():
+                raise BadArgument("Expected known classes, received no data yet. Pass class_names, or train first.")
+            self._set_labels(self._read_labels((), None))
         assert self._labels is not None
         return self._labels
 
-    def _said(self) -> bool:
-        """Whether the user or the model says what the classes are."""
-        said = self.class_names or self.num_classes or self._asked == "regression"
-        return bool(said) or self._known_names() is not None
+    def _has_classes(self) -> bool:
+        """Whether the arguments or the model define the classes."""
+        given = self.class_names or self.num_classes or self._requested_problem == "regression"
+        return bool(given) or self._pretrained_names() is not None
 
     def inspect_dataset(self, dataset: Any) -> None:
-        """Learn the classes from training data, before the model is built. What is known already stays."""
+        """Find the classes in the training data, before the model is built, unless they are known."""
         if self._labels is None and len(dataset):
-            base, _ = unwrap_subsets(dataset)  # the part for validation may have classes of its own
+            base, _ = unwrap_subsets(dataset)  # include the validation split, which may have other classes
             values, names = self._label_values(base)
-            self._take(self._read(values, names))
+            self._set_labels(self._read_labels(values, names))
 
-    def _read(self, values: Iterable[Any], names: list[str] | None) -> Labels:
+    def _read_labels(self, values: Iterable[Any], names: list[str] | None) -> Labels:
         chosen = self.class_names or names
-        return read_labels(values, self._asked, chosen, self.num_classes, self._known_names())
+        return read_labels(values, self._requested_problem, chosen, self.num_classes, self._pretrained_names())
 
-    def _take(self, labels: Labels) -> None:
+    def _set_labels(self, labels: Labels) -> None:
         check_classes(labels, self.num_classes)
         if self._model is not None and self._outputs(self._model) not in (None, labels.count):
             do = f"Pass class_names={list(labels.names)}." if labels.names else f"Pass num_classes={labels.count}."
             raise BadArgument(
-                expected(f"a model with {labels.count} outputs, as the labels need", self._outputs(self._model), do)
+                expected(f"a model with {labels.count} outputs, one per class", self._outputs(self._model), do)
             )
         self._labels = labels
 
-    def _known_names(self) -> list[str] | None:
-        """Names that the model brings from an earlier training."""
+    def _pretrained_names(self) -> list[str] | None:
+        """Class names in the config of a fine-tuned model."""
         config = _config_of(self.model_name)
         names = [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
-        given = names and any(name != f"LABEL_{place}" for place, name in enumerate(names))
-        return names if given else None
+        named = names and any(name != f"LABEL_{index}" for index, name in enumerate(names))
+        return names if named else None
 
     def load_data(self, path: str) -> Any:
-        """Text by path or name; see `trainformer.data.text.load_text`."""
         data = super().load_data(path)
         self._loaded = data if self._loaded is None else self._loaded
         return data
 
     def configure(self, info: DatasetInfo) -> None:
-        """Find the classes, and load the model with a head for them."""
+        """Find the classes, and load the model with a matching head."""
         loaded, self._loaded = self._loaded, None
-        # Data that were loaded by path are those of training, or only for validation: then these are fewer.
+        # Data loaded by path is the training data, or only validation data: then it has fewer samples.
         if self._labels is None and loaded is not None and len(loaded) >= info.num_samples:
             self.inspect_dataset(loaded)
         if self._labels is None:
-            self._take(self._labels_from(info))
+            self._set_labels(self._labels_from(info))
         super().configure(info)
         self.num_classes = self.labels.count
         self.class_names = None if self.labels.names is None else list(self.labels.names)
 
     def _labels_from(self, info: DatasetInfo) -> Labels:
-        """What is known without reading the data."""
-        if not self._said() and info.num_classes is None:
+        """Find the classes without reading the data."""
+        if not self._has_classes() and info.num_classes is None:
             raise BadArgument(
-                "Expected to learn the classes before the model is built, received data whose labels are not at hand "
-                "without reading them. Pass class_names (in any order you like), or the path of the data."
+                "Expected classes that are known before the model is built, received data whose labels cannot be read "
+                "in advance. Pass class_names (in any order), or the path of the data."
             )
-        found = self._read((), info.class_names)
+        found = self._read_labels((), info.class_names)
         if info.num_classes is not None and found.problem == "single":
-            found = self._read(range(info.num_classes), info.class_names)
+            found = self._read_labels(range(info.num_classes), info.class_names)
             counts = info.class_counts
             if counts is not None and len(counts) <= found.count:
                 counts = counts + [0] * (found.count - len(counts))
@@ -124,48 +121,47 @@ class ClassifyingTask(LanguageTask):
     # -- the model -----------------------------------------------------------------------------------------
 
     def _load(self) -> nn.Module:
-        """The model with as many outputs as there are classes, which its configuration names."""
+        """Load the model with one output per class, and the class names in its config."""
         labels = self.labels
-        names = {place: labels.name(place) for place in range(labels.count)}
-        wanted = {"id2label": names, "label2id": {name: place for place, name in names.items()}}
-        wanted |= {"problem_type": PROBLEM_TYPES[labels.problem]} if self.kind == "sequence_classification" else {}
+        names = {index: labels.name(index) for index in range(labels.count)}
+        config = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+        config |= {"problem_type": PROBLEM_TYPES[labels.problem]} if self.kind == "sequence_classification" else {}
         task = copy.copy(self)
         if isinstance(self.model_name, str | Path):
-            task.model_kwargs = {**wanted, **self.model_kwargs}
+            task.model_kwargs = {**config, **self.model_kwargs}
         elif not isinstance(self.model_name, nn.Module):
             task.model_name = copy.deepcopy(self.model_name)
-            for name, value in wanted.items():
+            for name, value in config.items():
                 setattr(task.model_name, name, value)
         model: Any = LanguageTask._load(task)
         inner: Any = unwrap_model(model)
         if isinstance(self.model_name, nn.Module):
-            self._adopt(inner, wanted)
-        # Models that read the last token find it by the padding behind it.
-        for config in {id(c): c for c in (inner.config, inner.config.get_text_config())}.values():
-            config.pad_token_id = self.text.pad_token_id
+            self._adopt(inner, config)
+        # Decoders classify by the last token, which they find by the padding after it.
+        for inner_config in {id(c): c for c in (inner.config, inner.config.get_text_config())}.values():
+            inner_config.pad_token_id = self.text_tokenizer.pad_token_id
         return model
 
-    def _adopt(self, model: Any, wanted: dict[str, Any]) -> None:
-        """A model of the user's, whose head has to fit as it is."""
+    def _adopt(self, model: Any, config: dict[str, Any]) -> None:
+        """Check the head of a user's model, and set the class names."""
         if self._outputs(model) not in (None, self.labels.count):
             do = f"Build it with num_labels={self.labels.count}, or pass its name."
             raise BadArgument(expected(f"a model with {self.labels.count} outputs", self._outputs(model), do))
-        for name, value in wanted.items():
+        for name, value in config.items():
             setattr(model.config, name, value)
 
     @staticmethod
     def _outputs(model: nn.Module) -> int | None:
         return getattr(getattr(unwrap_model(model), "config", None), "num_labels", None)
 
-    # -- records -------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The classes: a run that goes on must number them in the same way."""
+        """The classes: a resumed run must number them in the same way."""
         names = None if self.labels.names is None else list(self.labels.names)
         return {**super().state_dict(), "classes": {"count": self.labels.count, "names": names}}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Refuse the state of a run with other classes."""
         saved = state["classes"]
         own = {"count": self.labels.count, "names": None if self.labels.names is None else list(self.labels.names)}
         if saved != own:
@@ -174,7 +170,7 @@ class ClassifyingTask(LanguageTask):
 
 
 def _config_of(source: Any) -> Any:
-    """The configuration of a model; None where there is none to be found: loading the model will say why."""
+    """The config of a model; None if there is none (loading the model raises the error)."""
     if not isinstance(source, str | Path):
         return getattr(source, "config", source)
     try:

@@ -1,8 +1,7 @@
 """Preference tuning of causal language models: DPO, IPO, hinge, ORPO and SimPO.
 
-Owns the task: pairs of answers as tokens, both in one forward pass, and the reference model and that it never changes.
-How a prompt and its answer become tokens is in `data.text`, the sums over tokens in `losses.tokens`, the losses in
-`losses.preference`. The loss is a sum over pairs, so that padding and accumulation do not change it.
+Both answers of a pair share one forward pass. The reference model never changes. The losses are in
+`losses.preference`; the loss is a sum over pairs, so padding and gradient accumulation do not change it.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ from trainformer.losses.preference import (
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.generation import GenerationMixin
+from trainformer.tasks.language.base import GenerationMixin
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
-_ALONE = ("orpo", "simpo")  # these have no reference
-_PER_TOKEN = ("ipo", "orpo", "simpo")  # these compare means over the tokens of an answer, the others sums
-_SAMPLED = 256  # elements of each tensor by which a reference is known again
+_REFERENCE_FREE = ("orpo", "simpo")
+_PER_TOKEN = ("ipo", "orpo", "simpo")  # these use the mean log probability per token, the others the sum
+_SAMPLED = 256  # elements of each tensor in the digest of a reference
 
 
 @dataclass(eq=False)
 class DPO(GenerationMixin):
     """Train a causal language model to prefer the chosen of two answers.
 
-    Records have a `prompt`, a `chosen` and a `rejected` answer: texts, or messages; where both answers are whole
-    conversations, their common beginning is the prompt. Prompts are not trained on. `loss` is `"sigmoid"` (DPO),
-    `"ipo"`, `"hinge"`, or, without a reference, `"orpo"` or `"simpo"`. `beta` is 0.1 unless given, with `"simpo"` 2.
+    Records have a `prompt`, a `chosen` and a `rejected` answer, as texts or messages; if both answers are whole
+    conversations, their common prefix is the prompt. Prompts are not trained on. `loss` is `"sigmoid"` (DPO), `"ipo"`
+    or `"hinge"`, or, without a reference model, `"orpo"` or `"simpo"`. `beta` defaults to 0.1, for `"simpo"` to 2.
 
-    `reference` is what the model is compared with: `"base"`, the model as it is before training; another model's name
-    or folder; or a model, which is frozen. With an adapter, `"base"` is the same model with the adapter switched off,
-    and costs no memory; else it is a frozen copy. It is in no optimizer and no checkpoint, and is always in evaluation
-    mode. A run that goes on from a checkpoint checks that it has the same reference as before.
+    `reference` is the reference model: `"base"` for the model before training, the name or folder of another model, or
+    a model. With an adapter, `"base"` is the same model with the adapter disabled, which costs no memory; otherwise it
+    is a frozen copy. The reference is in no optimizer and no checkpoint, and always in eval mode. A resumed run checks
+    that its reference is the same as before.
     """
 
     model_name: Any = "gpt2"
@@ -62,14 +61,14 @@ class DPO(GenerationMixin):
     _: KW_ONLY
     loss: str = "sigmoid"
     beta: float | None = None
-    gamma: float = 1.0  # the margin that SimPO aims at
+    gamma: float = 1.0  # SimPO's target margin
     label_smoothing: float = 0.0
     reference: Any = "base"
     tokenizer: Any = None
     truncation: str = "auto"
     prompt_template: str | None = None
     chunk_tokens: int | None = None
-    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     cache_dir: str | Path | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class DPO(GenerationMixin):
     groups_by_length = True
 
     def __post_init__(self) -> None:
-        self._begin()
+        self._init_task()
         if self.loss not in _BETAS:
             choices = ", ".join(map(repr, _BETAS))
             raise BadArgument(expected(f"loss to be one of {choices}", self.loss, did_you_mean(str(self.loss), _BETAS)))
@@ -91,12 +90,12 @@ class DPO(GenerationMixin):
             raise BadArgument(expected("truncation to be 'auto', 'truncate' or 'drop'", "split"))
         self._check_reference()
         self._reference: nn.Module | None = None
-        self._known_by: str | None = None
+        self._reference_digest: str | None = None
         self._policy_scores = _Scorer(self.chunk_tokens)
         self._reference_scores = _Scorer(self.chunk_tokens)
 
     def _check_reference(self) -> None:
-        if self.loss in _ALONE:
+        if self.loss in _REFERENCE_FREE:
             if self.reference is not None and not _is_base(self.reference):
                 raise BadArgument(expected(f"no reference with loss={self.loss!r}", self.reference, "Leave it out."))
             return
@@ -109,40 +108,40 @@ class DPO(GenerationMixin):
         if self.reference is self.model_name and isinstance(self.reference, nn.Module):
             do = "Pass reference='base' for a frozen copy."
             raise BadArgument(expected("a reference other than the model that is trained", "the same object", do))
-        if self._adapter_off and getattr(self.adapter, "bias", "none") != "none":
+        if self._disables_adapter and getattr(self.adapter, "bias", "none") != "none":
             raise BadArgument(
-                "Expected an adapter that can be switched off for the reference, received one that trains biases of "
-                "the model itself. Pass bias='none', or name the reference: reference=<name or folder of the model>."
+                "Expected an adapter that can be disabled for the reference, received one that trains biases of the "
+                "model itself. Pass bias='none', or a reference: reference=<name or folder of the model>."
             )
 
-    # -- the two models ------------------------------------------------------------------------------------
+    # -- model and reference -------------------------------------------------------------------------------
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with a reference."""
-        return self.loss not in _ALONE
+        """Whether the loss uses a reference model."""
+        return self.loss not in _REFERENCE_FREE
 
     @property
-    def _adapter_off(self) -> bool:
-        """Whether the reference is the model without its adapter."""
+    def _disables_adapter(self) -> bool:
+        """Whether the reference is the model with its adapter disabled."""
         return self.needs_reference and self.adapter is not None and _is_base(self.reference)
 
     def _load(self) -> nn.Module:
         model = super()._load()
-        self._fix_reference(model)
+        self._build_reference(model)
         return model
 
     def configure(self, info: Any) -> None:
         """Load the model and the reference now, after seeding."""
         super().configure(info)
-        self._fix_reference(self.model)  # of a model that was put in place of the one that would have been loaded
+        self._build_reference(self.model)  # if the user has set `model`
 
-    def _fix_reference(self, model: nn.Module) -> None:
-        """Make the reference, once: before the first step, and never again."""
-        if not self.needs_reference or self._known_by is not None:
+    def _build_reference(self, model: nn.Module) -> None:
+        """Build the reference once, before the first step."""
+        if not self.needs_reference or self._reference_digest is not None:
             return
-        if self._adapter_off:
-            self._known_by = _digest(model, frozen_only=True)
+        if self._disables_adapter:
+            self._reference_digest = _digest(model, frozen_only=True)
             return
         if _is_base(self.reference):
             reference = copy.deepcopy(model)
@@ -154,43 +153,40 @@ class DPO(GenerationMixin):
             reference = load_model(self.reference, self.kind, dtype=dtype, **options)
             self._fit_vocabulary(reference)
         self._reference = reference.requires_grad_(False).eval()
-        self._known_by = _digest(reference)
+        self._reference_digest = _digest(reference)
 
     def set_train_mode(self, train: bool) -> None:
-        """Training or evaluation mode for the model; the reference has but one."""
+        """Keep the reference in eval mode."""
         self.model.train(train)
         if self._reference is not None:
             self._reference.eval()
 
     def state_dict(self) -> dict[str, Any]:
-        """By what the reference is known again."""
-        return {"reference": self._known_by}
+        return {"reference": self._reference_digest}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on with another reference: the loss would be another one, and nothing would show it."""
-        if self.needs_reference and state.get("reference") not in (None, self._known_by):
+        if self.needs_reference and state.get("reference") not in (None, self._reference_digest):
             raise DataError(
-                "Expected the reference model that the run began with, received another one. Pass the same model_name "
-                "and reference, with the weights they had; a model that was trained meanwhile is not the same."
+                "Expected the reference model that the run started with, received another one. Pass the same "
+                "model_name and reference, with the same weights."
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take: the reference is made anew from its source."""
+        """Only check the digest: the reference is rebuilt from its source."""
         self.check_state(state)
 
     def config_dict(self) -> dict[str, Any]:
-        """The arguments, as far as they can be written down."""
-        written = super().config_dict()
+        config = super().config_dict()
         if isinstance(self.reference, nn.Module):
-            written["reference"] = type(self.reference).__name__
-        return written
+            config["reference"] = type(self.reference).__name__
+        return config
 
     # -- data ----------------------------------------------------------------------------------------------
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Pairs:
-        """Both answers of every record, tokenised once."""
+        """Tokenise both answers of each record once."""
         encoder = PairEncoder(
-            self.text,
+            self.text_tokenizer,
             max_length=self.max_length,
             train_on="completion",
             truncation=self.truncation,
@@ -200,25 +196,25 @@ class DPO(GenerationMixin):
         return preference_tokens(dataset, encoder, cache_dir=self.cache_dir, name=name)
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Pairs (B, 2, T), the chosen answer first, padded together; a batch can be cut between any two pairs."""
+        # (B, 2, T), the chosen answer first; so a batch can be split between any two pairs.
         answers = [pair[part] for pair in examples for part in ("chosen", "rejected")]
-        batch = pad(answers, self.text.pad_token_id, max_length=self.max_length)
+        batch = pad(answers, self.text_tokenizer.pad_token_id, max_length=self.max_length)
         return {name: tensor.unflatten(0, (-1, 2)) for name, tensor in batch.items()}
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """The loss of the pairs, summed, and what the answers are worth to the model."""
-        losses, metrics = self._judge(batch, self.label_smoothing)
+        """The loss summed over pairs, and rewards."""
+        losses, metrics = self._losses_and_rewards(batch, self.label_smoothing)
         return Loss(losses.sum(), len(losses), metrics=metrics)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The same without smoothing."""
-        losses, metrics = self._judge(batch, 0.0)
+        """Loss without label smoothing, and rewards."""
+        losses, metrics = self._losses_and_rewards(batch, 0.0)
         return {"loss": (losses.sum(), len(losses)), **metrics}
 
-    def _judge(self, batch: Mapping[str, Tensor], label_smoothing: float) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of each pair; and rewards, margin and accuracy as sums and numbers of pairs."""
+    def _losses_and_rewards(self, batch: Mapping[str, Tensor], label_smoothing: float) -> tuple[Tensor, dict[str, Any]]:
+        """The loss of each pair, and rewards, margin and accuracy as (sum, weight)."""
         assert self.beta is not None
         pairs = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
         reference = self._reference_log_probs(pairs) if self.needs_reference else None
@@ -231,7 +227,7 @@ class DPO(GenerationMixin):
             )  # fmt: skip
             rewards = preference_rewards(chosen, rejected, known[0], known[1], self.beta)
         else:
-            losses = self._loss_alone(chosen, rejected, label_smoothing)
+            losses = self._reference_free_loss(chosen, rejected, label_smoothing)
             rewards = preference_rewards(chosen, rejected, beta=self.beta)
         found = {
             "rewards/chosen": rewards.chosen,
@@ -241,35 +237,33 @@ class DPO(GenerationMixin):
         }
         return losses, {name: (values.sum(), len(values)) for name, values in found.items()}
 
-    def _loss_alone(self, chosen: Tensor, rejected: Tensor, label_smoothing: float) -> Tensor:
-        """The loss of each pair where there is no reference."""
+    def _reference_free_loss(self, chosen: Tensor, rejected: Tensor, label_smoothing: float) -> Tensor:
         assert self.beta is not None
         if self.loss == "orpo":
             return orpo_loss(chosen, rejected, self.beta, reduction="none")
         return simpo_loss(chosen, rejected, self.beta, self.gamma, label_smoothing=label_smoothing, reduction="none")
 
     def _of_pairs(self, found: SequenceLogProbs) -> Tensor:
-        """Log probabilities (B, 2): sums over the tokens of an answer, or means where the loss is made for these."""
+        """Log probabilities (B, 2): sums over the tokens of an answer, or means, depending on the loss."""
         values = found.sum / found.tokens.clamp(min=1) if self.loss in _PER_TOKEN else found.sum
         return values.unflatten(0, (-1, 2))
 
     @torch.no_grad()
     def _reference_log_probs(self, pairs: Mapping[str, Tensor]) -> Tensor:
-        # Before the policy's own pass: to switch an adapter off and on again changes what its parameters require.
-        if not self._adapter_off:
-            assert self._reference is not None, "configure() makes the reference"
+        # Runs before the policy's forward pass: disabling and enabling an adapter resets requires_grad.
+        if not self._disables_adapter:
+            assert self._reference is not None, "configure() builds the reference"
             return self._of_pairs(self._reference_scores(self._reference, pairs))
         with eval_mode(self.model), adapted_model(self.model).disable_adapter():
             return self._of_pairs(self._reference_scores(self.model, pairs))
 
     def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the tokens of a batch, in sentences."""
-        learned = (batch["labels"][..., 1:] != -100).any(-1)
-        return [] if bool(learned.all()) else ["An answer of the batch has no token to learn: all labels are -100."]
+        supervised = (batch["labels"][..., 1:] != -100).any(-1)
+        return [] if bool(supervised.all()) else ["An answer of the batch has no token to learn: all labels are -100."]
 
 
 class _Scorer:
-    """Log probabilities of the answers under a model, without the logits of all tokens at once where it can be."""
+    """Log probabilities of the answers under a model, with logits in chunks if the model allows it."""
 
     def __init__(self, chunk_tokens: int | None) -> None:
         if chunk_tokens is not None and chunk_tokens < 0:
@@ -278,7 +272,7 @@ class _Scorer:
         self._states = OutputStates(chunked=chunk_tokens != 0)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> SequenceLogProbs:
-        # No attention mask: padding is on the right, where no token of a causal model looks.
+        # No attention mask: padding is on the right, where no token of a causal model attends.
         states, head = self._states(model, {"input_ids": batch["input_ids"]})
         if head is None:
             return sequence_log_probs(states, batch["labels"])
@@ -290,11 +284,11 @@ def _is_base(reference: Any) -> bool:
 
 
 def _digest(model: nn.Module, frozen_only: bool = False) -> str:
-    """What tells a model from another, also from itself after a step: some elements of each parameter, bit by bit."""
+    """Identify a model by some elements of each parameter, bit by bit. It changes with a training step."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in model.parameters():
         if (frozen_only and parameter.requires_grad) or not parameter.is_floating_point():
-            continue  # what an adapter trains; and packed 4-bit weights, which devices may round differently
+            continue  # adapter weights; and packed 4-bit weights, which devices may round differently
         flat = parameter.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().cpu()
         digest.update(some.view(torch.uint8).numpy().tobytes())

@@ -1,8 +1,7 @@
-"""Embeddings of texts: vectors in which texts that mean the same lie close together, for search and comparison.
+"""Text embeddings for semantic search and similarity.
 
-Owns the task: what a record is, pooling, which loss is meant, and what is measured. Losses are in
-`losses.contrastive`, metrics in `eval`. A checkpoint opens with transformers, and with sentence-transformers, whose
-files lie beside it.
+The losses are in `losses.contrastive`, the metrics in `eval`. Checkpoints open with transformers and with
+sentence-transformers.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from trainformer.losses.metric_learning import make_pair_loss
 from trainformer.losses.numerics import check_positive, l2_normalize, no_autocast, upcast
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
-from trainformer.tasks.language.embedding_data import EmbeddedTexts, EmbeddingEncoder, Roles, collate, roles_of
+from trainformer.tasks.language.embedding_data import EmbeddingDataset, EmbeddingEncoder, Roles, collate, infer_roles
 
 LOSSES = ("auto", "multiple_negatives", "cosine", "supcon")
-POOLINGS = {"mean": "mean", "cls": "cls", "max": "max", "last": "lasttoken"}  # as sentence-transformers calls them
+POOLINGS = {"mean": "mean", "cls": "cls", "max": "max", "last": "lasttoken"}  # sentence-transformers' names
 
 
 @dataclass(eq=False)
 class TextEmbedding(LanguageTask):
-    """Train embeddings of texts with a model of transformers: an encoder (BERT, MPNet, ...) or a decoder (Qwen, ...).
+    """Train text embeddings with a transformers encoder (BERT, MPNet, ...) or decoder (Qwen, ...).
 
-    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
-    the same name unless `tokenizer` says otherwise. Records are pairs (`anchor` and `positive`, `query` and `passage`,
-    `sentence1` and `sentence2`, ...), perhaps with `negative` texts; pairs with a `score` from -1 to 1; or texts with
-    a `label`. `loss="auto"` means `"multiple_negatives"`, `"cosine"` and `"supcon"` for these, in turn.
+    `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
+    `model_name`. Records are pairs (`anchor` and `positive`, `query` and `passage`, `sentence1` and `sentence2`, ...),
+    optionally with `negative` texts; pairs with a `score` from -1 to 1; or texts with a `label`. `loss="auto"` selects
+    `"multiple_negatives"`, `"cosine"` or `"supcon"`, respectively.
 
-    With multiple negatives, an anchor shall find its positive among those of the whole batch (and of all ranks): the
-    larger the batch, the better. Equal texts are not negatives of each other. `symmetric` also searches the other way.
-    `matryoshka_dims` trains the first so many values of an embedding to do by themselves.
+    With multiple negatives, the positives of the whole batch (of all ranks) are negatives for each other anchor, so
+    larger batches are better. Equal texts are not negatives of each other. `symmetric` adds the loss from positives to
+    anchors. `matryoshka_dims` trains prefixes of the embedding with these lengths.
 
-    `pooling` makes one vector of those of the tokens: `"mean"`, `"cls"`, `"max"` or `"last"` (decoders). `query_prompt`
-    comes before anchors, `passage_prompt` before all other texts.
+    `pooling` is `"mean"`, `"cls"`, `"max"` or `"last"` (for decoders). `query_prompt` is prepended to anchors,
+    `passage_prompt` to all other texts.
     """
 
     model_name: Any = "sentence-transformers/all-MiniLM-L6-v2"
@@ -66,16 +65,16 @@ class TextEmbedding(LanguageTask):
     matryoshka_dims: Sequence[int] | None = None
     recall_at: tuple[int, ...] = (1, 5, 10)
     tokenizer: Any = None
-    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     cache_dir: str | Path | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "embedding"
-    groups_by_length = False  # batches of like lengths would have other negatives than random ones
+    groups_by_length = False  # batches of similar length would have other negatives than random ones
 
     def __post_init__(self) -> None:
-        self._begin()
+        self._init_task()
         for name, known in (("pooling", tuple(POOLINGS)), ("loss", LOSSES)):
             value = getattr(self, name)
             if value not in known:
@@ -95,35 +94,35 @@ class TextEmbedding(LanguageTask):
         config = getattr(inner, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             do = "Use an encoder or a decoder."
-            raise BadArgument(expected("a model that reads texts alone", type(inner).__name__, do))
+            raise BadArgument(expected("an encoder-only or decoder-only model", type(inner).__name__, do))
         width = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
         if self.matryoshka_dims is not None and width is not None and max(self.matryoshka_dims) > width:
             raise BadArgument(expected(f"matryoshka_dims of at most {width}, the width", list(self.matryoshka_dims)))
         pooler = getattr(inner, "pooler", None)
-        if isinstance(pooler, nn.Module):  # of no use here: it would wait for gradients that never come
+        if isinstance(pooler, nn.Module):  # unused: it would never receive gradients
             pooler.requires_grad_(False)
         return model
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """A batch is not cut where memory is short: its texts are each other's negatives."""
-        wanted = {**super().training_defaults(settings, chosen), "oom": "raise"}
+        """Never split a batch when out of memory: its texts are each other's negatives."""
+        defaults = {**super().training_defaults(settings, chosen), "oom": "raise"}
         if self.loss == "supcon" and not {"monitor_metric", "monitor_mode"} & set(chosen):
-            wanted |= {"monitor_metric": "val/map@r", "monitor_mode": "max"}
-        return wanted
+            defaults |= {"monitor_metric": "val/map@r", "monitor_mode": "max"}
+        return defaults
 
     # -- data ----------------------------------------------------------------------------------------------
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """All texts of each record, tokenised once."""
+        """Tokenise all texts of each record once."""
         records = records_of(dataset, None)
-        roles = self._checked(roles_of(records[0], self.loss), train)
+        roles = self._check_roles(infer_roles(records[0], self.loss), train)
         prompts = self.query_prompt, self.passage_prompt
-        encoder = EmbeddingEncoder(self.text, self.max_length, roles, prompts, labelled=train)
+        encoder = EmbeddingEncoder(self.text_tokenizer, self.max_length, roles, prompts, labelled=train)
         name = "training data" if train else "validation data"
-        return EmbeddedTexts(tokenize(encoder.needed(records), encoder, cache_dir=self.cache_dir, name=name), roles)
+        return EmbeddingDataset(tokenize(encoder.needed(records), encoder, cache_dir=self.cache_dir, name=name), roles)
 
-    def _checked(self, roles: Roles, train: bool) -> Roles:
-        """Records that the loss can learn from; for evaluation, and to embed, any will do."""
+    def _check_roles(self, roles: Roles, train: bool) -> Roles:
+        """Check that training records fit the loss; evaluation and prediction accept any."""
         loss = roles.loss if self.loss == "auto" else self.loss
         fits = {
             "multiple_negatives": len(roles.texts) > 1,
@@ -140,13 +139,12 @@ class TextEmbedding(LanguageTask):
         return roles._replace(loss=loss if fits[loss] else "none")
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Padded texts: `input_ids` of anchors, and those of positives, negatives, ... under names of their own."""
-        return collate(examples, self.text.pad_token_id, self.max_length)
+        return collate(examples, self.text_tokenizer.pad_token_id, self.max_length)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def _embedded(self, batch: Mapping[str, Tensor], role: str = "") -> Tensor:
-        """Embeddings of one kind of text: (B, D), or (B, N, D) of several negatives. In float32, not normalised."""
+    def _embed_role(self, batch: Mapping[str, Tensor], role: str = "") -> Tensor:
+        """Embeddings of one role: (B, D), or (B, N, D) for negatives. In float32, not normalised."""
         ids, mask = batch[f"{role}input_ids"], batch[f"{role}attention_mask"]
         hidden = self.model(input_ids=ids.flatten(0, -2), attention_mask=mask.flatten(0, -2)).last_hidden_state
         return pool(hidden, mask.flatten(0, -2), self.pooling).unflatten(0, ids.shape[:-1])
@@ -154,16 +152,16 @@ class TextEmbedding(LanguageTask):
     def _widths(self, embeddings: Tensor) -> list[int]:
         return [embeddings.shape[-1]] if self.matryoshka_dims is None else list(self.matryoshka_dims)
 
-    def _normalized(self, embeddings: Tensor) -> Tensor:
+    def _normalize(self, embeddings: Tensor) -> Tensor:
         return l2_normalize(embeddings) if self.normalize else embeddings
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """The loss of a batch, summed over its anchors (and over the widths of `matryoshka_dims`)."""
-        anchors = self._embedded(batch)
+        """The loss, summed over anchors (and over `matryoshka_dims`)."""
+        anchors = self._embed_role(batch)
         if "labels" in batch:
             return self._labelled_loss(anchors, batch["labels"])
-        positives = self._embedded(batch, "positive_")
-        negatives = self._embedded(batch, "negative_") if "negative_input_ids" in batch else None
+        positives = self._embed_role(batch, "positive_")
+        negatives = self._embed_role(batch, "negative_") if "negative_input_ids" in batch else None
         total = torch.zeros((), device=anchors.device)
         for width in self._widths(anchors):
             first, second = anchors[:, :width], positives[:, :width]
@@ -188,22 +186,22 @@ class TextEmbedding(LanguageTask):
         return Loss(torch.stack(means).sum() * len(labels), len(labels))
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Embeddings of the whole set, which is looked at at once."""
-        rows: dict[str, Any] = {"embedding": self._normalized(self._embedded(batch)), "key": batch["key"]}
+        """Embeddings for the dataset-level metrics."""
+        rows: dict[str, Any] = {"embedding": self._normalize(self._embed_role(batch)), "key": batch["key"]}
         if "positive_input_ids" in batch:
-            positives = self._embedded(batch, "positive_")
-            rows |= {"positive": self._normalized(positives), "positive_key": batch["positive_key"]}
+            positives = self._embed_role(batch, "positive_")
+            rows |= {"positive": self._normalize(positives), "positive_key": batch["positive_key"]}
         if "scores" in batch:
             losses = cosine_similarity_loss(rows["embedding"], rows["positive"], batch["scores"], reduction="sum")
             rows |= {"loss": (losses, len(batch["scores"])), "score": batch["scores"]}
         return rows | ({"label": batch["labels"]} if "labels" in batch else {})
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
-        """How well anchors find their positives among all distinct ones, or how well cosines follow the scores."""
+        """Retrieval metrics over all distinct texts, or correlations of cosines with scores."""
         if "label" in rows:
             return retrieval_metrics(rows["embedding"].float(), rows["label"], recall_at=self.recall_at)
         if "positive" not in rows:
-            raise DataError(expected("pairs of texts, or texts with labels, to evaluate on", "texts alone"))
+            raise DataError(expected("pairs of texts, or texts with labels, to evaluate on", "single texts"))
         if "score" in rows:
             cosines = (l2_normalize(rows["embedding"]) * l2_normalize(rows["positive"])).sum(1)
             return {
@@ -221,41 +219,40 @@ class TextEmbedding(LanguageTask):
         )
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Embeddings of the (first) texts, with labels beside them where there are any."""
-        rows = {"embedding": self._normalized(self._embedded(batch))}
+        """Embeddings of the (first) texts, and labels if the data has them."""
+        rows = {"embedding": self._normalize(self._embed_role(batch))}
         return rows | ({"label": batch["labels"]} if "labels" in batch else {})
 
-    # -- use -----------------------------------------------------------------------------------------------
+    # -- inference -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def embed(self, texts: Any, *, prompt: str = "", dim: int | None = None, batch_size: int = 32) -> Tensor:
-        """Embeddings (N, D) of texts, on the CPU. `prompt` comes before each; `dim` keeps the first so many values."""
+        """Return embeddings (N, D) on the CPU. `prompt` is prepended to each text; `dim` truncates the embeddings."""
         several = [texts] if isinstance(texts, str) else list(texts)
         if not several:
             raise BadArgument(expected("at least one text", texts))
         roles = Roles(("text",), None, "none")
-        encoder = EmbeddingEncoder(self.text, self.max_length, roles, (prompt, prompt), labelled=False)
-        items = [roles.taken_apart(encoder.encode({"text": text})[0]._asdict()) for text in several]
+        encoder = EmbeddingEncoder(self.text_tokenizer, self.max_length, roles, (prompt, prompt), labelled=False)
+        items = [roles.split_item(encoder.encode({"text": text})[0]._asdict()) for text in several]
         order = sorted(range(len(items)), key=lambda place: -len(items[place]["input_ids"]))  # less padding
         model: Any = unwrap_model(self.model)
         found = []
         with eval_mode(model):
             for begin in range(0, len(items), batch_size):
                 batch = self.collate_fn([items[place] for place in order[begin : begin + batch_size]])
-                found.append(self._embedded({name: value.to(model.device) for name, value in batch.items()}).cpu())
+                found.append(self._embed_role({name: value.to(model.device) for name, value in batch.items()}).cpu())
         rows = torch.cat(found)[torch.tensor(order).argsort(), :dim]
-        return self._normalized(rows)
+        return self._normalize(rows)
 
     def similarity(self, queries: Any, passages: Any) -> Tensor:
-        """Cosines (Q, P) of texts, with the prompts of each side."""
+        """Return cosine similarities (Q, P) of queries and passages, with their prompts."""
         sides = (queries, self.query_prompt), (passages, self.passage_prompt)
         first, second = (l2_normalize(self.embed(texts, prompt=prompt)) for texts, prompt in sides)
         return first @ second.T
 
-    # -- records -------------------------------------------------------------------------------------------
+    # -- checks and assets ---------------------------------------------------------------------------------
 
     def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the texts of a batch, in sentences."""
         if "positive_key" not in batch or "scores" in batch:
             return []
         if len(batch["key"]) == 1:
@@ -265,7 +262,7 @@ class TextEmbedding(LanguageTask):
         return []
 
     def save_assets(self, folder: Path) -> list[str]:
-        """What `from_pretrained` looks for, and what `SentenceTransformer` does: pooling, normalising, prompts."""
+        """Write the files for `from_pretrained`, and those for `SentenceTransformer` (pooling, prompts)."""
         names = super().save_assets(folder)
         kinds = ["Transformer", "Pooling", *(["Normalize"] if self.normalize else [])]
         paths = ["", *(f"{place}_{kind}" for place, kind in enumerate(kinds) if place)]
@@ -290,14 +287,14 @@ class TextEmbedding(LanguageTask):
             (folder / name).write_text(json.dumps(content, indent=2))
         for path in paths[2:]:
             (folder / path).mkdir(exist_ok=True)
-        return sorted({*names, *(name for name in files if "/" not in name)})  # manifests have no folders
+        return sorted({*names, *(name for name in files if "/" not in name)})  # the manifest lists top-level files
 
 
 _MODES = ("cls_token", "max_tokens", "mean_tokens", "lasttoken")
 
 
 def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
-    """One vector (N, D) of the vectors (N, T, D) of tokens, in float32; padding, on either side, does not count.
+    """Pool token vectors (N, T, D) to (N, D) in float32, ignoring padding on either side.
 
     >>> hidden = torch.tensor([[[1.0], [3.0], [9.0]]])
     >>> [pool(hidden, torch.tensor([[1, 1, 0]]), how).item() for how in ("mean", "cls", "max", "last")]
@@ -307,7 +304,7 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
         hidden = upcast(hidden)
         there = mask.bool().unsqueeze(-1)
         if how == "mean":
-            # Padding is set to zero, not multiplied by it: what is there may be no number.
+            # masked_fill instead of a product: padding may hold NaN.
             return hidden.masked_fill(~there, 0.0).sum(1) / there.sum(1).clamp(min=1)
         if how == "max":
             return hidden.masked_fill(~there, -torch.inf).amax(1)
@@ -317,7 +314,7 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
 
 
 def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each different key stands first, and which of these every key is.
+    """Return the first position of each distinct key, and the index of each key among the distinct ones.
 
     >>> distinct(torch.tensor([7, 5, 7]))
     (tensor([1, 0]), tensor([1, 0, 1]))

@@ -1,7 +1,4 @@
-"""Records for embeddings: which texts of a record play which role, as tokens in a store and as batches.
-
-Owns roles, keys that tell equal texts, and shapes. What is learned from them is the business of `embedding`.
-"""
+"""Data for text embeddings: the role of each text in a record, tokenisation, and batches."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ from trainformer.data.text.schemas import TEXT_KEYS, expected_value, require_key
 from trainformer.data.text.store import StoreView
 from trainformer.tasks.language.token_records import (
     PartsEncoder,
-    as_words,
-    found_keys,
-    from_words,
-    joined,
+    find_keys,
+    from_int32,
+    join_parts,
     only_columns,
-    parted,
+    split_parts,
+    to_int32,
 )
 
-_VERSION = "embedded-1"  # of what `EmbeddingEncoder` makes of a record: raise it when that changes
+_VERSION = "embedded-1"  # of the output of `EmbeddingEncoder`: raise it when that changes, to invalidate cached tokens
 _PAIRS = (
     *(("anchor", "positive"), ("query", "positive"), ("question", "positive"), ("query", "pos"), ("anchor", "pos")),
     *(("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("text1", "text2"), ("text_a", "text_b")),
@@ -40,15 +37,15 @@ _PAIRS = (
     *(("text", "text_pair"), ("source", "target")),
 )
 _NEGATIVES = (("negative",), ("negatives",), ("neg",), ("hard_negative",))
-_NUMBERED = re.compile(r"(hard_)?neg(ative)?s?_?\d+", re.I)
+_NUMBERED, _DIGITS = re.compile(r"(hard_)?neg(ative)?s?_?\d+", re.I), re.compile(r"\D")
 _SCORES = tuple((name,) for name in ("score", "similarity_score", "similarity", "label"))
 _LABELS = (("label",), ("labels",), ("class",), ("category",))
 
 
 class Roles(NamedTuple):
-    """The keys of an anchor, its positive and its negatives (or of one text), the key of a score or label, the loss.
+    """The columns of anchor, positive and negatives (or of a single text), the column of a score or label, the loss.
 
-    `negatives` is how many there are; they may be one list under one key.
+    `negatives` is the number of negatives, which may be a list in one column.
     """
 
     texts: tuple[str, ...]
@@ -58,30 +55,30 @@ class Roles(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Texts of a record."""
+        """Number of texts per record."""
         return min(len(self.texts), 2) + self.negatives
 
-    def taken_apart(self, item: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """The texts of a piece and their keys, and what stands beside them."""
-        *texts, target = parted(item, self.size + 1)
-        made: dict[str, Any] = {"input_ids": texts[0], "key": key_of(texts[0])}
+    def split_item(self, item: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Split a stored sequence into texts with their keys, and the score or label."""
+        *texts, target = split_parts(item, self.size + 1)
+        example: dict[str, Any] = {"input_ids": texts[0], "key": text_key(texts[0])}
         if len(texts) > 1:
-            made |= {"positive": texts[1], "positive_key": key_of(texts[1])}
+            example |= {"positive": texts[1], "positive_key": text_key(texts[1])}
         if self.negatives:
-            made |= {"negatives": texts[2:], "negative_key": [key_of(text) for text in texts[2:]]}
+            example |= {"negatives": texts[2:], "negative_key": [text_key(text) for text in texts[2:]]}
         if self.loss == "cosine" and len(target):
-            made["score"] = from_words(target, np.float32)[0]
+            example["score"] = from_int32(target, np.float32)[0]
         if self.loss == "supcon" and len(target):
-            made["label"] = from_words(target, np.int64)[0]
-        return made
+            example["label"] = from_int32(target, np.int64)[0]
+        return example
 
 
-def roles_of(record: Any, loss: str = "auto") -> Roles:
-    """What the texts of a record are, by its keys, and which loss that means if none is named.
+def infer_roles(record: Any, loss: str = "auto") -> Roles:
+    """Infer the roles of a record's texts from its columns, and the loss if it is "auto".
 
-    >>> roles_of({"query": "a", "positive": "b", "negative": ["c", "d"]})
+    >>> infer_roles({"query": "a", "positive": "b", "negative": ["c", "d"]})
     Roles(texts=('query', 'positive', 'negative'), target=None, loss='multiple_negatives', negatives=2)
-    >>> roles_of({"sentence1": "a", "sentence2": "b", "score": 0.5}).loss
+    >>> infer_roles({"sentence1": "a", "sentence2": "b", "score": 0.5}).loss
     'cosine'
     """
     if isinstance(record, str):
@@ -89,36 +86,34 @@ def roles_of(record: Any, loss: str = "auto") -> Roles:
     if isinstance(record, list | tuple) and len(record) > 1 and all(isinstance(text, str) for text in record):
         names = ("anchor", "positive", *(f"negative_{i}" for i in range(1, len(record) - 1)))
         return Roles(names, None, "multiple_negatives", len(record) - 2)
-    pair = found_keys(record, _PAIRS)
+    pair = find_keys(record, _PAIRS)
     if pair is None:
-        text = found_keys(record, [("input_ids",), *((name,) for name in (*TEXT_KEYS, "anchor", "query"))])
+        text = find_keys(record, [("input_ids",), *((name,) for name in (*TEXT_KEYS, "anchor", "query"))])
         if text is None:
             received = list(record) if isinstance(record, Mapping) else type(record).__name__
             do = "Rename the columns to anchor and positive, for instance."
             raise DataError(expected("records of two texts, or of a text and a label", received, do))
-        label = found_keys(record, _LABELS)
+        label = find_keys(record, _LABELS)
         return Roles(text, None if label is None else label[0], "supcon")
-    numbered = tuple(sorted((key for key in record if _NUMBERED.fullmatch(str(key))), key=_number))
-    negatives = numbered or found_keys(record, _NEGATIVES) or ()
+    numbered = sorted(
+        (key for key in record if _NUMBERED.fullmatch(str(key))), key=lambda key: int(_DIGITS.sub("", key))
+    )
+    negatives = tuple(numbered) or find_keys(record, _NEGATIVES) or ()
     several = len(negatives) == 1 and isinstance(record[negatives[0]], list | tuple)
     size = len(record[negatives[0]]) if several else len(negatives)
-    score = None if negatives else found_keys(record, _SCORES)
-    # The label of a pair is a score where it is no class: 0 and 1 say whether two texts mean the same.
+    score = None if negatives else find_keys(record, _SCORES)
+    # The label of a pair is a score if it is a float; an integer is a class.
     is_class = score is not None and score[0].lower() == "label" and not isinstance(record[score[0]], float)
     if loss == "multiple_negatives" or (loss == "auto" and is_class):
         score = None
-    meant = "multiple_negatives" if score is None else "cosine"
-    return Roles((*pair, *negatives), None if score is None else score[0], meant, size)
+    inferred = "multiple_negatives" if score is None else "cosine"
+    return Roles((*pair, *negatives), None if score is None else score[0], inferred, size)
 
 
-def _number(key: str) -> int:
-    return int(re.sub(r"\D", "", key))
+def text_key(ids: np.ndarray) -> int:
+    """A 64-bit hash of a text's tokens, the same in every process.
 
-
-def key_of(ids: np.ndarray) -> int:
-    """64 bits that tell texts apart by their tokens, the same in every process.
-
-    >>> key_of(np.array([1, 2], dtype=np.int32)) == key_of(np.array([1, 2], dtype=np.int64))
+    >>> text_key(np.array([1, 2], dtype=np.int32)) == text_key(np.array([1, 2], dtype=np.int64))
     True
     """
     digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int32).tobytes(), digest_size=8).digest()
@@ -126,9 +121,9 @@ def key_of(ids: np.ndarray) -> int:
 
 
 class EmbeddingEncoder(PartsEncoder):
-    """Turns records into tokens: those of every text, and the score or label.
+    """Tokenise all texts of a record, with the score or label.
 
-    `prompts` come before the anchor, and before all other texts. `labelled` records must have what the loss needs.
+    `prompts` are prepended to the anchor, and to all other texts. `labelled` records must have what the loss needs.
     """
 
     def __init__(
@@ -140,28 +135,27 @@ class EmbeddingEncoder(PartsEncoder):
         self.labelled = labelled
 
     def fingerprint(self) -> str:
-        """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {tuple(self.roles)} {self.prompts!r}"
 
     def needed(self, records: Any) -> Any:
-        """Records with the columns that are read alone."""
+        """Select the columns that are read."""
         target = [] if self.roles.target is None else [self.roles.target]
         return only_columns(records, [*self.roles.texts, *target])
 
     def _piece(self, record: Any, report: EncodingReport) -> Encoded:
         texts, target = self._parts_of(record)
-        made = [self._one(text, self.prompts[place > 0]) for place, text in enumerate(texts)]
-        self._count(report, sum(len(ids) for ids, _ in made), any(cut for _, cut in made))
-        return joined([*(ids for ids, _ in made), self._target(target)])
+        encoded = [self._encode_text(text, self.prompts[place > 0]) for place, text in enumerate(texts)]
+        self._count(report, sum(len(ids) for ids, _ in encoded), any(cut for _, cut in encoded))
+        return join_parts([*(ids for ids, _ in encoded), self._encode_target(target)])
 
-    def _one(self, text: Any, prompt: str) -> tuple[np.ndarray, bool]:
+    def _encode_text(self, text: Any, prompt: str) -> tuple[np.ndarray, bool]:
         if not isinstance(text, str) and self.roles.texts[0].lower() == "input_ids":
             return self._given_tokens(text)
         ids, _, cut = self._tokens(prompt + self._text(text, "the texts of the record"))
         return ids, cut
 
     def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
-        """All texts of a record in their order, and what stands beside them."""
+        """All texts of a record in order, and its score or label."""
         if isinstance(record, str):
             record = {self.roles.texts[0]: record}
         elif isinstance(record, list | tuple):
@@ -174,31 +168,31 @@ class EmbeddingEncoder(PartsEncoder):
             raise DataError(expected(what, len(texts) - 2, "Give every record equally many."))
         return texts, None if self.roles.target is None else record.get(self.roles.target)
 
-    def _target(self, value: Any) -> np.ndarray:
+    def _encode_target(self, value: Any) -> np.ndarray:
         if self.roles.loss not in ("cosine", "supcon") or self.roles.target is None:
             return np.empty(0, dtype=np.int32)
         if value is None:
             raise DataError(expected(f"a {self.roles.target}", "none", "Remove the record, or give it one."))
         if self.roles.loss == "supcon":
-            # Labels only say which texts belong together: a digest of a name will do.
+            # Labels only group texts, so a hash of the name is enough.
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            return as_words(np.asarray([value if whole else _digest(str(value))], dtype=np.int64))
+            return to_int32(np.asarray([value if whole else _digest(str(value))], dtype=np.int64))
         try:
             score = float(value)
         except (TypeError, ValueError):
             score = math.nan
         if not -1 <= score <= 1:
-            do = "Bring scores into this range: divide those from 0 to 5 by 5."
-            raise DataError(expected_value("a score from -1 to 1, as a cosine has", value, do))
-        return as_words(np.asarray([score], dtype=np.float32))
+            do = "Rescale the scores: divide scores from 0 to 5 by 5."
+            raise DataError(expected_value("a score from -1 to 1, the range of a cosine", value, do))
+        return to_int32(np.asarray([score], dtype=np.float32))
 
 
 def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class EmbeddedTexts(StoreView):
-    """A token store of `EmbeddingEncoder`, taken apart again. Lengths are those of all texts of a record together."""
+class EmbeddingDataset(StoreView):
+    """A token store of `EmbeddingEncoder`, split into texts. Lengths are the total over all texts of a record."""
 
     def __init__(self, store: Any, roles: Roles) -> None:
         super().__init__(store)
@@ -206,17 +200,17 @@ class EmbeddedTexts(StoreView):
 
     @property
     def targets(self) -> np.ndarray | None:
-        """The class of each labelled text, counted from 0, which samplers ask for."""
+        """The class index of each labelled text, for samplers."""
         if self.roles.loss != "supcon" or self.roles.target is None:
             return None
         return np.unique([int(self[i]["label"]) for i in range(len(self))], return_inverse=True)[1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.roles.taken_apart(self.store[index])
+        return self.roles.split_item(self.store[index])
 
 
 def collate(examples: Sequence[Mapping[str, Any]], pad_id: int, max_length: int) -> dict[str, Tensor]:
-    """A batch: texts of each role padded by themselves, negatives as (B, N, T)."""
+    """Collate examples: texts of each role are padded separately, negatives have shape (B, N, T)."""
     batch = _padded([example["input_ids"] for example in examples], pad_id, max_length)
     first = examples[0]
     if "positive" in first:

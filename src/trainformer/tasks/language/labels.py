@@ -1,8 +1,7 @@
-"""Labels of texts and words: which there are, and what number each has.
+"""Labels of texts and tokens: inferring the problem and the classes from a dataset, and encoding labels.
 
-Owns finding the problem (one class of several, several classes at once, numbers) and the classes from the labels of a
-data set, and writing a label down as a few 32-bit words. Names are numbered once, by the training data; a label that
-training does not know is an error.
+The problem is single-label or multi-label classification, or regression. The training data defines the classes; an
+unknown label is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,71 +19,71 @@ from torch import Tensor
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.schemas import expected_value
-from trainformer.tasks.language.token_records import as_words, from_words
+from trainformer.tasks.language.token_records import from_int32, to_int32
 
 Problem = Literal["single", "multi", "regression"]
-PROBLEM_TYPES = {  # what transformers calls them
+PROBLEM_TYPES = {  # transformers' names
     "single": "single_label_classification",
     "multi": "multi_label_classification",
     "regression": "regression",
 }
-_MOST_CLASSES = 100_000  # beyond, labels are identifiers or texts
+_MOST_CLASSES = 100_000  # with more, the labels are probably identifiers or texts
 
 
 @dataclass(frozen=True)
 class Labels:
-    """A problem, its classes (or numbers to be predicted), and how often each occurs where that was counted.
+    """A problem with its classes (or regression targets), and the class counts if known.
 
-    `hot` says that the labels of a sample are given as one 0 or 1 for each class.
+    `multi_hot` means that a sample's labels are given as one 0 or 1 per class.
 
     >>> labels = Labels("single", 2, ("bad", "good"))
-    >>> labels.decoded([labels.words("good"), labels.words(0)])
+    >>> labels.decode([labels.encode("good"), labels.encode(0)])
     tensor([1, 0])
     """
 
     problem: Problem
     count: int
     names: tuple[str, ...] | None = None
-    hot: bool = False
+    multi_hot: bool = False
     counts: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def width(self) -> int:
-        """Words of a label."""
+        """Number of int32 values of an encoded label."""
         return {"single": 1, "multi": -(-self.count // 4), "regression": self.count}[self.problem]
 
-    def words(self, label: Any) -> np.ndarray:
-        """A label as 32-bit words; None is a label that is not there."""
+    def encode(self, label: Any) -> np.ndarray:
+        """Encode a label as int32 values; None is a missing label."""
         if self.problem == "single":
             return np.asarray([-1 if label is None else self.index(label)], dtype=np.int32)
         if self.problem == "regression":
-            return as_words(np.asarray(self._numbers(label), dtype=np.float32))
+            return to_int32(np.asarray(self._numbers(label), dtype=np.float32))
         if label is None:
             return np.full(self.width, -1, dtype=np.int32)
         marks = np.zeros(self.count, dtype=np.uint8)
         marks[self._indices(label)] = 1
-        return as_words(marks)
+        return to_int32(marks)
 
-    def decoded(self, rows: Sequence[np.ndarray]) -> Tensor | None:
-        """The labels of a batch: class indices (B,), or floats (B, classes); None if one is not there."""
+    def decode(self, rows: Sequence[np.ndarray]) -> Tensor | None:
+        """Decode the labels of a batch: class indices (B,), or floats (B, classes); None if one is missing."""
         if self.problem == "regression":
-            values = np.stack([from_words(row, np.float32) for row in rows])
+            values = np.stack([from_int32(row, np.float32) for row in rows])
             return None if np.isnan(values).any() else torch.from_numpy(values.copy())
         stacked = np.stack(rows)
         if (stacked < 0).any():
             return None
         if self.problem == "single":
             return torch.from_numpy(stacked[:, 0].astype(np.int64))
-        marks = np.stack([from_words(row, np.uint8)[: self.count] for row in rows])
+        marks = np.stack([from_int32(row, np.uint8)[: self.count] for row in rows])
         return torch.from_numpy(marks.astype(np.float32))
 
     def index(self, label: Any) -> int:
-        """The number of a class, by its name or number."""
-        if isinstance(label, float) and label.is_integer():  # what a table makes of whole numbers beside gaps
+        """Return the index of a class, given its name or index."""
+        if isinstance(label, float) and label.is_integer():  # pandas turns integers into floats if values are missing
             label = int(label)
-        if isinstance(label, str) or (self._names_are_numbers() and _is_whole(label)):
-            return self._named(str(label).strip())
-        if not _is_whole(label):
+        if isinstance(label, str) or (self._names_are_numbers() and _is_integer(label)):
+            return self._index_of_name(str(label).strip())
+        if not _is_integer(label):
             raise DataError(expected_value("a label that is the name or the number of a class", label))
         if not 0 <= int(label) < self.count:
             do = "Classes count from 0." if self.names is None else f"Classes are: {_some(self.names)}."
@@ -92,10 +91,10 @@ class Labels:
         return int(label)
 
     def name(self, index: int) -> str:
-        """The name of a class, as transformers gives one to classes that have none."""
+        """Return the name of a class; unnamed classes are called as in transformers."""
         return f"LABEL_{index}" if self.names is None else self.names[index]
 
-    def _named(self, label: str) -> int:
+    def _index_of_name(self, label: str) -> int:
         if self.names is None:
             if label.isdecimal() and int(label) < self.count:
                 return int(label)
@@ -103,8 +102,8 @@ class Labels:
         try:
             return self.names.index(label)
         except ValueError:
-            hint = did_you_mean(label, self.names) or f"Training knows: {_some(self.names)}."
-            raise DataError(expected_value("the label of a class that training knows", label, hint)) from None
+            hint = did_you_mean(label, self.names) or f"Known classes: {_some(self.names)}."
+            raise DataError(expected_value("a label that occurs in the training data", label, hint)) from None
 
     def _names_are_numbers(self) -> bool:
         return self.names is not None and all(name.lstrip("-").isdecimal() for name in self.names)
@@ -113,11 +112,11 @@ class Labels:
         several = _as_list(label)
         if several is None:
             several = [label]
-        if not self.hot:
+        if not self.multi_hot:
             return [self.index(one) for one in several]
         if len(several) != self.count or any(mark not in (0, 1) for mark in several):
-            raise DataError(expected_value(f"{self.count} marks of 0 or 1, one for each class", several))
-        return [place for place, mark in enumerate(several) if mark]
+            raise DataError(expected_value(f"{self.count} values of 0 or 1, one for each class", several))
+        return [index for index, mark in enumerate(several) if mark]
 
     def _numbers(self, label: Any) -> list[float]:
         if label is None:
@@ -141,40 +140,40 @@ def read_labels(
     count: int | None = None,
     known: Sequence[str] | None = None,
 ) -> Labels:
-    """What the labels of a data set are. `problem`, `names` and `count` are what is said of them already.
+    """Infer the problem and the classes from all labels of a dataset. `problem`, `names` and `count` override it.
 
-    Names are numbered in their order (numbers by value); in that of `known`, where these are all of them.
+    Names are sorted (numbers by value), or in the order of `known` (a pretrained model's classes) if it has them all.
 
     >>> read_labels(["good", "bad", "good"])
-    Labels(problem='single', count=2, names=('bad', 'good'), hot=False)
+    Labels(problem='single', count=2, names=('bad', 'good'), multi_hot=False)
     >>> read_labels([[0, 2], [], [1]]).count, read_labels([0.5, 1.25]).problem
     (3, 'regression')
     """
-    seen = _Seen(regression=problem == "regression")
+    seen = _LabelStatistics(regression=problem == "regression")
     for value in values:
         seen.add(value)
     problem = problem or seen.problem()
     if problem == "regression":
         return Labels("regression", count or seen.longest or 1, None if names is None else tuple(names))
-    hot = problem == "multi" and seen.is_hot()
+    multi_hot = problem == "multi" and seen.is_multi_hot()
     found = seen.classes()
     texts = [label for label in found if isinstance(label, str)]
-    if names is None and texts and not hot:
-        wanted = sorted({str(label) for label in found}, key=_by_value)
-        names = known if known is not None and set(wanted) <= set(known) else wanted
-    size = seen.longest if hot else max((int(label) for label in found if not isinstance(label, str)), default=-1) + 1
-    size = max(size, count or 0)
+    if names is None and texts and not multi_hot:
+        unique = sorted({str(label) for label in found}, key=_by_value)
+        names = known if known is not None and set(unique) <= set(known) else unique
+    largest = max((int(label) for label in found if not isinstance(label, str)), default=-1)
+    size = max(seen.longest if multi_hot else largest + 1, count or 0)
     if names is None and known is not None and size in (0, len(known)):
         names = known
     size = size if names is None else len(names)
     if not seen.total and names is None and count is None:
         raise DataError(expected("labels in the training data", "none"))
-    made = Labels(problem, size, None if names is None else tuple(names), hot)
-    return Labels(problem, size, made.names, hot, _counted(made, seen))
+    labels = Labels(problem, size, None if names is None else tuple(names), multi_hot)
+    return replace(labels, counts=_class_counts(labels, seen))
 
 
 def check_classes(labels: Labels, num_classes: int | None) -> None:
-    """Refuse fewer than two classes, and another number than the user's."""
+    """Check that there are at least two classes, and as many as `num_classes`."""
     if labels.problem == "regression":
         return
     if num_classes is not None and labels.count != num_classes:
@@ -184,11 +183,11 @@ def check_classes(labels: Labels, num_classes: int | None) -> None:
         )
     if labels.problem == "single" and labels.count < 2:
         what = "none" if not labels.count else f"{labels.count} ({labels.name(0)})"
-        raise DataError(expected("at least two classes to tell apart", what, "Are the labels in the data?"))
+        raise DataError(expected("at least two classes", what, "Are the labels in the data?"))
 
 
 def check_names(problem: Any, names: Any, count: Any) -> None:
-    """Refuse arguments that cannot be right, whatever the data."""
+    """Validate the class arguments that do not depend on the data."""
     if problem is not None and problem not in get_args(Problem):
         choices = get_args(Problem)
         do = did_you_mean(str(problem), choices)
@@ -203,8 +202,8 @@ def check_names(problem: Any, names: Any, count: Any) -> None:
         raise BadArgument(expected(f"num_classes={len(names)}, as many as class_names", count, "Leave it out."))
 
 
-class _Seen:
-    """What the labels of a data set look like, one after the other."""
+class _LabelStatistics:
+    """Types, values and lengths of all labels of a dataset."""
 
     def __init__(self, regression: bool) -> None:
         self.regression = regression
@@ -215,7 +214,6 @@ class _Seen:
         self.total = 0
 
     def add(self, value: Any) -> None:
-        """Look at one more label."""
         if value is None:
             return
         self.total += 1
@@ -238,22 +236,19 @@ class _Seen:
 
     @property
     def longest(self) -> int:
-        """Labels of the sample that has most."""
         return max(self.lengths, default=0)
 
     def problem(self) -> Problem:
-        """What the labels ask for."""
         if "list" in self.kinds:
             return "multi"
         return "regression" if "float" in self.kinds else "single"
 
-    def is_hot(self) -> bool:
-        """Whether lists have a 0 or 1 for each class: numbers of classes would not come twice in one list."""
+    def is_multi_hot(self) -> bool:
+        """Whether lists hold a 0 or 1 per class: class indices would not occur twice in one list."""
         same = len(self.lengths) == 1 and self.longest > 1 and set(self.values) <= {0, 1}
         return same and ("marks" in self.kinds or self.repeats)
 
     def classes(self) -> list[Any]:
-        """The different labels."""
         for label in self.values:
             if not isinstance(label, str | int | float) or (isinstance(label, float) and not label.is_integer()):
                 raise DataError(expected_value("labels that are names or numbers of classes", label))
@@ -264,7 +259,7 @@ class _Seen:
 
 
 def _kind(value: Any) -> str:
-    """What a label by itself is: texts of numbers, as tables have them, are numbers."""
+    """The type of a label; numbers in text form, as in tables, are numbers."""
     if isinstance(value, str):
         return "float" if not _parses(value, int) and _parses(value, float) else "name"
     return "float" if isinstance(value, float) else "number"
@@ -277,8 +272,8 @@ def _parses(text: str, kind: type) -> bool:
         return False
 
 
-def _counted(labels: Labels, seen: _Seen) -> tuple[int, ...] | None:
-    """How often each class occurs; unknown where a label is none of them, which reading the records will tell."""
+def _class_counts(labels: Labels, seen: _LabelStatistics) -> tuple[int, ...] | None:
+    """How often each class occurs; None if there are unknown labels (reading the records raises the error)."""
     if labels.problem != "single" or not seen.total:
         return None
     counts = [0] * labels.count
@@ -296,7 +291,7 @@ def _as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list | tuple | set) else None
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer | np.bool_)
 
 

@@ -1,9 +1,4 @@
-"""Sequence-to-sequence models: translation, summaries, and whatever else makes one text of another.
-
-Owns the task: how pairs become tokens, what a step computes, what is measured, and generating. Keeping tokens is left
-to `data.text.store`, the loss to `losses.tokens`. The loss is a sum over target tokens and their number, never a
-model's own mean: so padding and accumulation do not change it.
-"""
+"""Sequence-to-sequence models: translation, summarisation and other text-to-text tasks."""
 
 from __future__ import annotations
 
@@ -26,25 +21,25 @@ from trainformer.data.text.store import StoreView
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.prediction import TokenPrediction
+from trainformer.tasks.language.base import TokenPredictionTask
 
-_VERSION = "pairs-1"  # of what `PairEncoder` makes of a record: raise it when that changes, cached tokens are then left
+_VERSION = "pairs-1"  # of the output of `PairEncoder`: raise it when that changes, to invalidate cached tokens
 _SIDES = (("source", "target"), ("prompt", "completion"), ("instruction", "output"))
 
 
 @dataclass(eq=False)
-class Seq2Seq(TokenPrediction):
-    """Train an encoder-decoder model (T5, BART, mBART, Marian, ...) of transformers, from scratch or further.
+class Seq2Seq(TokenPredictionTask):
+    """Train an encoder-decoder model of transformers (T5, BART, mBART, Marian, ...), pretrained or from scratch.
 
-    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
-    the same name unless `tokenizer` says otherwise. Records are pairs (`source` and `target`, or any of the usual
-    other names), prompts with completions, Alpaca instructions, or tokens (`input_ids` and `labels`). `prefix` comes
-    before every source: T5 was taught to expect `"summarize: "`. Longer sources lose their end but for the tokenizer's
-    closing token; longer targets are cut, so that the model is not taught to end there.
+    `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
+    `model_name`. Records are pairs (`source` and `target`, or other common names), prompts with completions, Alpaca
+    instructions, or tokens (`input_ids` and `labels`). `prefix` is prepended to each source, e.g. `"summarize: "` for
+    T5. Long sources are truncated but keep the tokenizer's closing token; long targets are truncated without EOS, so
+    the model does not learn to stop there.
 
-    Evaluation gives loss, accuracy and perplexity by target token. With `generate_metrics` it also generates a text for
-    each source and compares them all at once: `exact_match`, `bleu`, `chrf` and `rougeL`; `generate_options` are then
-    transformers' (`num_beams`, ...).
+    Evaluation reports loss, accuracy and perplexity per target token. With `generate_metrics` it also generates a text
+    for each source and computes `exact_match`, `bleu`, `chrf` and `rougeL` over the dataset; `generate_options` are
+    passed to transformers' `generate` (`num_beams`, ...).
     """
 
     model_name: Any = "t5-small"
@@ -57,7 +52,7 @@ class Seq2Seq(TokenPrediction):
     generate_metrics: bool = False
     generate_options: dict[str, Any] = field(default_factory=dict)
     label_smoothing: float = 0.0
-    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     cache_dir: str | Path | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -70,32 +65,31 @@ class Seq2Seq(TokenPrediction):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 2:
                 raise BadArgument(expected(f"{name} to be a whole number of at least 2", value))
-        self._begin()
+        self._init_task()
 
     @property
     def max_length(self) -> int:  # type: ignore[override]
-        """The longest sequence of the two."""
+        """The larger of the two lengths."""
         return max(self.max_source_length, self.max_target_length)
 
     def configure(self, info: Any) -> None:
-        """Load the model, and see that it knows with which token a target begins."""
+        """Load the model, and check that its config has the decoder's start token."""
         super().configure(info)
         config: Any = getattr(unwrap_model(self.model), "config", None)
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
-                do = f"Set it on the configuration, as in T5Config({name}=0)."
-                raise BadArgument(expected(f"a model with a {name}, which decoder inputs are made with", "none", do))
+                do = f"Set it on the config, as in T5Config({name}=0)."
+                raise BadArgument(expected(f"a model with a {name}, needed for the decoder inputs", "none", do))
 
     # -- data ----------------------------------------------------------------------------------------------
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Sources and targets, tokenised once."""
-        encoder = PairEncoder(self.text, self.max_source_length, self.max_target_length, prefix=self.prefix)
-        return PairDataset(self._tokenized(dataset, encoder, "training data" if train else "validation data"))
+        """Tokenise sources and targets once."""
+        encoder = PairEncoder(self.text_tokenizer, self.max_source_length, self.max_target_length, prefix=self.prefix)
+        return PairDataset(self._tokenize(dataset, encoder, "training data" if train else "validation data"))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Padded sources with their mask, and padded targets as labels, masked by length."""
-        pad_id = self.text.pad_token_id
+        pad_id = self.text_tokenizer.pad_token_id
         sources = pad([{"input_ids": e["input_ids"]} for e in examples], pad_id, max_length=self.max_source_length)
         targets = pad([{"input_ids": e["labels"]} for e in examples], pad_id, max_length=self.max_target_length)
         return {**sources, "labels": targets["labels"]}
@@ -103,32 +97,32 @@ class Seq2Seq(TokenPrediction):
     # -- steps ---------------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The same without smoothing, and how many tokens are predicted right; with `generate_metrics` also texts."""
+        """Loss without label smoothing and token accuracy; with `generate_metrics` also generated tokens."""
         metrics = super().eval_step(batch)
         if not self.generate_metrics:
             return metrics
         return {
             **metrics,
             **self.predict_step(batch),
-            "wanted": _to_width(batch["labels"], self.max_target_length, IGNORE_INDEX),
+            "target": _pad_to(batch["labels"], self.max_target_length, IGNORE_INDEX),
         }
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tokens that are generated for each source, filled up with padding to `max_target_length`."""
+        """Generated tokens for each source, padded to `max_target_length`."""
         options = {"max_new_tokens": self.max_target_length, **self.generate_options}
-        made = self._generated(batch, **options)
-        return {"generated": _to_width(made, options["max_new_tokens"], self.text.pad_token_id)}
+        tokens = self._generate_tokens(batch, **options)
+        return {"generated": _pad_to(tokens, options["max_new_tokens"], self.text_tokenizer.pad_token_id)}
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
-        """The texts of the whole set against their targets. Means over batches would be something else."""
-        made, wanted = rows["generated"], rows["wanted"]
-        texts = self.text.batch_decode(made, skip_special_tokens=True)
-        rights = self.text.batch_decode([row[row != IGNORE_INDEX] for row in wanted], skip_special_tokens=True)
+        """Generation metrics over the whole dataset (not means over batches)."""
+        targets = [row[row != IGNORE_INDEX] for row in rows["target"]]
+        texts = self.text_tokenizer.batch_decode(rows["generated"], skip_special_tokens=True)
+        references = self.text_tokenizer.batch_decode(targets, skip_special_tokens=True)
         return {
-            "exact_match": exact_match(texts, rights),
-            "bleu": bleu(texts, rights),
-            "chrf": chrf(texts, rights),
-            **rouge(texts, rights, kinds=("rougeL",)),
+            "exact_match": exact_match(texts, references),
+            "bleu": bleu(texts, references),
+            "chrf": chrf(texts, references),
+            **rouge(texts, references, kinds=("rougeL",)),
         }
 
     def _training_options(self) -> dict[str, Any]:
@@ -145,43 +139,44 @@ class Seq2Seq(TokenPrediction):
         ).logits
         return token_cross_entropy(logits, labels, shift=False, **options)
 
-    # -- generating ----------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------
 
     def generate(self, sources: str | Sequence[str], max_new_tokens: int | None = None, **options: Any) -> list[str]:
-        """The texts for sources; `options` go to transformers' `generate` (`num_beams`, `do_sample`, ...)."""
+        """Generate texts for sources; `options` are passed to transformers' `generate` (`num_beams`, ...)."""
         texts = [sources] if isinstance(sources, str) else list(sources)
         if not texts or any(not isinstance(text, str) or not text for text in texts):
             raise BadArgument(expected("sources of at least one character", sources))
-        encoder = PairEncoder(self.text, self.max_source_length, self.max_target_length, prefix=self.prefix)
-        batch = pad([{"input_ids": ids} for ids in encoder.sources(texts)], self.text.pad_token_id, multiple_of=1)
+        encoder = PairEncoder(self.text_tokenizer, self.max_source_length, self.max_target_length, prefix=self.prefix)
+        examples = [{"input_ids": ids} for ids in encoder.sources(texts)]
+        batch = pad(examples, self.text_tokenizer.pad_token_id, multiple_of=1)
         options = {"max_new_tokens": max_new_tokens or self.max_target_length, **self.generate_options, **options}
-        return self.text.batch_decode(self._generated(batch, **options), skip_special_tokens=True)
+        return self.text_tokenizer.batch_decode(self._generate_tokens(batch, **options), skip_special_tokens=True)
 
     @torch.no_grad()
-    def _generated(self, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
-        """New tokens, without the one that starts the decoder."""
+    def _generate_tokens(self, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
+        """Generated tokens without the decoder's start token."""
         model: Any = unwrap_model(self.model)
         with eval_mode(model):
-            made = model.generate(
+            generated = model.generate(
                 **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
-                **{"do_sample": False, "pad_token_id": self.text.pad_token_id, **options},
+                **{"do_sample": False, "pad_token_id": self.text_tokenizer.pad_token_id, **options},
             )
-        return made[:, 1:]
+        return generated[:, 1:]
 
 
-def _to_width(rows: Tensor, width: int, value: int) -> Tensor:
-    """Rows of tokens, filled up: those of a whole set are stacked.
+def _pad_to(rows: Tensor, width: int, value: int) -> Tensor:
+    """Pad rows of tokens to a fixed width, so that those of a whole dataset can be stacked.
 
-    >>> _to_width(torch.tensor([[5, 6]]), 4, 0).tolist()
+    >>> _pad_to(torch.tensor([[5, 6]]), 4, 0).tolist()
     [[5, 6, 0, 0]]
     """
     return F.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
 class PairEncoder(Encoder):
-    """Turns pairs into tokens: the source, labelled -100, and behind it the target, labelled by itself.
+    """Tokenise pairs: the source with labels -100, followed by the target with its tokens as labels.
 
-    A source is tokenised as the tokenizer does it. A target ends with EOS, unless it had to be cut.
+    A target ends with EOS, unless it was truncated.
     """
 
     def __init__(self, tokenizer: Any, max_source_length: int, max_target_length: int, *, prefix: str = "") -> None:
@@ -191,11 +186,9 @@ class PairEncoder(Encoder):
         self.prefix = prefix
 
     def fingerprint(self) -> str:
-        """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.max_source_length} {self.max_target_length} {self.prefix!r}"
 
     def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
-        """The piece of each record, or none where its source or target is empty."""
         whole: list[tuple[Any, Any]] = []
         for place, record in enumerate(records):
             with context(place):
@@ -208,25 +201,28 @@ class PairEncoder(Encoder):
             sources = self._ids(text=[self.prefix + whole[place][0] for place in texts])
             targets = self._ids(text_target=[whole[place][1] for place in texts])
             for place, source, target in zip(texts, sources, targets, strict=True):
-                # Closing tokens around nothing are no target: the model would learn to say nothing.
-                text, wanted = whole[place]
+                # An empty text stays empty: with closing tokens alone the model would learn to generate nothing.
+                source_text, target_text = whole[place]
                 whole[place] = (
-                    self._cut(source, self.prefix + text) if text else [],
-                    self._add_eos(np.asarray(target, dtype=np.int32)) if wanted else [],
+                    self._truncate_source(source, self.prefix + source_text) if source_text else [],
+                    self._add_eos(np.asarray(target, dtype=np.int32)) if target_text else [],
                 )
         return [self._piece(source, target, report) for source, target in whole]
 
     def sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of sources alone, to generate from."""
+        """Tokenise sources for generation."""
         whole = [self.prefix + text for text in texts]
-        cut = [self._cut(ids, text) for ids, text in zip(self._ids(text=whole), whole, strict=True)]
-        return [ids[: self.max_source_length] for ids in cut]
+        truncated = [self._truncate_source(ids, text) for ids, text in zip(self._ids(text=whole), whole, strict=True)]
+        return [ids[: self.max_source_length] for ids in truncated]
 
     def _ids(self, **texts: Any) -> list[list[int]]:
         return self._require()(**texts, return_attention_mask=False, verbose=False)["input_ids"]
 
-    def _cut(self, ids: list[int], text: str) -> list[int]:
-        """Too long a source, cut by the tokenizer, which keeps its closing token; one more tells that it was."""
+    def _truncate_source(self, ids: list[int], text: str) -> list[int]:
+        """Truncate a long source with the tokenizer, which keeps its closing token.
+
+        The result has one token too many, so that the report counts it as truncated.
+        """
         if len(ids) <= self.max_source_length:
             return ids
         return [*self._require()(text, truncation=True, max_length=self.max_source_length)["input_ids"], ids[-1]]
@@ -252,7 +248,7 @@ class PairEncoder(Encoder):
 
 
 class PairDataset(StoreView):
-    """A token store of `PairEncoder`, taken apart again: `input_ids` of the source, `labels` of the target."""
+    """A token store of `PairEncoder` that returns `input_ids` of the source and `labels` of the target."""
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         item = self.store[index]
@@ -261,7 +257,7 @@ class PairDataset(StoreView):
 
 
 def _pair_of(record: Any) -> tuple[Any, Any]:
-    """Source and target of a record: two texts, or two lists of tokens.
+    """Return source and target of a record: two texts, or two lists of tokens.
 
     >>> _pair_of({"instruction": "Add.", "input": "1 1", "output": "2"})
     ('Add.\\n1 1', '2')

@@ -1,7 +1,7 @@
-"""Text classification: one class of several, several at once, or numbers, for texts and pairs of texts.
+"""Text classification (single-label, multi-label) and regression, for texts and pairs of texts.
 
-Owns the task: what a record is, the losses and the metrics. Classes and their names are in `classifying` and `labels`.
-The loss is a sum over texts, never a model's own mean: so padding and accumulation do not change it.
+Finding the classes is in `classifying` and `labels`. The loss is a sum over texts, so padding and gradient accumulation
+do not change it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from trainformer.data.text.store import StoreView, tokenize
 from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
 from trainformer.losses.numerics import no_autocast, upcast
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.confusion import confusion_record
+from trainformer.tasks.classification_report import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels, Problem
-from trainformer.tasks.language.token_records import PartsEncoder, found_keys, joined, only_columns, parted
-from trainformer.tasks.vision.arguments import given_weights
+from trainformer.tasks.language.token_records import PartsEncoder, find_keys, join_parts, only_columns, split_parts
 from trainformer.tasks.vision.batch import cross_entropy
+from trainformer.tasks.vision.checks import given_weights
 
-_VERSION = "texts-1"  # of what `TextEncoder` makes of a record: raise it when that changes, cached tokens are then left
+_VERSION = "texts-1"  # of the output of `TextEncoder`: raise it when that changes, to invalidate cached tokens
 _PAIRS = (
     *(("text", "text_pair"), ("text", "text2"), ("text1", "text2"), ("text_a", "text_b")),
     *(("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("premise", "hypothesis")),
@@ -48,16 +48,17 @@ _LABELS = tuple((name,) for name in ("label", "labels", "target", "class", "cate
 
 @dataclass(eq=False)
 class TextClassification(ClassifyingTask):
-    """Train a classifier of texts, or of pairs of texts (BERT, RoBERTa, DeBERTa, Llama, ... of transformers).
+    """Train a text classifier of transformers (BERT, RoBERTa, DeBERTa, Llama, ...) on texts or pairs of texts.
 
-    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the tokenizer is that of
-    the same name unless `tokenizer` says otherwise. Records have a `text`, or two (`text` and `text_pair`, `sentence1`
-    and `sentence2`, `premise` and `hypothesis`, ...), and a `label`; texts of more than `max_length` tokens lose their
-    end. A label is a name, a number, a list of them (several classes at once) or a number to be predicted: `problem`,
-    left out, is found from the labels, and so are the classes. Labels of validation data mean the same classes.
+    `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
+    `model_name`. Records have a `text`, or two (`text` and `text_pair`, `sentence1` and `sentence2`, `premise` and
+    `hypothesis`, ...), and a `label`; texts of more than `max_length` tokens are truncated. A label is a class name or
+    index, a list of them (multi-label), or a number (regression). `problem` and the classes are inferred from the
+    labels if not given.
 
-    `label_smoothing` and `class_weights` (a number per class, or `"balanced"`) are for one class of several. Evaluation
-    looks at the whole set: accuracy and macro F1; F1 and average precision of several classes; correlations of numbers.
+    `label_smoothing` and `class_weights` (one number per class, or `"balanced"`) apply to single-label problems.
+    Evaluation reports accuracy and macro F1 (single-label), F1 and average precision (multi-label), or MSE and
+    correlations (regression) over the whole dataset.
     """
 
     model_name: Any = "bert-base-uncased"
@@ -70,19 +71,19 @@ class TextClassification(ClassifyingTask):
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | Sequence[float] | None = None
     tokenizer: Any = None
-    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     cache_dir: str | Path | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
+    confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation, labels as rows
 
     kind = "sequence_classification"
     groups_by_length = True
 
     def __post_init__(self) -> None:
-        self._begin()
-        self._begin_classes(self.problem)
+        self._init_task()
+        self._init_classes(self.problem)
         if not 0 <= self.label_smoothing < 1:
             raise BadArgument(expected("label_smoothing from 0 to below 1", self.label_smoothing))
         if isinstance(self.class_weights, str) and self.class_weights != "balanced":
@@ -90,18 +91,18 @@ class TextClassification(ClassifyingTask):
         self._weights: Tensor | None = None
 
     def configure(self, info: DatasetInfo) -> None:
-        """Find the classes, load the model, and weigh the classes."""
+        """Find the classes, load the model, and compute the class weights."""
         super().configure(info)
         labels = self.labels
         self.problem = labels.problem
         if labels.problem != "single" and (self.label_smoothing or self.class_weights is not None):
             do = "Leave label_smoothing and class_weights out."
-            raise BadArgument(expected("one class of several for these arguments", f"problem={self.problem!r}", do))
+            raise BadArgument(expected("problem='single' for these arguments", f"problem={self.problem!r}", do))
         if self.class_weights == "balanced":
             weights = DatasetInfo(class_counts=None if labels.counts is None else list(labels.counts)).class_weights
             if weights is None:
                 do = "Pass the weights as numbers."
-                raise DataError(expected("to know how often each class occurs for class_weights='balanced'", None, do))
+                raise DataError(expected("class counts for class_weights='balanced'", None, do))
             self._weights = weights
         else:
             self._weights = given_weights(self.class_weights, labels.count)
@@ -114,24 +115,23 @@ class TextClassification(ClassifyingTask):
         if not isinstance(first, Mapping):
             pairs = (records[i] for i in range(len(records)))
             return (record[1] for record in pairs if isinstance(record, list | tuple) and len(record) == 2), None
-        keys = found_keys(first, _LABELS)
+        keys = find_keys(first, _LABELS)
         if keys is None:
             return (), None
         return column_values(records, keys[0])
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Texts, tokenised once, with their labels."""
+        """Tokenise texts once, with their labels."""
         records = records_of(dataset, None)
-        encoder = TextEncoder(self.text, self.max_length, self.labels, records[0], labelled=train)
+        encoder = TextEncoder(self.text_tokenizer, self.max_length, self.labels, records[0], labelled=train)
         name = "training data" if train else "validation data"
         store = tokenize(only_columns(records, encoder.keys), encoder, cache_dir=self.cache_dir, name=name)
-        return TextParts(store, self.labels)
+        return LabelledTexts(store, self.labels)
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Padded texts, and labels where every text has one."""
-        batch = pad(examples, self.text.pad_token_id, max_length=self.max_length)
+        batch = pad(examples, self.text_tokenizer.pad_token_id, max_length=self.max_length)
         types = batch.pop("labels")
-        labels = self.labels.decoded([example["label"] for example in examples])
+        labels = self.labels.decode([example["label"] for example in examples])
         batch["token_type_ids"] = types.clamp(min=0)
         return batch if labels is None else {**batch, "labels": labels}
 
@@ -140,16 +140,13 @@ class TextClassification(ClassifyingTask):
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         model: Any = self.model
         names = ["input_ids", "attention_mask"]
-        if self._has_types(unwrap_model(model).config):
+        # GPT-2 also accepts token_type_ids, with another meaning: its tokenizer does not list them.
+        types = getattr(unwrap_model(model).config, "type_vocab_size", 0)
+        if types > 1 and "token_type_ids" in self.text_tokenizer.model_input_names:
             names.append("token_type_ids")
         return upcast(model(**{name: batch[name] for name in names if name in batch}).logits)
 
-    def _has_types(self, config: Any) -> bool:
-        """Whether the model is told which text a token belongs to. GPT-2 means something else by types."""
-        return getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in self.text.model_input_names
-
     def _loss(self, logits: Tensor, labels: Tensor, *, train: bool) -> tuple[Tensor, Any]:
-        """Sum and weight of the loss."""
         with no_autocast(logits):
             if self.labels.problem == "single":
                 weights = self._weights_like(logits) if train else None
@@ -162,17 +159,17 @@ class TextClassification(ClassifyingTask):
             return losses.mean(1).sum(), len(labels)
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """Cross-entropy (one class), binary cross-entropy averaged over classes (several), or squared error."""
-        logits, labels = self._logits(batch), _wanted(batch)
+        """Cross-entropy, binary cross-entropy averaged over classes (multi-label), or squared error (regression)."""
+        logits, labels = self._logits(batch), _require_labels(batch)
         total, weight = self._loss(logits, labels, train=True)
         if self.labels.problem != "single":
             return Loss(total, weight)
-        right = (logits.detach().argmax(-1) == labels).sum()
-        return Loss(total, weight, metrics={"accuracy": (right, len(labels))})
+        correct = (logits.detach().argmax(-1) == labels).sum()
+        return Loss(total, weight, metrics={"accuracy": (correct, len(labels))})
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The plain loss, and predictions for the metrics of the whole set."""
-        logits, labels = self._logits(batch), _wanted(batch)
+        """Loss without regularisation, and predictions for the dataset-level metrics."""
+        logits, labels = self._logits(batch), _require_labels(batch)
         metrics: dict[str, Any] = {"loss": self._loss(logits, labels, train=False), "label": labels}
         if self.labels.problem == "single":
             prediction = logits.argmax(-1)
@@ -184,7 +181,7 @@ class TextClassification(ClassifyingTask):
         return {**metrics, "prediction": logits.sigmoid() if self.labels.problem == "multi" else logits}
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
-        """What can only be said of the whole set. The confusion matrix is kept as `confusion`."""
+        """Dataset-level metrics. Keeps the confusion matrix as `confusion`."""
         predictions, labels = rows["prediction"], rows["label"]
         if self.labels.problem == "single":
             self.confusion = confusion_matrix(predictions, labels, self.labels.count)
@@ -199,11 +196,10 @@ class TextClassification(ClassifyingTask):
         }
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
-        """The confusion matrix of the latest evaluation, for the records of the run, if each text has one class."""
         return confusion_record(self.confusion, self.labels.names)
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Probabilities and what follows from them, or the predicted numbers as `value`. Labels may be there or not."""
+        """Predictions and probabilities, or regression outputs as `value`. Labels are optional."""
         logits = self._logits(batch)
         if self.labels.problem == "regression":
             return {"value": logits.squeeze(1) if self.labels.count == 1 else logits}
@@ -215,53 +211,51 @@ class TextClassification(ClassifyingTask):
 
     @torch.no_grad()
     def classify(self, texts: Any, *, top: int | None = None, batch_size: int = 32) -> list[dict[str, float]]:
-        """Names with scores for each text or pair of texts, the best first: all, or the best `top`.
+        """Return {class name: score} for each text or pair of texts, best first: all classes, or the best `top`.
 
-        Scores are probabilities (which of several classes at once need not sum to 1), or the predicted numbers.
+        Scores are probabilities (multi-label ones do not sum to 1), or regression outputs.
         """
         several: list[Any] = [texts] if isinstance(texts, str) else list(texts)
         if not several:
             return []
         records = [{"text": t} if isinstance(t, str) else {"text": t[0], "text_pair": t[1]} for t in several]
         encoders = {
-            len(form): TextEncoder(self.text, self.max_length, self.labels, form, labelled=False)
-            for form in ({"text": ""}, {"text": "", "text_pair": ""})
+            len(keys): TextEncoder(self.text_tokenizer, self.max_length, self.labels, keys, labelled=False)
+            for keys in ({"text": ""}, {"text": "", "text_pair": ""})
         }
         items = [encoders[len(record)].encode(record)[0]._asdict() for record in records]
         model: Any = unwrap_model(self.model)
         found: list[list[float]] = []
         with eval_mode(model):
             for begin in range(0, len(items), batch_size):
-                batch = self.collate_fn([taken_apart(item, self.labels) for item in items[begin : begin + batch_size]])
+                batch = self.collate_fn([split_item(item) for item in items[begin : begin + batch_size]])
                 rows = self.predict_step({name: value.to(model.device) for name, value in batch.items()})
                 found += rows.get("probabilities", rows.get("value")).reshape(-1, self.labels.count).tolist()  # type: ignore[union-attr]
-        named = [{self.labels.name(place): score for place, score in enumerate(row)} for row in found]
+        named = [{self.labels.name(index): score for index, score in enumerate(row)} for row in found]
         return [dict(sorted(row.items(), key=lambda pair: -pair[1])[:top]) for row in named]
 
     def _weights_like(self, logits: Tensor) -> Tensor | None:
         if self._weights is not None and (self._weights.device, self._weights.dtype) != (logits.device, logits.dtype):
-            self._weights = self._weights.to(logits)  # once: copying every step would wait for the device
+            self._weights = self._weights.to(logits)  # once: a copy in each step would synchronise
         return self._weights
 
     def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the labels of a batch, in sentences."""
         if "labels" not in batch:
             return ["Texts of the batch have no label."]
         labels = batch["labels"]
-        alike = self.labels.problem != "regression" and len(labels) > 8 and bool((labels == labels[:1]).all())
-        return [
-            "All texts of the batch have one and the same label: are the data sorted, or is it a wrong column?"
-        ] * alike
+        if self.labels.problem != "regression" and len(labels) > 8 and bool((labels == labels[:1]).all()):
+            return ["All texts of the batch have the same label: is the data sorted, or is it the wrong column?"]
+        return []
 
 
-def _wanted(batch: Mapping[str, Tensor]) -> Tensor:
+def _require_labels(batch: Mapping[str, Tensor]) -> Tensor:
     if "labels" not in batch:
         raise DataError(expected("a label with every text", "texts without", "To predict labels, call predict()."))
     return batch["labels"]
 
 
 def column_values(records: Any, key: str) -> tuple[Iterable[Any], list[str] | None]:
-    """The values of a key in all records, and the names of its classes where an HF data set has them."""
+    """Return a column of all records, and its class names if an HF dataset has them."""
     feature = (getattr(records, "features", None) or {}).get(key)
     names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
     column = only_columns(records, [key])
@@ -270,9 +264,9 @@ def column_values(records: Any, key: str) -> tuple[Iterable[Any], list[str] | No
 
 
 class TextEncoder(PartsEncoder):
-    """Turns records into tokens: those of the first text, of the second, and the label.
+    """Tokenise records: the first text, the second text, and the label.
 
-    Which keys are meant is decided by the first record. `labelled` records must have a label.
+    The first record decides which columns are used. `labelled` records must have a label.
     """
 
     def __init__(self, tokenizer: Any, max_length: int, labels: Labels, first: Any, *, labelled: bool) -> None:
@@ -280,7 +274,7 @@ class TextEncoder(PartsEncoder):
         self.labels = labels
         self.labelled = labelled
         self._bare = not isinstance(first, Mapping)
-        texts, label = found_keys(first, _TEXTS), found_keys(first, _LABELS)
+        texts, label = find_keys(first, _TEXTS), find_keys(first, _LABELS)
         if texts is None and not self._bare:
             do = "Rename the columns."
             raise DataError(expected("records with a text, or with text and text_pair", list(first), do))
@@ -289,11 +283,10 @@ class TextEncoder(PartsEncoder):
 
     @property
     def keys(self) -> list[str]:
-        """What is read of a record."""
+        """The columns that are read."""
         return [*self._texts, *([] if self._label is None else [self._label])]
 
     def fingerprint(self) -> str:
-        """A digest of everything the tokens depend on but the records."""
         return f"{super().fingerprint()} {_VERSION} {self.keys} {self.labels} {self.labelled}"
 
     def _piece(self, record: Any, report: EncodingReport) -> Encoded:
@@ -308,11 +301,10 @@ class TextEncoder(PartsEncoder):
             texts = [self._text(value, key) for value, key in zip(values, names, strict=True)]
             ids, types, cut = self._tokens(*texts)
         self._count(report, len(ids), cut)
-        border = int(np.count_nonzero(types == 0))  # the second text comes behind the first, with the types of BERT
-        return joined([ids[:border], ids[border:], self.labels.words(label)])
+        border = int(np.count_nonzero(types == 0))  # the second text follows the first, with BERT's token types
+        return join_parts([ids[:border], ids[border:], self.labels.encode(label)])
 
     def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
-        """The texts and the label of a record."""
         if not self._bare:
             label = None if self._label is None else require_key(record, self._label)
             return [require_key(record, key) for key in self._texts], label
@@ -325,31 +317,31 @@ class TextEncoder(PartsEncoder):
         return [record[0]], record[1]
 
 
-def taken_apart(item: Mapping[str, np.ndarray], labels: Labels) -> dict[str, np.ndarray]:
-    """Tokens, the text that each belongs to (as `labels`, which are padded alike), and the words of the label."""
-    first, second, label = parted(item, 3)
+def split_item(item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return tokens, their token types (as `labels`, to be padded alike), and the encoded label."""
+    first, second, label = split_parts(item, 3)
     types = np.repeat(np.arange(2), [len(first), len(second)])
     return {"input_ids": np.concatenate([first, second]), "labels": types, "label": label}
 
 
-class TextParts(StoreView):
-    """A token store of `TextEncoder`, taken apart again."""
+class LabelledTexts(StoreView):
+    """A token store of `TextEncoder`, split into tokens, token types and labels."""
 
     def __init__(self, store: Any, labels: Labels) -> None:
         super().__init__(store)
-        self.labels_of = labels
+        self.label_spec = labels
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each text."""
-        return self.store.lengths - self.labels_of.width
+        """Number of tokens of each text."""
+        return self.store.lengths - self.label_spec.width
 
     @property
     def targets(self) -> list[int] | None:
-        """The class of each text, which samplers ask for."""
-        if self.labels_of.problem != "single":
+        """The class of each text, for samplers."""
+        if self.label_spec.problem != "single":
             return None
         return [int(self.store[i]["input_ids"][-1]) for i in range(len(self))]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return taken_apart(self.store[index], self.labels_of)
+        return split_item(self.store[index])

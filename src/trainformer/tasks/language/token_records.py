@@ -1,7 +1,7 @@
-"""Records of several texts and a label in a token store, which knows sequences only.
+"""Records of several texts and a label in a token store, which holds flat sequences.
 
-Owns how the parts of a record are put one behind the other and taken apart again, which keys of a record are meant, and
-tokenising texts that lose their end where they are too long. What the parts are is the tasks' business.
+The parts of a record are concatenated for storage and split again when read. Also: finding the columns of a record, and
+tokenising texts with truncation.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, Error
 from trainformer.data.text.schemas import require_text
 
 
-def joined(parts: Sequence[np.ndarray]) -> Encoded:
-    """Parts as one piece: the labels are the numbers of the parts.
+def join_parts(parts: Sequence[np.ndarray]) -> Encoded:
+    """Concatenate parts into one sequence, with the index of the part as label.
 
-    >>> joined([np.array([5, 6]), np.array([7])])
+    >>> join_parts([np.array([5, 6]), np.array([7])])
     Encoded(input_ids=array([5, 6, 7], dtype=int32), labels=array([0, 0, 1], dtype=int32))
     """
     numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return Encoded(np.concatenate(parts).astype(np.int32), numbers.astype(np.int32))
 
 
-def parted(item: Mapping[str, np.ndarray], count: int) -> list[np.ndarray]:
-    """The parts of a piece, of which there are `count`; some may be empty.
+def split_parts(item: Mapping[str, np.ndarray], count: int) -> list[np.ndarray]:
+    """Split a sequence into its `count` parts; some may be empty.
 
-    >>> one = joined([np.array([5, 6]), np.array([], dtype=int), np.array([7])])
-    >>> [part.tolist() for part in parted(one._asdict(), 3)]
+    >>> one = join_parts([np.array([5, 6]), np.array([], dtype=int), np.array([7])])
+    >>> [part.tolist() for part in split_parts(one._asdict(), 3)]
     [[5, 6], [], [7]]
     """
     return np.split(item["input_ids"], np.searchsorted(item["labels"], np.arange(1, count)))
 
 
-def as_words(values: np.ndarray) -> np.ndarray:
-    """Numbers of any kind as 32-bit words, in which a store keeps everything.
+def to_int32(values: np.ndarray) -> np.ndarray:
+    """Reinterpret numbers of any dtype as int32, the dtype of a token store.
 
-    >>> from_words(as_words(np.array([0.5, -2.0], dtype=np.float32)), np.float32)
+    >>> from_int32(to_int32(np.array([0.5, -2.0], dtype=np.float32)), np.float32)
     array([ 0.5, -2. ], dtype=float32)
     """
     raw = np.ascontiguousarray(values).tobytes()
     return np.frombuffer(raw + bytes(-len(raw) % 4), dtype=np.int32)
 
 
-def from_words(words: np.ndarray, kind: Any) -> np.ndarray:
-    """What `as_words` was given; short kinds are filled up with zeros at the end."""
-    return np.frombuffer(words.astype(np.int32).tobytes(), dtype=kind)
+def from_int32(words: np.ndarray, dtype: Any) -> np.ndarray:
+    """Undo `to_int32`. Dtypes of less than 32 bits may have zeros appended."""
+    return np.frombuffer(words.astype(np.int32).tobytes(), dtype=dtype)
 
 
-def found_keys(record: Any, choices: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
-    """The keys of a record that are called as one of the choices, whatever their case; the first that fits.
+def find_keys(record: Any, choices: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
+    """Find the first choice of keys that a record has, ignoring case.
 
-    >>> found_keys({"Premise": "a", "hypothesis": "b"}, [("text",), ("premise", "hypothesis")])
+    >>> find_keys({"Premise": "a", "hypothesis": "b"}, [("text",), ("premise", "hypothesis")])
     ('Premise', 'hypothesis')
     """
     if not isinstance(record, Mapping):
@@ -68,33 +68,32 @@ def found_keys(record: Any, choices: Sequence[Sequence[str]]) -> tuple[str, ...]
 
 
 def only_columns(records: Any, keys: Sequence[str]) -> Any:
-    """HF data without its other columns: a row decodes all it has."""
+    """Select columns of an HF dataset: reading a row decodes all its columns."""
     return records.select_columns(list(keys)) if hasattr(records, "select_columns") else records
 
 
 class PartsEncoder(Encoder):
-    """What encoders of parts share. A text keeps the special tokens that the tokenizer puts around it."""
+    """Base class of encoders for records with several parts. Texts get the tokenizer's special tokens."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         super().__init__(tokenizer, max_length=max_length, add_eos=False)
 
     def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
-        """One piece for each record: predictions have a row for each."""
-        pieces = []
+        pieces = []  # one per record: predictions have a row for each
         for place, record in enumerate(records):
             with context(place):
                 pieces.append([self._piece(record, report)])
         return pieces
 
     def _piece(self, record: Any, report: EncodingReport) -> Encoded:
-        """The parts of a record, joined, and counted in the report."""
+        """Encode a record with `join_parts`, and count it in the report."""
         raise NotImplementedError
 
     def _text(self, value: Any, key: str) -> str:
         return require_text(value, key)
 
     def _tokens(self, text: str, pair: str | None = None) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Tokens of a text or a pair of texts, the text each belongs to (0 or 1), and whether they were cut."""
+        """Tokens of a text or a pair, the text each token belongs to (0 or 1), and whether they were truncated."""
         tokenizer = self._require()
         options = {"return_attention_mask": False, "return_token_type_ids": True, "verbose": False}
         made = tokenizer(text, pair, **options)
@@ -103,23 +102,19 @@ class PartsEncoder(Encoder):
             made = tokenizer(text, pair, truncation=True, max_length=self.max_length, **options)
         ids = np.asarray(made["input_ids"], dtype=np.int32)
         types = np.asarray(made["token_type_ids"], dtype=np.int32)
-        if not len(ids):  # an empty text, and a tokenizer that puts nothing around it: a model needs something to read
-            ids, types = np.asarray([self._filler()], dtype=np.int32), np.zeros(1, dtype=np.int32)
+        if not len(ids):  # an empty text without special tokens: the model needs at least one token
+            filler = next(t for t in (self._bos, self._eos, tokenizer.pad_token_id) if t is not None)
+            ids, types = np.asarray([filler], dtype=np.int32), np.zeros(1, dtype=np.int32)
         return ids, types, cut
 
-    def _filler(self) -> int:
-        known = (self._bos, self._eos, self._require().pad_token_id)
-        return next(token for token in known if token is not None)
-
     def _given_tokens(self, values: Any) -> tuple[np.ndarray, bool]:
-        """Tokens that a record brings, and whether they were cut."""
+        """Tokens from the record itself, and whether they were truncated."""
         ids = self._encode_tokens({"input_ids": values}).input_ids
         if not len(ids):
             raise DataError(expected("at least one token in input_ids", "none"))
         return ids[: self.max_length], len(ids) > (self.max_length or 0)
 
     def _count(self, report: EncodingReport, tokens: int, cut: bool) -> None:
-        """One record more, as one piece."""
         report.records += 1
         report.pieces += 1
         report.tokens += tokens

@@ -1,7 +1,6 @@
-"""CLIP and its relatives: two towers that put images and texts that belong together at the same place.
+"""CLIP, SigLIP and similar models: contrastive training of images and texts, and zero-shot classification.
 
-Owns the task: its arguments, what a step computes, what is measured, and using the result (embeddings, zero-shot
-classes). Samples and batches are in `pairs`, the losses in `contrastive`, recalls in `retrieval`.
+Samples and batches are in `pairs`, losses and retrieval metrics in `contrastive`.
 """
 
 from __future__ import annotations
@@ -24,38 +23,37 @@ from trainformer.data.multimodal import ImageTextDataset, ImageTextStream, has_c
 from trainformer.data.order import preserved_generators
 from trainformer.losses.numerics import l2_normalize
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.multimodal.arguments import TOWERS, check_arguments, check_end
-from trainformer.tasks.multimodal.contrastive import clip_loss, siglip_loss
-from trainformer.tasks.multimodal.image_text_task import ProcessorTask
+from trainformer.tasks.multimodal.contrastive import clip_loss, find_matches, retrieval_metrics, siglip_loss
 from trainformer.tasks.multimodal.pairs import EncodedPairs, EncodedStream, PairEncoder, collate, split_pair
-from trainformer.tasks.multimodal.processing import PixelAugment, Pixels
-from trainformer.tasks.multimodal.retrieval import matches, retrieval_metrics
+from trainformer.tasks.multimodal.processor import PixelAugment, Pixels, ProcessorTask
 from trainformer.tasks.vision.batch import Normalize
 from trainformer.tasks.vision.checks import image_problems
 
-_MOST_SCANNED_BYTES = 4 << 30  # of shards that are read through for their length
-_LARGEST_SCALE = 100.0  # that of the paper
-# Texts that are read from left to right and end in EOS: nothing behind it is ever looked at, so a mask says nothing.
+_MOST_SCANNED_BYTES = 4 << 30  # of shards to scan for their length
+_LARGEST_SCALE = 100.0  # as in the paper
+# Causal text towers that read off the EOS token: no token attends to padding, so no mask is needed.
 _CAUSAL = ("clip",)
+# The modules that embed an image, or a text.
+TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
 _NEEDED = ("get_image_features", "get_text_features", "logit_scale")
 
 
 @dataclass(eq=False)
 class CLIP(ProcessorTask):
-    """Train CLIP, SigLIP, Chinese-CLIP or AltCLIP of transformers on images with captions, from scratch or further.
+    """Train CLIP, SigLIP, Chinese-CLIP or AltCLIP of transformers on image-text pairs, pretrained or from scratch.
 
-    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the processor is that of
-    the same name unless `processor` says otherwise. Data are those of `ImageTextDataset`, or any data set of
-    ``{"image", "text"}`` or ``(image, text)``. Images get the very pixels of the model's processor; training cuts out
-    `crop_scale` of their area at random, on the device (``augment=None``: not, or a module for batches of pixels).
+    `model_name` is a hub name, a folder, a config (random weights) or a model; `processor` defaults to the one of
+    `model_name`. Data comes from `ImageTextDataset`, or any dataset of ``{"image", "text"}`` or ``(image, text)``.
+    Images are resized by the model's processor. Training crops `crop_scale` of their area at random, on the device
+    (``augment=None`` turns it off; a module for batches of pixels replaces it).
 
-    The negatives of a pair are the other pairs of its batch on all ranks, but not those of other micro-batches, and not
-    those with an equal caption, unless ``same_caption="negative"`` (as in the papers). The temperature is learned; its
-    inverse stays at or below `max_scale` (None: 100 for CLIP, no limit for SigLIP). ``freeze="image"`` or "text" keeps
-    that tower as it is.
+    The negatives of a pair are the other pairs in its micro-batch on all ranks, except those with an equal caption
+    (``same_caption="negative"`` includes them, as in the papers). The temperature is learned; its inverse is clamped
+    at `max_scale` (None: 100 for CLIP, no limit for SigLIP). ``freeze="image"`` or "text" freezes that tower.
 
-    Evaluation embeds the whole set once: recall at `recall_at`, the median rank, and the loss, both ways. On images
-    with labels it is the accuracy of zero-shot classes: `classes`, or the names the data have, put into `templates`.
+    Evaluation reports recall at `recall_at`, the median rank and the loss in both directions over the whole dataset.
+    For images with labels it reports zero-shot accuracy: `classes`, or the class names of the data, are inserted into
+    `templates`.
     """
 
     model_name: Any = "openai/clip-vit-base-patch32"
@@ -72,14 +70,14 @@ class CLIP(ProcessorTask):
     eval_captions: int = 5
     classes: Sequence[str] | None = None
     templates: str | Sequence[str] = "a photo of a {}."
-    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "clip"
 
     def __post_init__(self) -> None:
-        self._begin()
+        self._init_task()
         check_arguments(self)
         self._normalizer: Normalize | None = None
         self._class_names: Sequence[str] | None = self.classes
@@ -94,18 +92,18 @@ class CLIP(ProcessorTask):
         return model
 
     def _fit_vocabulary(self, model: Any) -> None:
-        """Refuse what is no such model, and a processor that was made for another one."""
+        """Check that the model is supported and fits the processor."""
         missing = [name for name in _NEEDED if not hasattr(model, name)]
         if missing or model.config.model_type == "siglip2":
-            why = f"without {', '.join(missing)}" if missing else "which takes patches of images of any shape"
+            why = f"without {', '.join(missing)}" if missing else "which takes patches of variable-size images"
             raise BadArgument(expected("CLIP, SigLIP or a model like them", f"{type(model).__name__}, {why}"))
         config = model.config.text_config
-        if len(self.text) > config.vocab_size:
-            known = f"{len(self.text)} tokens"
-            raise BadArgument(expected(f"a tokenizer of at most {config.vocab_size} tokens, as the model has", known))
+        if len(self.text_tokenizer) > config.vocab_size:
+            received = f"{len(self.text_tokenizer)} tokens"
+            raise BadArgument(expected(f"a tokenizer with at most the model's {config.vocab_size} tokens", received))
         self.max_length = min(self.max_length, config.max_position_embeddings)
         if model.config.model_type in _CAUSAL:
-            check_end(self.text("a")["input_ids"], config.eos_token_id)
+            check_end(self.text_tokenizer("a")["input_ids"], config.eos_token_id)
 
     @property
     def _pads_fully(self) -> bool:
@@ -115,7 +113,6 @@ class CLIP(ProcessorTask):
     # -- data ----------------------------------------------------------------------------------------------
 
     def load_data(self, path: str) -> Any:
-        """Images with captions by path or name (see `ImageTextDataset`), or images with labels (see `load_images`)."""
         if not path.startswith("hf:") and not has_captions(path):
             return load_images(path)
         data = ImageTextDataset(path)
@@ -125,14 +122,14 @@ class CLIP(ProcessorTask):
         return data
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Pixels and tokens: in training of one caption per image, else of up to `eval_captions`."""
+        """Encode pixels and captions: one per image in training, up to `eval_captions` otherwise."""
         if not is_stream(dataset) and not len(dataset):
             return dataset
         first = _first(dataset)
         pair = split_pair(first)
         if train and not pair.captions:
-            held = list(first) if isinstance(first, Mapping) else type(first).__name__
-            raise DataError(expected("images with captions to train on", held, "Pass {'image', 'text'} samples."))
+            received = list(first) if isinstance(first, Mapping) else type(first).__name__
+            raise DataError(expected("images with captions to train on", received, "Pass {'image', 'text'} samples."))
         if not pair.captions and self.classes is None:
             self._class_names = targets_of(dataset).names
         encoder = self._encoder(0 if train else self.eval_captions if _has_several(dataset, pair) else 1)
@@ -140,8 +137,8 @@ class CLIP(ProcessorTask):
         return EncodedStream(dataset, encoder, shuffle=train) if is_stream(dataset) else EncodedPairs(dataset, encoder)
 
     def _encoder(self, captions: int) -> PairEncoder:
-        assert self.model is not None  # which knows how many tokens it takes
-        return PairEncoder(Pixels(self.preprocessor.image_processor), self.text, self.max_length, captions)
+        assert self.model is not None  # loading it limits max_length
+        return PairEncoder(Pixels(self.preprocessor.image_processor), self.text_tokenizer, self.max_length, captions)
 
     def _check_pixels(self, pixels: Tensor) -> None:
         model: Any = self.model
@@ -150,18 +147,17 @@ class CLIP(ProcessorTask):
         if tuple(pixels.shape[-2:]) != size:
             raise BadArgument(
                 expected(
-                    f"a processor that makes images of {size[0]} x {size[1]} pixels, as the model takes",
+                    f"a processor that resizes images to the model's {size[0]} x {size[1]} pixels",
                     f"{pixels.shape[-2]} x {pixels.shape[-1]}",
                     "Set size (and crop_size) of processor.image_processor.",
                 )
             )
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Pixels, padded captions and their numbers."""
-        return collate(examples, self.text.pad_token_id, self.max_length, full=self._pads_fully)
+        return collate(examples, self.text_tokenizer.pad_token_id, self.max_length, full=self._pads_fully)
 
     def get_train_transforms(self) -> Any:
-        """A random crop of each image and normalising, on the device."""
+        """Random crop and normalisation on the device."""
         if self.augment is None:
             return self._normalize
         if not isinstance(self.augment, str):
@@ -169,11 +165,11 @@ class CLIP(ProcessorTask):
         pixels = Pixels(self.preprocessor.image_processor)
         model: Any = self.model
         side = model.config.vision_config.image_size
-        # Not mirrored: captions speak of left and right, and of what is written.
+        # No flips: captions mention left and right, and text in images.
         return PixelAugment(side, scale=self.crop_scale, flip=0.0, mean=pixels.mean, std=pixels.std)
 
     def get_eval_transforms(self) -> nn.Module:
-        """Normalising on the device."""
+        """Normalisation on the device."""
         return self._normalize
 
     @property
@@ -186,34 +182,34 @@ class CLIP(ProcessorTask):
     # -- steps ---------------------------------------------------------------------------------------------
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """A batch is not cut where memory is short: its pairs are each other's negatives."""
+        """Never split a batch when out of memory: its pairs are each other's negatives."""
         return {**super().training_defaults(settings, chosen), "oom": "raise"}
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """The loss of the pairs of a batch, both ways."""
+        """The contrastive loss of a batch."""
         model: Any = self.model
-        images = self._normalize(batch["pixel_values"])  # leaves alone what the loader's transforms have normalised
+        images = self._normalize(batch["pixel_values"])  # a no-op on images that are already normalised
         output = model(pixel_values=images, **self._text_inputs(batch))
-        captions = batch.get("caption") if self.same_caption == "ignore" else None  # a user's own loader has none
-        numbers = None if captions is None else captions.flatten()
+        captions = batch.get("caption") if self.same_caption == "ignore" else None  # a user's DataLoader may have none
+        ids = None if captions is None else captions.flatten()
         pair = output.image_embeds, output.text_embeds
         scale, bias = model.logit_scale, getattr(model, "logit_bias", None)
         if bias is None:
-            loss = clip_loss(*pair, scale, numbers, reduction="sum")
+            loss = clip_loss(*pair, scale, ids, reduction="sum")
         else:
-            loss = siglip_loss(*pair, scale, bias, numbers, reduction="sum")
+            loss = siglip_loss(*pair, scale, bias, ids, reduction="sum")
         return Loss(loss, len(images), metrics={"logit_scale": scale.detach().exp().squeeze()})
 
     @torch.no_grad()
     def on_step_end(self, step: int, max_steps: int) -> None:
-        """Keep the temperature from falling below its limit, on the device."""
+        """Clamp the logit scale, without a device sync."""
         model: Any = self.model
         largest = self.max_scale or (None if hasattr(model, "logit_bias") else _LARGEST_SCALE)
         if largest is not None and model.logit_scale.requires_grad:
             model.logit_scale.clamp_(max=math.log(largest))
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Embeddings of images, and of captions where there are any, for the metrics of the whole set."""
+        """Embeddings of images and captions for the dataset-level metrics."""
         rows = {"embedding": self._image_features(self._normalize(batch["pixel_values"]))}
         if "caption" in batch:
             texts = self._text_features(self._text_inputs(batch))
@@ -221,18 +217,18 @@ class CLIP(ProcessorTask):
         return rows | ({"label": batch["label"]} if "label" in batch else {})
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Embeddings of images, with the labels or the embeddings of captions beside them."""
+        """Embeddings of images, with labels or embeddings of captions."""
         return self.eval_step(batch)
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
-        """Recall both ways over the whole set, or accuracy of zero-shot classes."""
+        """Retrieval metrics over the whole dataset, or zero-shot accuracy."""
         if "label" in rows:
             return self._zero_shot_metrics(rows["embedding"], rows["label"])
         if "caption" not in rows:
-            raise DataError("Expected captions or labels to evaluate on, received images alone.")
+            raise DataError("Expected captions or labels to evaluate on, received only images.")
         model: Any = self.model
         scale, bias = model.logit_scale.detach().exp().item(), getattr(model, "logit_bias", None)
-        found = matches(rows["embedding"], rows["text_embedding"], rows["caption"])
+        found = find_matches(rows["embedding"], rows["text_embedding"], rows["caption"])
         return retrieval_metrics(found, self.recall_at, scale, None if bias is None else bias.item())
 
     def _zero_shot_metrics(self, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
@@ -245,10 +241,10 @@ class CLIP(ProcessorTask):
         if int(labels.max()) >= len(classifier):
             raise DataError(expected(f"labels of the {len(classifier)} classes", int(labels.max())))
         best = (embeddings @ classifier.T).topk(min(5, len(classifier))).indices
-        right = best == labels.unsqueeze(1)
+        correct = best == labels.unsqueeze(1)
         return {
-            "zero_shot_accuracy": right[:, 0].double().mean().item(),
-            "zero_shot_top5": right.any(1).double().mean().item(),
+            "zero_shot_accuracy": correct[:, 0].double().mean().item(),
+            "zero_shot_top5": correct.any(1).double().mean().item(),
         }
 
     def _text_inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -266,11 +262,11 @@ class CLIP(ProcessorTask):
         model: Any = self.model
         return _unit(model.get_text_features(**inputs))
 
-    # -- using it ------------------------------------------------------------------------------------------
+    # -- inference -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def embed_images(self, images: Sequence[Any], batch_size: int = 64) -> Tensor:
-        """Embeddings (N, D) of length one of images: PIL images, or uint8 tensors or arrays, of any size."""
+        """Return normalised embeddings (N, D) of images: PIL images, or uint8 tensors or arrays, of any size."""
         device = next(self.model.parameters()).device
         pixels = Pixels(self.preprocessor.image_processor)
         rows = []
@@ -282,7 +278,7 @@ class CLIP(ProcessorTask):
 
     @torch.no_grad()
     def embed_texts(self, texts: str | Sequence[str], batch_size: int = 256) -> Tensor:
-        """Embeddings (N, D) of length one of texts."""
+        """Return normalised embeddings (N, D) of texts."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         device = next(self.model.parameters()).device
         encoder = self._encoder(1)
@@ -297,7 +293,7 @@ class CLIP(ProcessorTask):
         return torch.cat(rows)
 
     def zero_shot_classifier(self, classes: Sequence[str], templates: str | Sequence[str] | None = None) -> Tensor:
-        """One embedding (classes, D) for each class: the mean over the templates, in each of which it is put."""
+        """Return one embedding (classes, D) per class: the mean over its prompts from the templates."""
         forms = self.templates if templates is None else templates
         forms = [forms] if isinstance(forms, str) else list(forms)
         rows = self.embed_texts([form.format(name) for name in classes for form in forms])
@@ -306,31 +302,29 @@ class CLIP(ProcessorTask):
     def zero_shot(
         self, images: Sequence[Any], classes: Sequence[str], templates: str | Sequence[str] | None = None
     ) -> Tensor:
-        """Probabilities (N, classes) of classes for images, by their names alone."""
+        """Return zero-shot class probabilities (N, classes) of images."""
         model: Any = self.model
         logits = self.embed_images(images) @ self.zero_shot_classifier(classes, templates).T
         logits = logits * model.logit_scale.detach().exp()
         bias = getattr(model, "logit_bias", None)
         return logits.softmax(1) if bias is None else (logits + bias.detach()).sigmoid()
 
-    # -- records -------------------------------------------------------------------------------------------
+    # -- checks and config ---------------------------------------------------------------------------------
 
     def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the pairs of a batch, in sentences."""
         problems = image_problems(batch["pixel_values"], 3)
         captions = batch.get("caption")
         if captions is not None and len(captions) > 1 and len(captions.unique()) == 1:
-            problems.append("All captions of the batch are equal: there is nothing to tell apart.")
+            problems.append("All captions of the batch are equal: there are no negatives.")
         return problems
 
     def config_dict(self) -> dict[str, Any]:
-        """The arguments, as far as they can be written down."""
         by_name = self.augment is None or isinstance(self.augment, str)
         return super().config_dict() | {"augment": self.augment if by_name else type(self.augment).__name__}
 
 
 def _first(dataset: Any) -> Any:
-    """A sample, with the generators left as they are."""
+    """The first sample, without advancing the random generators."""
     with preserved_generators():
         if not is_stream(dataset):
             return dataset[0]
@@ -341,12 +335,49 @@ def _first(dataset: Any) -> Any:
 
 
 def _has_several(dataset: Any, pair: Any) -> bool:
-    """Whether images have several captions: as the data say, or by the first of them."""
+    """Whether images have several captions, according to the dataset or its first sample."""
     while hasattr(dataset, "dataset"):
-        dataset = dataset.dataset  # below subsets
+        dataset = dataset.dataset  # unwrap subsets
     return len(pair.captions) > 1 or bool(getattr(dataset, "has_several_captions", False))
 
 
 def _unit(features: Any) -> Tensor:
-    """Rows of length one, of what a tower gives."""
+    """Normalise the output of a tower."""
     return l2_normalize(getattr(features, "pooler_output", features))
+
+
+def check_arguments(task: CLIP) -> None:
+    """Validate the arguments that do not depend on model and data."""
+    if task.same_caption not in ("ignore", "negative"):
+        raise BadArgument(expected("same_caption to be 'ignore' or 'negative'", task.same_caption))
+    if task.freeze is not None and task.freeze not in TOWERS:
+        raise BadArgument(expected("freeze to be 'image', 'text' or None", task.freeze))
+    if isinstance(task.augment, str) and task.augment != "crop":
+        raise BadArgument(expected("augment to be 'crop', None or a module for batches of images", task.augment))
+    if task.max_scale is not None and not 0 < task.max_scale < math.inf:
+        raise BadArgument(expected("max_scale to be a positive number or None", task.max_scale))
+    counts = (*task.recall_at, task.eval_captions)
+    if not task.recall_at or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts):
+        raise BadArgument(
+            expected(
+                "recall_at and eval_captions to be whole numbers of at least 1", (task.recall_at, task.eval_captions)
+            )
+        )
+    forms = [task.templates] if isinstance(task.templates, str) else task.templates
+    if not forms or any("{}" not in form for form in forms):
+        raise BadArgument(expected("templates with {} in the place of the class", task.templates))
+    if isinstance(task.classes, str) or (task.classes is not None and not len(task.classes)):
+        raise BadArgument(expected("classes to be a list of names", task.classes))
+
+
+def check_end(tokens: Sequence[int], end: int | None) -> None:
+    """Check the EOS token: CLIP reads a text off at the first one, or (in old configs) at the largest token id."""
+    place = tokens.index(max(tokens)) if end == 2 else tokens.index(end) if end in tokens else None
+    if place != len(tokens) - 1:
+        raise BadArgument(
+            expected(
+                f"a tokenizer that ends texts with the model's EOS token ({end})",
+                f"one that encodes 'a' as {list(tokens)}",
+                "Let the tokenizer add its end token, and set text_config.eos_token_id to that.",
+            )
+        )

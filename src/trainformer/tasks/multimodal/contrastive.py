@@ -1,16 +1,18 @@
-"""Losses of images and texts that belong together: the softmax loss of CLIP and the sigmoid loss of SigLIP.
+"""Image-text matching: the losses of CLIP (softmax) and SigLIP (sigmoid), and retrieval metrics of a dataset.
 
-Owns the losses, in float32. With several processes the negatives are those of all of them, and each computes the loss
-of its own rows: averaged over ranks, gradients are those of one process with the whole batch.
+The losses run in float32. Negatives come from all ranks, and each rank computes the loss of its own rows; averaged over
+ranks, the gradients equal those of one process with the whole batch.
 
-Where two pairs have one and the same caption, neither's image is wrong for the other's text: as negatives they are left
-out. (To share the target among them instead would change nothing: as their texts are equal, the sum of the softmax loss
-over such pairs stays what it is.)
+Pairs with equal captions are not negatives of each other. (Sharing the target among them instead would change nothing:
+their texts are equal, so the summed softmax loss would be the same.)
 
 Radford et al., CLIP, 2021; Zhai et al., SigLIP, 2023.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from trainformer.losses.numerics import Reduction, check_rows, l2_normalize, no_autocast, reduce_loss, upcast
 from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
+
+_CELLS = 1 << 22  # similarities in memory at a time: 16 MiB, plus as much for each of three masks
 
 
 def clip_loss(
@@ -29,10 +33,10 @@ def clip_loss(
     reduction: Reduction = "mean",
     gather: bool = True,
 ) -> Tensor:
-    """Each image (B, D) shall find its text (B, D) among all texts, and each text its image; the mean of both ways.
+    """The symmetric cross-entropy of images (B, D) and texts (B, D).
 
-    `log_scale` is the logarithm of what cosines are multiplied with. `captions` (B,) are numbers, equal for equal
-    texts: other pairs of the same number are no negatives. Without, all pairs but one's own are.
+    `log_scale` is the logarithm of the inverse temperature. `captions` (B,) are ids, equal for equal texts: pairs with
+    the same id are not negatives of each other. Without them, all other pairs are negatives.
 
     >>> rows = torch.eye(4)
     >>> clip_loss(rows, rows, torch.tensor(10.0).log())
@@ -46,9 +50,9 @@ def clip_loss(
         every_image, every_text = _gathered(images, texts, shares)
         to_text, to_image = (scale * images) @ every_text.T, (scale * texts) @ every_image.T
         own = _own(images, shares)
-        left_out = _left_out(captions, own, shares)
-        if left_out is not None:
-            to_text, to_image = (logits.masked_fill(left_out, -torch.inf) for logits in (to_text, to_image))
+        excluded = _same_caption(captions, own, shares)
+        if excluded is not None:
+            to_text, to_image = (logits.masked_fill(excluded, -torch.inf) for logits in (to_text, to_image))
         both = [F.cross_entropy(logits, own, reduction="none") for logits in (to_text, to_image)]
         return reduce_loss((both[0] + both[1]) / 2, reduction)
 
@@ -63,7 +67,7 @@ def siglip_loss(
     reduction: Reduction = "mean",
     gather: bool = True,
 ) -> Tensor:
-    """Every image with every text as a yes or no of its own; one value per text, the sum over all images.
+    """Binary cross-entropy of each image-text combination; one value per text, summed over all images.
 
     >>> rows = torch.eye(4)
     >>> siglip_loss(rows, rows, torch.tensor(20.0).log(), torch.tensor(-10.0))
@@ -76,14 +80,14 @@ def siglip_loss(
         every_image = images if shares is None else gather_rows(images, shares)
         logits = (upcast(log_scale).exp() * texts) @ every_image.T + upcast(bias)
         own = _own(texts, shares)
-        right = own.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
-        losses = -F.logsigmoid(torch.where(right, logits, -logits))
-        left_out = _left_out(captions, own, shares)
-        return reduce_loss((losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(1), reduction)
+        matching = own.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
+        losses = -F.logsigmoid(torch.where(matching, logits, -logits))
+        excluded = _same_caption(captions, own, shares)
+        return reduce_loss((losses if excluded is None else losses.masked_fill(excluded, 0.0)).sum(1), reduction)
 
 
 def _gathered(images: Tensor, texts: Tensor, shares: RowCounts | None) -> tuple[Tensor, Tensor]:
-    """Images and texts of all ranks, with one message. Without `shares` nothing is gathered, here and below."""
+    """All-gather images and texts in one message. Without `shares`, nothing is gathered."""
     if shares is None:
         return images, texts
     every_image, every_text = gather_rows(torch.cat([images, texts], dim=1), shares).chunk(2, dim=1)
@@ -91,13 +95,88 @@ def _gathered(images: Tensor, texts: Tensor, shares: RowCounts | None) -> tuple[
 
 
 def _own(rows: Tensor, shares: RowCounts | None) -> Tensor:
-    """The places of one's own rows among all."""
+    """The positions of this rank's rows among all."""
     return torch.arange(len(rows), device=rows.device) + (0 if shares is None else shares.first)
 
 
-def _left_out(captions: Tensor | None, own: Tensor, shares: RowCounts | None) -> Tensor | None:
-    """Which of all rows (columns) have the caption of one's own rows, and are not those themselves."""
+def _same_caption(captions: Tensor | None, own: Tensor, shares: RowCounts | None) -> Tensor | None:
+    """Mask of other pairs (columns) that have the same caption as one of this rank's rows."""
     if captions is None:
         return None
     same = captions.unsqueeze(1) == (captions if shares is None else gather_rows(captions, shares))
     return same.scatter(1, own.unsqueeze(1), False)
+
+
+# -- retrieval metrics -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Normalised images (N, D), distinct normalised texts (M, D), and index pairs (P, 2) that belong together."""
+
+    images: Tensor
+    texts: Tensor
+    pairs: Tensor
+
+    def reversed(self) -> Matches:
+        """Swap images and texts."""
+        return Matches(self.texts, self.images, self.pairs.flip(1))
+
+
+def find_matches(images: Tensor, texts: Tensor, captions: Tensor) -> Matches:
+    """Match images (N, D) with texts (N, C, D) by caption ids (N, C), which are 0 for a missing caption.
+
+    Equal texts are one text: an image with several captions may find any of them, a caption any of its images.
+
+    >>> found = find_matches(torch.eye(2), torch.eye(2).unsqueeze(1), torch.tensor([[7], [7]]))
+    >>> found.texts.shape, found.pairs.tolist()
+    (torch.Size([1, 2]), [[0, 0], [1, 0]])
+    """
+    image, place = captions.nonzero(as_tuple=True)
+    ids, text = captions[image, place].unique(return_inverse=True)
+    first = torch.upcast((len(ids),), len(text)).scatter_reduce(0, text, torch.arange(len(text)), "amin")
+    pairs = torch.stack([image, text], dim=1).unique(dim=0)  # an image may have the same caption twice
+    return Matches(l2_normalize(images), l2_normalize(texts[image[first], place[first]]), pairs)
+
+
+def retrieval_metrics(
+    found: Matches, recall_at: Sequence[int], scale: float = 1.0, bias: float | None = None
+) -> dict[str, float]:
+    """Recall at each k and the median rank in both directions, and the loss: SigLIP's with a bias, else CLIP's.
+
+    Ties count as misses, so a collapsed model has a recall of 0.
+    """
+    metrics: dict[str, float] = {}
+    losses = []
+    for name, direction in (("image_to_text", found), ("text_to_image", found.reversed())):
+        ranks, loss = _ranks_and_loss(direction, scale, bias)
+        metrics |= {f"{name}_recall@{k}": (ranks <= k).double().mean().item() for k in recall_at}
+        metrics[f"{name}_median_rank"] = ranks.double().quantile(0.5).item()
+        losses.append(loss)
+    # The sigmoid loss is the same sum in both directions; it is normalised per text.
+    return metrics | {"loss": sum(losses) / 2 if bias is None else losses[1]}
+
+
+def _ranks_and_loss(found: Matches, scale: float, bias: float | None) -> tuple[Tensor, float]:
+    """The rank (from 1) of the best match of each query, and the mean of their losses."""
+    order = found.pairs[:, 0].argsort(stable=True)
+    queries, candidates = found.pairs[order].T.contiguous()
+    ranks, total = [], 0.0
+    size = max(1, _CELLS // len(found.texts))
+    for start in range(0, len(found.images), size):
+        rows = found.images[start : start + size]
+        similarity = rows @ found.texts.T
+        low, high = torch.searchsorted(queries, torch.tensor([start, start + len(rows)])).tolist()
+        matching = torch.zeros_like(similarity, dtype=torch.bool)
+        matching[queries[low:high] - start, candidates[low:high]] = True
+        best = similarity.masked_fill(~matching, -torch.inf).amax(1, keepdim=True)
+        ranks.append(1 + ((similarity >= best) & ~matching).sum(1))
+        total += _loss(upcast(similarity) * scale, matching, bias)
+    return torch.cat(ranks), total / len(found.images)
+
+
+def _loss(logits: Tensor, matching: Tensor, bias: float | None) -> float:
+    if bias is not None:
+        return float(-F.logsigmoid(torch.where(matching, logits + bias, -logits - bias)).double().sum())
+    target = matching.to(logits.dtype) / matching.sum(1, keepdim=True)
+    return float(F.cross_entropy(logits, target, reduction="none").double().sum())

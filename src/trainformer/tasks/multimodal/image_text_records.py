@@ -1,7 +1,6 @@
-"""Records of images with text: what is said in them, and their images, opened or only measured.
+"""Records of images and text: normalising them to messages, and opening or measuring their images.
 
-Owns images of any kind as PIL images, their sizes without decoding them, and the place of each image in a conversation.
-What the parts of a record are called is left to `data.multimodal` and `data.text.forms`, tokens to `vlm_encode`.
+The names of the columns are in `data.multimodal` and `data.text.schemas`, tokenisation is in `vlm_encode`.
 """
 
 from __future__ import annotations
@@ -21,45 +20,45 @@ from trainformer.data.text.chat import ASSISTANT_ROLES
 from trainformer.data.text.schemas import conversation, detect_schema, standard
 
 _READER = RecordReader("image", "text")
-_TALKS = ("messages", "conversations", "conversation")
-_ASKS = ("prompt", "question", "query", "instruction")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+_PROMPTS = ("prompt", "question", "query", "instruction")
 _ANSWERS = ("completion", "response", "answer", "output")
-_TURNED = (5, 6, 7, 8)  # orientations of EXIF in which height and width change places
+_ROTATED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 
 
-class Said(NamedTuple):
-    """A record: its images, as far as they are opened, and what is said: messages, prompt and completion, or a text."""
+class RecordContent(NamedTuple):
+    """Images of a record, and its text parts: messages, prompt and completion, or a text."""
 
     images: list[Any]
     parts: dict[str, Any]
     answered: bool = True
 
 
-def read_record(record: Any, opener: Callable[[Any], Any]) -> Said:
-    """The parts of a record with the standard names, each image as `opener` gives it.
+def read_record(record: Any, opener: Callable[[Any], Any]) -> RecordContent:
+    """Return the content of a record with standard names, and its images opened by `opener`.
 
-    A prompt that nobody has answered gets an empty completion, and is marked. What follows the last answer of a
-    conversation is left out.
+    A prompt without an answer gets an empty completion and `answered=False`. Messages after the last answer are
+    dropped.
 
     >>> read_record({"image": "a.png", "question": "Who?", "answer": "Me."}, str.upper)
-    Said(images=['A.PNG'], parts={'prompt': 'Who?', 'completion': 'Me.'}, answered=True)
+    RecordContent(images=['A.PNG'], parts={'prompt': 'Who?', 'completion': 'Me.'}, answered=True)
     """
     if not isinstance(record, Mapping):
         raise DataError(expected("a record with images and text", type(record).__name__))
-    asked = next((name for name in _ASKS if isinstance(record.get(name), str)), None)
-    answered = asked is None or any(record.get(name) is not None for name in (*_ANSWERS, *_TALKS))
+    prompt = next((name for name in _PROMPTS if isinstance(record.get(name), str)), None)
+    answered = prompt is None or any(record.get(name) is not None for name in (*_ANSWERS, *_CONVERSATIONS))
     if not answered:
-        record = {**record, "prompt": record[asked], "completion": ""}
-    if all(_is_missing(record.get(name)) for name in (*IMAGE_COLUMNS, *_TALKS)):
+        record = {**record, "prompt": record[prompt], "completion": ""}
+    if all(_is_missing(record.get(name)) for name in (*IMAGE_COLUMNS, *_CONVERSATIONS)):
         form = detect_schema([record])
-        talks = form.name in ("chat", "completion", "alpaca")
-        return Said([], standard(record, form) if not talks else _asked(record, form), answered)
+        is_dialogue = form.name in ("chat", "completion", "alpaca")
+        return RecordContent([], _dialogue(record, form) if is_dialogue else standard(record, form), answered)
     item = _READER.item(record, opener)
     images = item.pop("images") if "images" in item else [item.pop("image")]
     if "messages" in item:
         item["messages"] = _to_last_answer(item["messages"])
         images = images[: image_count(item["messages"]) or len(images)]
-    return Said(images, item, answered)
+    return RecordContent(images, item, answered)
 
 
 def _is_missing(value: Any) -> bool:
@@ -67,13 +66,12 @@ def _is_missing(value: Any) -> bool:
 
 
 def _to_last_answer(messages: Sequence[Any]) -> list[Any]:
-    """Nothing is learned behind it."""
     last = max(place for place, message in enumerate(messages) if message["role"] in ASSISTANT_ROLES)
     return list(messages[: last + 1])
 
 
-def _asked(record: Mapping[str, Any], form: Any) -> dict[str, Any]:
-    """A question without an image: prompt and completion, where it is no more than that."""
+def _dialogue(record: Mapping[str, Any], form: Any) -> dict[str, Any]:
+    """A record without images: prompt and completion if it has one question and one answer, else messages."""
     messages = conversation(record, form)["messages"]
     if [message["role"] for message in messages] == ["user", "assistant"]:
         return {"prompt": messages[0]["content"], "completion": messages[1]["content"]}
@@ -84,8 +82,8 @@ def _asked(record: Mapping[str, Any], form: Any) -> dict[str, Any]:
 
 
 def open_image(image: Any) -> Any:
-    """An image of any kind (PIL, path, bytes, array, tensor) as a PIL image in RGB."""
-    if isinstance(image, Mapping):  # as HF `datasets` keeps images
+    """Open an image of any kind (PIL, path, bytes, array, tensor) as a PIL image in RGB."""
+    if isinstance(image, Mapping):  # undecoded image of HF `datasets`
         image = image["path"] if image.get("bytes") is None else image["bytes"]
     if isinstance(image, bytes):
         return decode_image(image, 3, "the image in the record")
@@ -106,7 +104,7 @@ def open_image(image: Any) -> Any:
 
 
 def image_size(image: Any) -> tuple[int, int]:
-    """Height and width of an image as `open_image` would give it, read from its header where it is a file."""
+    """Return height and width of an image as `open_image` would open it; files only have their header read."""
     if isinstance(image, Mapping):
         image = image["path"] if image.get("bytes") is None else image["bytes"]
     if is_pil(image):
@@ -117,9 +115,9 @@ def image_size(image: Any) -> tuple[int, int]:
     pil = require("PIL.Image", "vision", "for images")
     try:
         with pil.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            turned = opened.getexif().get(0x0112) in _TURNED
-            return (opened.width, opened.height) if turned else (opened.height, opened.width)
-    except Exception:  # of whatever kind: the same image cannot be opened either, and that says why
+            rotated = opened.getexif().get(0x0112) in _ROTATED
+            return (opened.width, opened.height) if rotated else (opened.height, opened.width)
+    except Exception:  # `open_image` raises a better error
         opened = open_image(image)
         return opened.height, opened.width
 
@@ -127,45 +125,45 @@ def image_size(image: Any) -> tuple[int, int]:
 # -- conversations -----------------------------------------------------------------------------------------
 
 
-def turns(parts: Mapping[str, Any], images: int) -> list[dict[str, Any]]:
-    """A record as messages whose contents are lists of parts, with a part for each of its images.
+def to_messages(parts: Mapping[str, Any], images: int) -> list[dict[str, Any]]:
+    """Convert a record to messages whose contents are lists of parts, with one part per image.
 
-    Images that no text points at come first.
+    Images without a placeholder in the text come first.
 
-    >>> [message["content"] for message in turns({"text": "a cat"}, 1)]
+    >>> [message["content"] for message in to_messages({"text": "a cat"}, 1)]
     [[{'type': 'image'}], [{'type': 'text', 'text': 'a cat'}]]
     """
     if "messages" in parts:
-        said = parts["messages"]
+        messages = parts["messages"]
     else:
         answer = parts["completion"] if "completion" in parts else parts["text"]
-        said = [
+        messages = [
             {"role": "user", "content": image_parts(parts.get("prompt", ""))},
             {"role": "assistant", "content": answer},
         ]
-    made = [{**message, "content": _listed(message["content"])} for message in said]
-    if images and not image_count(made):
-        first = next((message for message in made if message["role"] == "user"), made[0])
+    messages = [{**message, "content": _as_parts(message["content"])} for message in messages]
+    if images and not image_count(messages):
+        first = next((message for message in messages if message["role"] == "user"), messages[0])
         first["content"] = [{"type": "image"}] * images + first["content"]
-    return made
+    return messages
 
 
 def image_count(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many images the contents of messages hold."""
+    """Count the images in messages."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     return sum(part["type"] == "image" for content in contents for part in content)
 
 
-def _listed(content: Any) -> list[dict[str, Any]]:
+def _as_parts(content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, str):
         return [dict(part) for part in content]
     return [{"type": "text", "text": content}] if content else []
 
 
-def in_words(content: Sequence[Mapping[str, Any]], image_token: str) -> str:
-    """A content as one text: a line of its own for each image, in the place where it is.
+def to_text(content: Sequence[Mapping[str, Any]], image_token: str) -> str:
+    """Render content as text, with the image token on a separate line for each image.
 
-    >>> in_words([{"type": "image"}, {"type": "text", "text": "Who?"}], "<image>")
+    >>> to_text([{"type": "image"}, {"type": "text", "text": "Who?"}], "<image>")
     '<image>\\nWho?'
     """
     pieces = [f"{image_token}\n" if part["type"] == "image" else part["text"] for part in content]

@@ -1,12 +1,11 @@
-"""Vision-language models: answering questions about images, and describing them.
+"""Vision-language models: visual question answering and captioning.
 
-Owns the task: its arguments, what a step computes, what is measured, and generating. How records become tokens and
-pixels is in `vlm_encode`, batches in `vlm_data`, which parameters are trained in `vlm_parts`, the loss in
-`losses.tokens`. The loss is a sum over supervised tokens and their number, never a model's own mean.
+Encoding records is in `vlm_encode`, datasets and batches in `vlm_data`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, unwrap_model
+from trainformer.adapters.targets import language_model_name
 from trainformer.core import BadArgument
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.labels import is_stream
@@ -27,42 +27,39 @@ from trainformer.eval.generation import exact_match
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.prediction import TokenPrediction
+from trainformer.tasks.language.base import TokenPredictionTask
 from trainformer.tasks.multimodal.image_text_records import open_image
-from trainformer.tasks.multimodal.image_text_task import ProcessorTask
 from trainformer.tasks.multimodal.pairs import EncodedStream
+from trainformer.tasks.multimodal.processor import ProcessorTask
 from trainformer.tasks.multimodal.vlm_data import ImageTextExamples, collate, flat_pixels, with_image
 from trainformer.tasks.multimodal.vlm_encode import Block, ImageTextEncoder
-from trainformer.tasks.multimodal.vlm_parts import (
-    check_parts,
-    freeze_parts,
-    parameters_without_gradient,
-    seeing_parameters,
-)
 
 logger = logging.getLogger("trainformer")
 
-_TYPES = "mm_token_type_ids"  # which tokens are images: models that count positions in height and width want to know
+_TYPES = "mm_token_type_ids"  # which tokens are images: for models with 2D positions
+PARTS = ("vision", "projector", "language")
+_TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")  # transformers' names
+_PROJECTORS = ("projector", "merger", "connector", "aligner")
 _NEW_TOKENS = 64
 _BLANK_SIDE = 56
 
 
 @dataclass(eq=False)
-class VLM(ProcessorTask, TokenPrediction):
-    """Train a vision-language model (LLaVA, Qwen2-VL, Qwen2.5-VL, ...) of transformers, from scratch or further.
+class VLM(ProcessorTask, TokenPredictionTask):
+    """Train a vision-language model of transformers (LLaVA, Qwen2-VL, Qwen2.5-VL, ...), pretrained or from scratch.
 
-    `model_name` is a name on the hub, a folder, a configuration (random weights) or a model; the processor is that of
-    the same name unless `processor` says otherwise. Data are those of `ImageTextDataset`, or any data set of records
-    with `image` or `images` and `messages`, `prompt` and `completion`, or a caption under `text`; records without
-    images may be among them. `train_on` says which tokens are learned: ``"auto"`` means the answers. Tokens of images
-    are never learned and never cut; `image_options` (`max_pixels`, `size`, ...) say how many there are.
+    `model_name` is a hub name, a folder, a config (random weights) or a model; `processor` defaults to the one of
+    `model_name`. Data comes from `ImageTextDataset`, or any dataset of records with `image` or `images` and
+    `messages`, `prompt` and `completion`, or a caption in `text`; records without images can be mixed in. `train_on`
+    selects the supervised tokens: ``"auto"`` means the answers. Image tokens are never supervised and never truncated;
+    `image_options` (`max_pixels`, `size`, ...) determine their number.
 
-    `freeze` names parts that stay as they are: "vision", "projector", "language". ``"auto"`` freezes the vision tower
-    of a model that is loaded by name, and nothing of others. An adapter freezes everything but itself.
+    `freeze` lists frozen parts: "vision", "projector", "language". ``"auto"`` freezes the vision tower of a model that
+    is loaded by name, and nothing otherwise. An adapter freezes everything but itself.
 
-    Evaluation gives loss, accuracy and perplexity by token. With `generate_metrics` it also generates an answer to each
-    record's last question and counts how many are right to the letter: `exact_match`. `generate_options` are those of
-    transformers (`max_new_tokens`, `num_beams`, ...).
+    Evaluation reports loss, accuracy and perplexity per token. With `generate_metrics` it also generates an answer to
+    the last question of each record and reports `exact_match`. `generate_options` are passed to transformers'
+    `generate` (`max_new_tokens`, `num_beams`, ...).
     """
 
     model_name: Any = "llava-hf/llava-1.5-7b-hf"
@@ -77,7 +74,7 @@ class VLM(ProcessorTask, TokenPrediction):
     generate_options: dict[str, Any] = field(default_factory=dict)
     chunk_tokens: int | None = None
     label_smoothing: float = 0.0
-    dtype: str | None = None  # of the weights: fp32 unless it says bf16 or fp16
+    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -85,7 +82,7 @@ class VLM(ProcessorTask, TokenPrediction):
     shifted = True
 
     def __post_init__(self) -> None:
-        self._begin()
+        self._init_task()
         if self.train_on not in TRAIN_ON:
             hint = did_you_mean(str(self.train_on), TRAIN_ON)
             raise BadArgument(expected(f"train_on to be one of {', '.join(TRAIN_ON)}", self.train_on, hint))
@@ -97,7 +94,7 @@ class VLM(ProcessorTask, TokenPrediction):
         self._states = OutputStates(chunked=self.chunk_tokens != 0)
         self._encoder: ImageTextEncoder | None = None
         self._blank: Block | None = None
-        self._sees = False  # whether anything is trained that only images give gradients to
+        self._trains_vision = False  # whether there are trainable parameters that only images give gradients to
 
     def _parts_to_freeze(self) -> tuple[str, ...]:
         if self.freeze == "auto":
@@ -105,7 +102,7 @@ class VLM(ProcessorTask, TokenPrediction):
         names = check_parts(self.freeze)
         if names and self.adapter is not None:
             what = "freeze='auto' with an adapter, which freezes everything but itself"
-            raise BadArgument(expected(what, self.freeze, "target_modules of the adapter say what is trained."))
+            raise BadArgument(expected(what, self.freeze, "Set target_modules of the adapter instead."))
         return names
 
     # -- the model -----------------------------------------------------------------------------------------
@@ -113,39 +110,38 @@ class VLM(ProcessorTask, TokenPrediction):
     def _load(self) -> nn.Module:
         model = super()._load()
         freeze_parts(model, self._frozen)
-        if seeing_parameters(model):
+        if vision_parameters(model):
             self._freeze_unused(model)
-        self._sees = bool(seeing_parameters(model))
+        self._trains_vision = bool(vision_parameters(model))
         return model
 
     def _freeze_unused(self, model: nn.Module) -> None:
-        """Parameters that want gradients and never get any would stop distributed training, which waits for them."""
+        """Freeze parameters that never receive a gradient: DDP would wait for it."""
         unused = parameters_without_gradient(model, self._blank_image().pixels)
         for name in unused:
             model.get_parameter(name).requires_grad_(False)
         if unused:
             logger.info(
-                "%d parameters of the vision tower are of no use to the model and are not trained: %s, ...",
+                "%d parameters of the vision tower never receive a gradient and are frozen: %s, ...",
                 len(unused), unused[0],
             )  # fmt: skip
 
     # -- data ----------------------------------------------------------------------------------------------
 
     def load_data(self, path: str) -> Any:
-        """Images with text by path or name; see `ImageTextDataset`."""
         return ImageTextDataset(path)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Records as tokens and pixels; without prompts in training."""
+        """Encode records as tokens and pixels, with prompts for evaluation."""
         if is_stream(dataset):
-            encode = self.encoder.encode if train else self.encoder.encode_asked
+            encode = self.encoder.encode if train else self.encoder.encode_with_prompt
             return EncodedStream(dataset, encode, shuffle=train)
         name = "training data" if train else "validation data"
-        return ImageTextExamples(dataset, self.encoder, asked=not train, name=name)
+        return ImageTextExamples(dataset, self.encoder, prompts=not train, name=name)
 
     @property
     def encoder(self) -> ImageTextEncoder:
-        """What makes tokens and pixels of records."""
+        """The encoder of records, built on first access."""
         if self._encoder is None:
             self._encoder = ImageTextEncoder(
                 self.preprocessor,
@@ -156,16 +152,13 @@ class VLM(ProcessorTask, TokenPrediction):
         return self._encoder
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Any]:
-        """Padded tokens, and pixels by sample.
-
-        The last sample always has an image where the vision tower learns, if need be a blank one behind its end: with
-        several processes each must give gradients to the same parameters, also if its texts are without images.
-        """
-        assert self.model is not None  # which is loaded by now, and tells what is trained
-        if self._sees and "prompt" not in examples[-1] and not examples[-1]["pixels"]:
+        # If the vision tower is trained, the last sample always has an image, if need be a blank one after its end:
+        # all ranks must give gradients to the same parameters, also if their texts have no images.
+        assert self.model is not None  # loading it sets _trains_vision
+        if self._trains_vision and "prompt" not in examples[-1] and not examples[-1]["pixels"]:
             examples = [*examples[:-1], with_image(examples[-1], self._blank_image())]
         typed = _TYPES in self.preprocessor.model_input_names
-        return collate(examples, self.text.pad_token_id, image_id=self.encoder.image_id if typed else None)
+        return collate(examples, self.text_tokenizer.pad_token_id, image_id=self.encoder.image_id if typed else None)
 
     def _blank_image(self) -> Block:
         if self._blank is None:
@@ -175,22 +168,24 @@ class VLM(ProcessorTask, TokenPrediction):
     # -- steps ---------------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Loss and accuracy by token; with `generate_metrics` also the tokens of answers."""
+        """Loss and token accuracy; with `generate_metrics` also generated answers."""
         metrics = super().eval_step(batch)
         if not self.generate_metrics:
             return metrics
-        # One more than can be generated: an answer that is longer must not look equal.
-        return {**metrics, **self.predict_step(batch), "wanted": _to_width(batch["answers"], self._new_tokens + 1)}
+        # One more token than can be generated, so that a longer answer does not match.
+        return {**metrics, **self.predict_step(batch), "target": _to_width(batch["answers"], self._new_tokens + 1)}
 
     def predict_step(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tokens that are generated for each prompt, filled up with padding."""
-        made = self._generated(batch, **self.generate_options)
-        return {"generated": _to_width(made, self._new_tokens, self.text.pad_token_id)}
+        """Generated tokens for each prompt, padded to a fixed width."""
+        tokens = self._generate_tokens(batch, **self.generate_options)
+        return {"generated": _to_width(tokens, self._new_tokens, self.text_tokenizer.pad_token_id)}
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
-        """The share of answers that are right to the letter."""
-        wanted = self.text.batch_decode([row[row != IGNORE_INDEX] for row in rows["wanted"]], skip_special_tokens=True)
-        return {"exact_match": exact_match(self._decoded(rows["generated"]), wanted)}
+        """The fraction of answers that match exactly."""
+        targets = self.text_tokenizer.batch_decode(
+            [row[row != IGNORE_INDEX] for row in rows["target"]], skip_special_tokens=True
+        )
+        return {"exact_match": exact_match(self._decode(rows["generated"]), targets)}
 
     def _training_options(self) -> dict[str, Any]:
         return {"label_smoothing": self.label_smoothing}
@@ -198,7 +193,7 @@ class VLM(ProcessorTask, TokenPrediction):
     def _loss(self, batch: Mapping[str, Any], **options: Any) -> TokenLoss:
         inputs = {"input_ids": batch["input_ids"], **flat_pixels(batch)}
         if _TYPES in batch:
-            # Else no mask: padding is on the right, where no token of a causal model looks, and has no labels.
+            # Otherwise no mask: padding is on the right, where no token of a causal model attends, and has no labels.
             inputs |= {_TYPES: batch[_TYPES], "attention_mask": batch["attention_mask"]}
         states, head = self._states(self.model, inputs)
         if head is None:
@@ -206,38 +201,38 @@ class VLM(ProcessorTask, TokenPrediction):
         chunk = self.chunk_tokens or None
         return linear_cross_entropy(states, head.weight, batch["labels"], bias=head.bias, chunk_tokens=chunk, **options)
 
-    # -- generating ----------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------
 
     def generate(
         self, images: Any, prompts: str | Sequence[str] = "", max_new_tokens: int | None = None, **options: Any
     ) -> list[str]:
-        """Answers to prompts about images; `options` go to transformers' `generate` (`do_sample`, `num_beams`, ...).
+        """Answer prompts about images; `options` are passed to transformers' `generate` (`do_sample`, ...).
 
-        `images` has an image, a list of images, or None for each prompt. One prompt may go with many images.
+        `images` has an image, a list of images, or None for each prompt. A single prompt applies to all images.
         """
-        shown = list(images) if isinstance(images, list | tuple) else [images]
-        asked = [prompts] * len(shown) if isinstance(prompts, str) else list(prompts)
-        if not shown or len(shown) != len(asked):
-            raise BadArgument(expected(f"an image, or a list of images, for each of {len(asked)} prompts", len(shown)))
-        records = [{"images": _as_list(image), "prompt": prompt} for image, prompt in zip(shown, asked, strict=True)]
+        inputs = list(images) if isinstance(images, list | tuple) else [images]
+        texts = [prompts] * len(inputs) if isinstance(prompts, str) else list(prompts)
+        if not inputs or len(inputs) != len(texts):
+            raise BadArgument(expected(f"an image, or a list of images, for each of {len(texts)} prompts", len(inputs)))
+        records = [{"images": _as_list(image), "prompt": prompt} for image, prompt in zip(inputs, texts, strict=True)]
         batch = self.collate_fn(
-            [self.encoder.encode_asked(record, f"prompt {place}") for place, record in enumerate(records)]
+            [self.encoder.encode_with_prompt(record, f"prompt {index}") for index, record in enumerate(records)]
         )
         options = {**self.generate_options, **options}
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
-        return self._decoded(self._generated(batch, **options))
+        return self._decode(self._generate_tokens(batch, **options))
 
     @property
     def _new_tokens(self) -> int:
         return int(self.generate_options.get("max_new_tokens", _NEW_TOKENS))
 
-    def _decoded(self, tokens: Tensor) -> list[str]:
-        return [text.strip() for text in self.text.batch_decode(tokens, skip_special_tokens=True)]
+    def _decode(self, tokens: Tensor) -> list[str]:
+        return [text.strip() for text in self.text_tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
     @torch.no_grad()
-    def _generated(self, batch: Mapping[str, Any], **options: Any) -> Tensor:
-        """New tokens, without the prompts."""
+    def _generate_tokens(self, batch: Mapping[str, Any], **options: Any) -> Tensor:
+        """Generated tokens without the prompts."""
         model: Any = unwrap_model(self.model)
         inputs = {"input_ids": batch["prompt_ids"], "attention_mask": batch["prompt_mask"], **flat_pixels(batch)}
         if "prompt_types" in batch:
@@ -246,14 +241,14 @@ class VLM(ProcessorTask, TokenPrediction):
         defaults = {
             "max_new_tokens": _NEW_TOKENS,
             "do_sample": False,
-            "pad_token_id": self.text.pad_token_id,
-            "eos_token_id": self.text.eos_token_id if ends is None else ends,
+            "pad_token_id": self.text_tokenizer.pad_token_id,
+            "eos_token_id": self.text_tokenizer.eos_token_id if ends is None else ends,
         }
         with eval_mode(model):
-            made = model.generate(
+            generated = model.generate(
                 **{name: value.to(model.device) for name, value in inputs.items()}, **{**defaults, **options}
             )
-        return made[:, batch["prompt_ids"].shape[1] :]
+        return generated[:, batch["prompt_ids"].shape[1] :]
 
 
 def _as_list(image: Any) -> list[Any]:
@@ -263,9 +258,85 @@ def _as_list(image: Any) -> list[Any]:
 
 
 def _to_width(rows: Tensor, width: int, value: int = IGNORE_INDEX) -> Tensor:
-    """Rows of tokens, cut or filled up: those of a whole set are stacked.
+    """Pad or truncate rows of tokens to a fixed width, so that those of a whole dataset can be stacked.
 
     >>> _to_width(torch.tensor([[5, 6]]), 3, 0).tolist(), _to_width(torch.tensor([[5, 6]]), 1).tolist()
     ([[5, 6, 0]], [[5]])
     """
     return F.pad(rows, (0, width - rows.shape[1]), value=value)
+
+
+# -- parts of the model ------------------------------------------------------------------------------------
+
+
+def check_parts(freeze: str | Sequence[str]) -> tuple[str, ...]:
+    """Validate the names of parts to freeze.
+
+    >>> check_parts("vision")
+    ('vision',)
+    """
+    names = (freeze,) if isinstance(freeze, str) else tuple(freeze)
+    for name in names:
+        if name not in PARTS:
+            what = f"freeze to be 'auto' or names among {', '.join(PARTS)}"
+            raise BadArgument(expected(what, name, did_you_mean(str(name), [*PARTS, "auto"])))
+    if set(names) == set(PARTS):
+        raise BadArgument(expected("freeze to leave something to train", list(names), "Leave one of them out."))
+    return names
+
+
+def parts_of(model: nn.Module) -> dict[str, str]:
+    """Return the part that each parameter belongs to, by name.
+
+    Whatever is neither language model nor vision tower is the projector. In Qwen-VL it is inside the vision tower.
+    """
+    language = language_model_name(model)
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    in_head = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
+    return {
+        name: "language" if name.startswith(f"{language}.") or id(parameter) in in_head else _part(name)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _part(name: str) -> str:
+    if "prompt_encoder" in name.split("."):  # peft's prefix tuning
+        return "language"
+    if any(word in name for word in _PROJECTORS):
+        return "projector"
+    return "vision" if any(step in _TOWERS for step in name.split(".")) else "projector"
+
+
+def freeze_parts(model: nn.Module, names: Sequence[str]) -> None:
+    """Freeze parts of a model."""
+    parts = parts_of(model) if names else {}
+    for name, parameter in model.named_parameters():
+        if parts.get(name) in names:
+            parameter.requires_grad_(False)
+
+
+def vision_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of vision tower and projector, which only images give gradients to."""
+    parts = parts_of(model)
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and parts[n] != "language"}
+
+
+def parameters_without_gradient(model: nn.Module, pixels: Mapping[str, Tensor]) -> list[str]:
+    """Names of trainable vision parameters that receive no gradient, found by one backward pass.
+
+    LLaVA, for example, reads its vision tower before the last layer, so that layer is unused.
+    """
+    trained = vision_parameters(model)
+    get_features: Any = getattr(unwrap_model(model), "get_image_features", None)
+    if not trained or get_features is None:
+        return []
+    device = next(iter(trained.values())).device
+    known = inspect.signature(get_features).parameters
+    inputs = {name: value.to(device) for name, value in pixels.items() if name in known}
+    with eval_mode(model), torch.enable_grad():
+        features = get_features(**inputs)
+        features = getattr(features, "pooler_output", features)
+        features = features if isinstance(features, Tensor) else torch.cat([part.flatten() for part in features])
+        gradients = torch.autograd.grad(features.float().sum(), list(trained.values()), allow_unused=True)
+    return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]

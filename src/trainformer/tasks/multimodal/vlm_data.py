@@ -1,11 +1,10 @@
-"""Data sets and batches of vision-language models.
+"""Datasets and batches of vision-language models.
 
-Owns looking through records before training, reading one when it is asked for (in a worker process, where there are
-any: that is where images are decoded), and the shape of a batch. How a record is encoded is left to `vlm_encode`.
+Records are checked before training, and encoded when they are read (in worker processes, if there are any).
 
-Every tensor of a batch has one row per sample, so that a batch can be cut between any two samples. Models want the
-images of all samples one behind the other, and Qwen-VL even their patches: `flat_pixels` takes the filling out again,
-by numbers that never leave the host (`rows`).
+Each tensor of a batch has one row per sample, so that a batch can be split between any two samples. Models take the
+images (Qwen-VL even the patches) of all samples concatenated: `flat_pixels` removes the padding, with counts that stay
+on the host (`rows`).
 """
 
 from __future__ import annotations
@@ -29,66 +28,65 @@ from trainformer.tasks.multimodal.vlm_encode import Block, ImageTextEncoder, sta
 
 logger = logging.getLogger("trainformer")
 
-_LOOKED_AT = 32  # records of a source that cannot be looked through without decoding every image
+_PROBED = 32  # records to check in a source that cannot be measured without decoding all images
 _MANY_DROPPED = 0.1
 
 
 class ImageTextExamples(Dataset):
-    """Records as examples, encoded when they are read. `asked` adds prompts, to generate from.
+    """Encoded records. `prompts` adds prompts to generate from.
 
-    Records that cannot be used are left out, where that shows without decoding images: `lengths` then has the number of
-    tokens of each that is left. Else it is None, and a record that cannot be used is an error when it is read.
+    If records can be measured without decoding images, unusable ones are dropped and `lengths` holds the number of
+    tokens of the others. Otherwise `lengths` is None, and reading an unusable record raises an error.
     """
 
     in_memory = False  # images are decoded and resized
 
-    def __init__(self, source: Any, encoder: ImageTextEncoder, *, asked: bool = False, name: str = "data") -> None:
+    def __init__(self, source: Any, encoder: ImageTextEncoder, *, prompts: bool = False, name: str = "data") -> None:
         self.source, chosen = unwrap_subsets(source)
         self.encoder = encoder
-        self.asked = asked
+        self.prompts = prompts
         self.report = EncodingReport()
         self.lengths: np.ndarray | None = None
-        numbers = np.arange(len(self.source)) if chosen is None else chosen
-        # Looking at records may draw random numbers, which belong to the run.
-        with preserved_generators():
-            self.numbers = self._look_through(numbers, name) if len(numbers) else numbers
+        indices = np.arange(len(self.source)) if chosen is None else chosen
+        with preserved_generators():  # reading records may draw random numbers
+            self.indices = self._usable(indices, name) if len(indices) else indices
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._read(int(self.numbers[normalize_index(index, len(self))]))
+        return self._read(int(self.indices[normalize_index(index, len(self))]))
 
-    def _read(self, number: int) -> dict[str, Any]:
-        encode = self.encoder.encode_asked if self.asked else self.encoder.encode
-        return encode(self.source[number], location_of(self.source, number))
+    def _read(self, index: int) -> dict[str, Any]:
+        encode = self.encoder.encode_with_prompt if self.prompts else self.encoder.encode
+        return encode(self.source[index], location_of(self.source, index))
 
-    def _look_through(self, numbers: np.ndarray, name: str) -> np.ndarray:
-        """The numbers of the records that can be used, as far as they can be told."""
+    def _usable(self, indices: np.ndarray, name: str) -> np.ndarray:
+        """The indices of usable records, as far as they are known without decoding images."""
         read = getattr(self.source, "without_decoding", None)
         if not self.encoder.measures or (read is None and not is_in_memory(self.source)):
-            for index in range(min(len(numbers), _LOOKED_AT)):
-                self._read(int(numbers[index]))
-            return numbers
+            for index in indices[:_PROBED]:
+                self._read(int(index))
+            return indices
         read = self.source.__getitem__ if read is None else read
-        lengths = [self._length(read(int(number)), int(number)) for number in numbers]
+        lengths = [self._length(read(int(index)), int(index)) for index in indices]
         kept = np.array([length is not None for length in lengths])
         level = logging.WARNING if self.report.dropped > _MANY_DROPPED * self.report.records else logging.INFO
         logger.log(level, "%s: %s", name, self.report)
         if not kept.any():
             raise DataError(f"There is nothing to train on in {name}: {self.report}.")
         self.lengths = np.array([length for length in lengths if length is not None], dtype=np.int64)
-        return numbers[kept]
+        return indices[kept]
 
-    def _length(self, record: Any, number: int) -> int | None:
-        return self.encoder.measure(record, location_of(self.source, number), self.report, asked=self.asked)
+    def _length(self, record: Any, index: int) -> int | None:
+        return self.encoder.measure(record, location_of(self.source, index), self.report, prompts=self.prompts)
 
 
 def collate(examples: Sequence[Mapping[str, Any]], pad_id: int, *, image_id: int | None = None) -> dict[str, Any]:
-    """A batch: padded tokens and labels, `pixels` by name, each (samples, most rows, ...), and `rows`, their numbers.
+    """Collate examples: padded tokens and labels, `pixels` by name (samples, max rows, ...), and their `rows`.
 
-    With `image_id`, tokens also have `mm_token_type_ids`, by which Qwen-VL counts positions. Prompts are padded on the
-    left, since what is generated must follow them.
+    With `image_id`, the batch also has `mm_token_type_ids`, which Qwen-VL needs for positions. Prompts are left-padded,
+    since generated tokens must follow them.
     """
     batch: dict[str, Any] = dict(pad(examples, pad_id))
     if "prompt" in examples[0]:
@@ -108,14 +106,14 @@ def collate(examples: Sequence[Mapping[str, Any]], pad_id: int, *, image_id: int
 
 
 def _by_sample(tensors: Sequence[Tensor | None]) -> Tensor:
-    """One row per sample, filled up with zeros."""
+    """One row per sample, padded with zeros."""
     some = next(tensor for tensor in tensors if tensor is not None)
     empty = some.new_zeros(0, *some.shape[1:])
     return stack_rows([(empty if tensor is None else tensor).unsqueeze(0) for tensor in tensors])
 
 
 def flat_pixels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The image inputs of a batch as models take them, without filling; nothing where no sample has an image.
+    """Return the image inputs of a batch without padding, as models take them; empty if no sample has an image.
 
     >>> batch = {"pixels": {"x": torch.tensor([[1, 2], [3, 0]])}, "rows": {"x": [2, 1]}}
     >>> flat_pixels(batch)["x"].tolist()
@@ -132,10 +130,10 @@ def flat_pixels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def with_image(example: Mapping[str, Any], block: Block) -> dict[str, Any]:
-    """An example with an image behind its end, where nothing is learned and nothing learned looks: the same loss."""
-    silent = np.full(len(block.tokens), IGNORE_INDEX, np.int32)
+    """Append an image to an example. It is unsupervised and no supervised token attends to it: the loss is the same."""
+    ignored = np.full(len(block.tokens), IGNORE_INDEX, np.int32)
     return {
         "input_ids": np.concatenate([example["input_ids"], block.tokens]),
-        "labels": np.concatenate([example["labels"], silent]),
+        "labels": np.concatenate([example["labels"], ignored]),
         "pixels": block.pixels,
     }

@@ -1,9 +1,8 @@
-"""What is done to images before the model sees them: resizing and random augmentation.
+"""Resizing and random augmentation of images, by name.
 
-Owns what the names of augmentations mean. Most run per sample on the CPU, on PIL images and on uint8 tensors alike,
-with random numbers from torch's global generator, which the loader seeds for every sample, so that no two samples share
-a draw. Two of them can run on whole batches on the device as well (`device_transform`), some 20 times as fast, which
-takes images of one size: tensors in memory.
+Most augmentations run per sample on the CPU, on PIL images and uint8 tensors. They draw from torch's global generator,
+which the loader seeds for each sample. Two can also run on whole batches on the device (`device_transform`), about 20
+times as fast; that needs images of one size, i.e. tensors in memory.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from trainformer.data.augment.pipeline import BatchAugment
 if TYPE_CHECKING:
     from types import ModuleType
 
-Augment = str | Callable[[Any], Any] | None
+AugmentSpec = str | Callable[[Any], Any] | None  # a name from NAMES, a function of one image, or no augmentation
 NAMES = ("none", "basic", "crop", "randaugment", "trivial")
-_SHIFT = 1 / 8  # of a side: 4 of 32 pixels, as everybody does on CIFAR
+_SHIFT = 1 / 8  # of a side: 4 of 32 pixels, as is usual on CIFAR
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How images are brought to the size the model takes: (height, width), and how a backbone was evaluated."""
+    """The model's input size (height, width), and the resize settings the backbone was evaluated with."""
 
     size: tuple[int, int]
     interpolation: str = "bicubic"
@@ -34,38 +33,38 @@ class Geometry:
     crop_mode: str = "center"
 
 
-def check_augment(augment: Augment) -> None:
-    """Refuse what `sample_transform` would not know."""
+def check_augment(augment: AugmentSpec) -> None:
+    """Check that `sample_transform` knows an augmentation."""
     if augment is None or callable(augment) or augment in NAMES:
         return
     hint = did_you_mean(str(augment), NAMES)
     raise BadArgument(expected(f"augment to be a function or one of {', '.join(map(repr, NAMES))}", augment, hint))
 
 
-def is_random(augment: Augment) -> bool:
-    """Whether there is anything to do beyond resizing."""
+def is_random(augment: AugmentSpec) -> bool:
+    """Whether there is more to do than resizing."""
     return augment not in (None, "none")
 
 
-def resizes_first(augment: Augment) -> bool:
-    """Whether the first thing done to an image is the same every time, so that it may be done once for all."""
+def resizes_first(augment: AugmentSpec) -> bool:
+    """Whether the pipeline starts with a deterministic resize, which can be done once for the whole dataset."""
     return augment in (None, "none", "crop")
 
 
-def mirrors(augment: Augment) -> bool:
-    """Whether images are mirrored, so that a mirrored one means the same."""
+def flips(augment: AugmentSpec) -> bool:
+    """Whether images are flipped horizontally."""
     return augment in ("basic", "randaugment", "trivial")
 
 
-def runs_on_batches(augment: Augment) -> bool:
-    """Whether `device_transform` knows this augmentation."""
+def runs_on_batches(augment: AugmentSpec) -> bool:
+    """Whether `device_transform` supports this augmentation."""
     return augment in ("basic", "crop")
 
 
 def device_transform(
-    augment: Augment, geometry: Geometry, statistics: tuple[Sequence[float], Sequence[float]], erase: float
+    augment: AugmentSpec, geometry: Geometry, statistics: tuple[Sequence[float], Sequence[float]], erase: float
 ) -> BatchAugment:
-    """Augmentation, normalising with (mean, std) and erasing of a share of the images, as one module for batches."""
+    """Return a module that augments, normalises with (mean, std) and randomly erases a batch."""
     assert runs_on_batches(augment)
     mean, std = statistics
     if augment == "basic":
@@ -73,10 +72,11 @@ def device_transform(
     return BatchAugment(geometry.size, crop=False, shift=_SHIFT, flip=0.0, erase=erase, mean=mean, std=std)
 
 
-def sample_transform(augment: Augment, geometry: Geometry, from_files: bool) -> Callable[[Any], Any]:
-    """The pipeline for one image. Images from files are cropped to the shape wanted, tensors are resized whole."""
+def sample_transform(augment: AugmentSpec, geometry: Geometry, from_files: bool) -> Callable[[Any], Any]:
+    """Return the pipeline for one image. Images from files are resized and cropped, tensors only resized."""
     v2 = _v2()
-    fit = _fit(geometry, from_files)
+    crops = from_files and geometry.crop_mode != "squash"
+    fit: Callable[[Any], Any] = CenterFit(geometry) if crops else _resize(geometry)
     if not is_random(augment):
         return fit
     if callable(augment):
@@ -96,8 +96,8 @@ def sample_transform(augment: Augment, geometry: Geometry, from_files: bool) -> 
 
 
 @dataclass(frozen=True)
-class FitCentre:
-    """Shrink an image until it just covers the wanted size (a little more, by `crop_pct`) and cut out the middle."""
+class CenterFit:
+    """Resize an image so that its center crop covers `crop_pct` of it, and crop."""
 
     geometry: Geometry
 
@@ -113,16 +113,12 @@ class FitCentre:
         return functional.center_crop(functional.resize(image, [tall, wide], interpolation=mode), list(size))
 
 
-def _fit(geometry: Geometry, from_files: bool) -> Callable[[Any], Any]:
-    return FitCentre(geometry) if from_files and geometry.crop_mode != "squash" else _resize(geometry)
-
-
 def _resize(geometry: Geometry) -> Callable[[Any], Any]:
     return _v2().Resize(geometry.size, interpolation=_v2().InterpolationMode(geometry.interpolation))
 
 
 def _shift(size: tuple[int, int]) -> Callable[[Any], Any]:
-    """Move an image by whole pixels, over black."""
+    """Pad with black and crop at a random position."""
     tall, wide = (max(1, int(side * _SHIFT)) for side in size)
     return _v2().RandomCrop(size, padding=[wide, tall])
 

@@ -1,10 +1,7 @@
-"""What tasks on images share: the backbone's images, their data, and how they reach the model.
+"""Base class of the vision tasks: backbone, image size and channels, dataset preparation, normalisation.
 
-Owns the size, channels and normalisation of images, loading and preparing data sets, and the checks of a batch. What
-the model is, and what is learned, is for the tasks.
-
-Images are uint8 until they reach the device; there, and nowhere else, they are normalised. Float images are taken as
-ready. So data can be normalised once or not at all, but never twice.
+Images stay uint8 until they reach the device and are normalised there. Float images are treated as already normalised.
+So data is never normalised twice.
 """
 
 from __future__ import annotations
@@ -36,9 +33,8 @@ from trainformer.models.backbones import (
     check_backbone,
 )
 from trainformer.tasks.base import TaskBase
-from trainformer.tasks.vision.arguments import size_pair
 from trainformer.tasks.vision.augment import (
-    Augment,
+    AugmentSpec,
     Geometry,
     device_transform,
     is_random,
@@ -47,14 +43,14 @@ from trainformer.tasks.vision.augment import (
     sample_transform,
 )
 from trainformer.tasks.vision.batch import Normalize
-from trainformer.tasks.vision.checks import image_problems
+from trainformer.tasks.vision.checks import image_hw, image_problems, size_pair
 
 _SMALLEST = 32  # timm's convolutional backbones halve the image five times
-_MOST_RESIZED_BYTES = 1 << 30  # a set in memory is resized as a whole, once, if the result is no larger than this
+_MOST_RESIZED_BYTES = 1 << 30  # a dataset in memory is resized once as a whole if the result is no larger than this
 
 
 class VisionTask(TaskBase):
-    """Base of the tasks on images. A subclass is a dataclass with the fields annotated here."""
+    """Base class of the vision tasks. A subclass is a dataclass with the fields annotated here."""
 
     backbone: str | nn.Module
     pretrained: bool
@@ -65,8 +61,8 @@ class VisionTask(TaskBase):
 
     needs_labels = True
 
-    def _begin(self) -> None:
-        """Set what belongs to images, before any data have been seen. For `__post_init__`."""
+    def _init_task(self) -> None:
+        """Validate shared arguments and set the initial state. Call it from `__post_init__`."""
         if not isinstance(self.backbone, nn.Module):
             check_backbone(self.backbone)
         elif self.checkpoint is not None:
@@ -77,12 +73,12 @@ class VisionTask(TaskBase):
         self._channels = self.in_chans
         self._model: nn.Module | None = None
         self._augments_on_device = False
-        self._as_built: list[tuple[int, int]] = []
-        self._look_at(nn.Identity())
+        self._initial_fingerprint: list[tuple[int, int]] = []
+        self._read_backbone_config(nn.Identity())
 
     @property
     def model(self) -> nn.Module:  # type: ignore[override]
-        """The model, built when it is first asked for: by a trainer that is after seeding, so that runs repeat."""
+        """The model, built on first access. A trainer accesses it after seeding, so runs are reproducible."""
         if self._model is None:
             self._build(self._channels or 3)
             assert self._model is not None
@@ -93,11 +89,11 @@ class VisionTask(TaskBase):
         self._model = model
 
     def _build(self, channels: int) -> None:
-        """Set `model`, built by name for images with so many channels."""
+        """Build `model` for images with so many channels."""
         raise NotImplementedError
 
     def _build_for(self, channels: int | None) -> None:
-        """Build what is not built, or built for other channels. A model that has been trained is never built again."""
+        """Build the model if it does not exist yet or has other channels. Never rebuild a trained model."""
         if isinstance(self.backbone, nn.Module):
             self._channels = self._channels or channels
         elif self._model is None or isinstance(self._model, UnbuiltModel):
@@ -105,15 +101,15 @@ class VisionTask(TaskBase):
         elif channels not in (None, self._channels) and self._is_untouched():
             self._build(channels or 3)
 
-    def _look_at(self, backbone: nn.Module) -> None:
-        """Learn from a backbone which images it was made for."""
-        self._described = backbone_config(backbone)
-        self._normalizer = Normalize(self._described.mean, self._described.std)
+    def _read_backbone_config(self, backbone: nn.Module) -> None:
+        """Set input size and normalisation from the backbone's config."""
+        self._backbone_config = backbone_config(backbone)
+        self._normalizer = Normalize(self._backbone_config.mean, self._backbone_config.std)
 
     @property
     def _config(self) -> BackboneConfig:
-        assert self.model is not None  # which describes itself when it is built
-        return self._described
+        assert self.model is not None  # building the model sets its config
+        return self._backbone_config
 
     @property
     def _normalize(self) -> Normalize:
@@ -121,7 +117,7 @@ class VisionTask(TaskBase):
         return self._normalizer
 
     def _make_backbone(self, num_classes: int, channels: int, **options: Any) -> nn.Module:
-        """The backbone by its name; options that are None are left to timm."""
+        """Build the backbone by name. Options that are None use timm's defaults."""
         assert isinstance(self.backbone, str)
         backbone = build_backbone(
             self.backbone,
@@ -133,29 +129,28 @@ class VisionTask(TaskBase):
             options={name: value for name, value in options.items() if value is not None} | self.model_kwargs,
         )
         self._channels = channels
-        self._look_at(backbone)
+        self._read_backbone_config(backbone)
         return backbone
 
     def _is_untouched(self) -> bool:
-        """Whether the weights are still those of building: neither trained, nor loaded, nor wrapped."""
-        return self._model is not None and fingerprint(self._model) == self._as_built
+        """Whether the weights are still the initial ones: not trained, loaded or wrapped."""
+        return self._model is not None and fingerprint(self._model) == self._initial_fingerprint
 
     def _channels_for(self, info: DatasetInfo) -> int | None:
         shape = info.input_shape
         if shape is None or len(shape) in (2, 3):
             return None if shape is None else channels_in(shape)
-        if isinstance(self.backbone, nn.Module):  # which may take anything
+        if isinstance(self.backbone, nn.Module):  # a custom module may take anything
             return None
         raise DataError(expected("images of shape (C, H, W) or (H, W)", f"inputs of shape {shape}"))
 
     # -- data ----------------------------------------------------------------------------------------------
 
     def load_data(self, path: str) -> Dataset:
-        """Images by path or name: a folder, a list of files, shards, a set by name; see `data.load_images`."""
         return load_images(path, channels=self.in_chans or 3)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Images of one size as uint8 tensors, augmented for training. Float images are left as they are."""
+        """Resize images to one size as uint8 tensors, and augment them for training. Float images stay unchanged."""
         if train:
             self._augments_on_device = False
         if is_stream(dataset):
@@ -172,7 +167,7 @@ class VisionTask(TaskBase):
         return self._prepare_pixels(dataset, image, train)
 
     def _prepare_pixels(self, dataset: Any, image: Any, train: bool) -> Any:
-        """A data set of pixels, of which `image` is one, as the model wants it."""
+        """Prepare a dataset of pixels; `image` is one of them."""
         augment, geometry = self._sample_augment(train), self._geometry(image)
         tensors = images_in_memory(dataset, self._channels) if train and runs_on_batches(augment) else None
         if tensors is None:
@@ -181,7 +176,7 @@ class VisionTask(TaskBase):
         return resized(tensors, geometry) if augment == "crop" else tensors
 
     def _prepare_stream(self, dataset: Any, train: bool) -> Any:
-        """The same for a stream: shuffled for training, each image brought to size and augmented as it comes."""
+        """Prepare a stream: shuffle it for training, resize and augment each image as it is read."""
         first = dataset.first() if hasattr(dataset, "first") else next(iter(dataset), None)
         if first is None:
             return dataset
@@ -193,14 +188,14 @@ class VisionTask(TaskBase):
         return MappedStream(dataset, self._pipeline(image, train), channels=self._channels, shuffle=train)
 
     def _pipeline(self, image: Any, train: bool) -> Callable[[Any], Any]:
-        """What is done to single images like this one where they are read."""
+        """The per-sample transform for images like this one."""
         return sample_transform(self._sample_augment(train), self._geometry(image), from_files=is_pil(image))
 
-    def _sample_augment(self, train: bool) -> Augment:
-        """What is done at random to single images where they are read."""
+    def _sample_augment(self, train: bool) -> AugmentSpec:
+        """The random augmentation of single images."""
         return None
 
-    def _resized_and_augmented(self, dataset: Any, image: Any, augment: Augment, geometry: Geometry) -> Any:
+    def _resized_and_augmented(self, dataset: Any, image: Any, augment: AugmentSpec, geometry: Geometry) -> Any:
         tensors = images_in_memory(dataset, self._channels)
         if tensors is not None and resizes_first(augment):
             tensors = resized(tensors, geometry)
@@ -210,56 +205,53 @@ class VisionTask(TaskBase):
         return ImageDataset(dataset if tensors is None else tensors, transform, self._channels)
 
     def _is_ready(self, image: Any) -> bool:
-        """Whether a float image can go to the model as it is. What a module of the user's takes is for them to know."""
+        """Whether a float image can be passed to the model unchanged. A custom module may take any shape."""
         fits = image.ndim == 3 or isinstance(self.backbone, nn.Module)
         return fits and isinstance(image, Tensor) and image.dtype == torch.float32
 
     def _geometry(self, image: Any) -> Geometry:
-        """How to bring images like this one to the model's size, which the first data set settles."""
+        """How to resize images like this one. The first dataset determines the input size."""
         config = self._config
         if self._size is None:
             self._size = config.size
             if not is_pil(image) and not config.fixed_size:
-                self._size = _size_of(image) if isinstance(self.backbone, nn.Module) else _at_least(_size_of(image))
+                size = image_hw(tuple(image.shape))
+                self._size = size if isinstance(self.backbone, nn.Module) else _at_least(size)
         return Geometry(self._size, config.interpolation, config.crop_pct, config.crop_mode)
 
     @property
     def input_shape(self) -> tuple[int, int, int] | None:
-        """Shape of one image as the model gets it, once the data are known."""
+        """Shape (C, H, W) of the model's input, once the data is known."""
         if self._size is None or self._channels is None:
             return None
         return (self._channels, *self._size)
 
     def get_train_transforms(self) -> nn.Module:
-        """Normalising on the device, with augmentation where it runs there."""
+        """Normalise on the device, and augment if the augmentation runs there."""
         if not self._augments_on_device:
             return self._normalize
-        assert self._size is not None  # which preparing the data has settled
+        assert self._size is not None  # set by prepare_dataset
         statistics, erase = (self._config.mean, self._config.std), getattr(self, "random_erasing", 0.0)
         return device_transform(self._sample_augment(train=True), Geometry(self._size), statistics, erase)
 
     def get_eval_transforms(self) -> nn.Module:
-        """Normalising on the device."""
         return self._normalize
 
     def _images_and_labels(self, batch: Any) -> tuple[Tensor, Tensor]:
         images, labels = split_sample(batch)
         if labels is None:
             raise DataError("Expected batches of (images, labels), received images alone. Pass data with labels.")
-        # Does nothing to what the loader's transforms have normalised; a loop written by hand need not know of them.
+        # A no-op on images that the device transform has normalised; needed in a hand-written loop.
         return self._normalize(images), labels.long()
 
-    # -- records -------------------------------------------------------------------------------------------
+    # -- checks, config and state --------------------------------------------------------------------------
 
     def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the images of a batch, in sentences."""
         return image_problems(split_sample(batch)[0], self._channels)
 
     def config_dict(self) -> dict[str, Any]:
-        """The arguments, as far as they can be written down, and what was derived from the data."""
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
-        written = {name: _in_writing(value) for name, value in arguments.items()}
-        return written | {
+        return {name: _describe(value) for name, value in arguments.items()} | {
             "image_size": self._size,
             "in_chans": self._channels,
             "mean": self._config.mean,
@@ -267,25 +259,15 @@ class VisionTask(TaskBase):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run, or one that only predicts, needs beside the weights."""
         return {"size": self._size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         if state["size"] is not None and size_pair(self.image_size, self.model_kwargs.get("img_size")) is None:
             self._size = tuple(state["size"])
 
 
-def check_counts(task: Any, *names: str) -> None:
-    """Refuse arguments that must be whole numbers from 1 on, or None, and are not."""
-    for name in names:
-        value = getattr(task, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise BadArgument(expected(f"{name} to be a whole number of at least 1", value))
-
-
 def resized(tensors: ImageTensors, geometry: Geometry) -> ImageTensors:
-    """The whole set at the wanted size, if it is small enough to be kept at that size."""
+    """Resize a whole dataset once, if the result is small enough to keep in memory."""
     count, channels, *size = tensors.images.shape
     height, width = geometry.size
     if tuple(size) == geometry.size or count * channels * height * width > _MOST_RESIZED_BYTES:
@@ -294,12 +276,12 @@ def resized(tensors: ImageTensors, geometry: Geometry) -> ImageTensors:
 
 
 def fingerprint(model: nn.Module) -> list[tuple[int, int]]:
-    """Changes whenever a parameter is replaced or written to (torch counts the writes)."""
+    """Identify the current weights: it changes when a parameter is replaced or written to (torch counts writes)."""
     return [(id(parameter), parameter._version) for parameter in model.parameters()]
 
 
-def _in_writing(value: Any) -> Any:
-    """A module or a function by its name; weights not at all."""
+def _describe(value: Any) -> Any:
+    """Describe an argument for the config: modules and functions by name, weights by their number."""
     if isinstance(value, Mapping) and any(isinstance(part, Tensor) for part in value.values()):
         return f"{len(value)} tensors"
     if isinstance(value, nn.Module) or (isinstance(value, Callable) and not isinstance(value, type)):  # type: ignore[arg-type]
@@ -313,14 +295,8 @@ def _is_float(image: Any) -> bool:
     return isinstance(image, np.ndarray) and image.dtype.kind == "f"
 
 
-def _size_of(image: Any) -> tuple[int, int]:
-    shape = tuple(image.shape)
-    last = len(shape) == 3 and channels_in(shape) != shape[0]
-    return (shape[0], shape[1]) if last else (shape[-2], shape[-1])
-
-
 def _at_least(size: tuple[int, int], smallest: int = _SMALLEST) -> tuple[int, int]:
-    """The size, enlarged evenly until both sides suffice.
+    """Scale a size up, keeping its aspect ratio, until both sides are large enough.
 
     >>> _at_least((8, 16)), _at_least((48, 40))
     ((32, 64), (48, 40))

@@ -1,8 +1,8 @@
-"""What is done to a whole batch of images on the device: normalising, erasing, mixing and its loss, several views.
+"""Operations on batches of images on the device: normalisation, random erasing, mixup and its losses, TTA views.
 
-Random numbers are drawn on the CPU, for every sample its own, and sent over without waiting: a run is the same on every
-device, and no step waits for one. Those of erasing belong to the sample (its key); those of mixing, which makes one
-sample of two, come from torch's global generator.
+Random numbers are drawn on the CPU per sample and copied asynchronously, so a run is the same on every device and no
+step waits for a transfer. Erasing draws from the sample's key. Mixup and cutmix, which combine two samples, draw from
+torch's global generator.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainformer.data.augment.draws import Keys, uniforms
 
 
 class Normalize(nn.Module):
-    """uint8 pixels to normalised floats; float images are taken as ready and passed through.
+    """Normalise uint8 pixels; float images pass through unchanged, so applying it twice is safe.
 
-    Going through it twice is the same as once. Images without three channels get the average of the three statistics.
+    Images that do not have three channels use the averaged statistics.
 
     >>> images = torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1)
     >>> Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))(images).flatten().tolist()
@@ -35,15 +35,14 @@ class Normalize(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        # (pixel / 255 - mean) / std as one multiply-add. The constants belong to the input, not to the weights, and
-        # are left out of checkpoints.
+        # (pixel / 255 - mean) / std as one multiply-add. Not persistent: the constants are no weights.
         self.register_buffer("scale", _per_channel([1 / (255 * s) for s in std]), persistent=False)
         self.register_buffer("shift", _per_channel([-m / s for m, s in zip(mean, std, strict=True)]), persistent=False)
         gray_mean, gray_std = sum(mean) / len(mean), sum(std) / len(std)
         self.gray_scale, self.gray_shift = 1 / (255 * gray_std), -gray_mean / gray_std
 
     def forward(self, images: Tensor) -> Tensor:
-        """Batches (N, C, H, W) and single images alike."""
+        """Normalise a batch (N, C, H, W) or a single image."""
         if images.dtype != torch.uint8:
             return images
         if images.shape[-3] != len(self.scale):
@@ -51,7 +50,7 @@ class Normalize(nn.Module):
         return torch.addcmul(self.shift.to(images.device), images.float(), self.scale.to(images.device))
 
     def pixels(self, images: Tensor) -> Tensor:
-        """The same for images that are pixels for certain: floats are from 0 to 1 then, and are normalised too."""
+        """Normalise images that are known to be pixels: uint8, or floats from 0 to 1."""
         if images.dtype == torch.uint8:
             return self(images)
         if images.shape[-3] != len(self.scale):
@@ -60,9 +59,9 @@ class Normalize(nn.Module):
 
 
 class RandomErasing(nn.Module):
-    """With probability `p`, each image of its own accord, set a random rectangle to 0: the mean, after normalising.
+    """Set a random rectangle of each image to 0 (the mean, after normalisation) with probability `p`.
 
-    `first` is done to the images before. Draws are functions of the samples' keys, where there are any.
+    `first` is applied before. Draws are functions of the samples' keys, if there are any.
     """
 
     takes_keys = True
@@ -73,7 +72,7 @@ class RandomErasing(nn.Module):
         self.first = first
 
     def forward(self, images: Tensor, keys: Keys | None = None) -> Tensor:
-        """The batch with rectangles erased."""
+        """Erase a rectangle of some images."""
         if self.first is not None:
             images = self.first(images)
         draws = uniforms(keys, 5, samples=len(images)).numpy()
@@ -83,7 +82,7 @@ class RandomErasing(nn.Module):
 
 
 class Mixed(NamedTuple):
-    """A batch in which each image holds `share` of itself and the rest of image `partner`."""
+    """A batch in which each image is mixed as ``share * image + (1 - share) * image[partner]``, or cut accordingly."""
 
     images: Tensor
     partner: Tensor
@@ -91,9 +90,9 @@ class Mixed(NamedTuple):
 
 
 def mix(images: Tensor, mixup: float, cutmix: float, prob: float = 1.0) -> Mixed:
-    """Mixup or cutmix with these alphas, `prob` being the share of samples that are mixed at all.
+    """Apply mixup or cutmix with these alphas to a fraction `prob` of the samples.
 
-    Each sample has its own partner, its own share and, where both alphas are above 0, its own choice between the two.
+    Each sample has its own partner and share and, if both alphas are positive, its own choice between the two.
 
     >>> mixed = mix(torch.rand(4, 3, 8, 8), mixup=0.8, cutmix=1.0, prob=0.5)
     >>> mixed.images.shape, mixed.share.shape
@@ -106,9 +105,9 @@ def mix(images: Tensor, mixup: float, cutmix: float, prob: float = 1.0) -> Mixed
     cut = coin < (0.5 if mixup > 0 else 1.0) if cutmix > 0 else torch.zeros(count, dtype=torch.bool)
     alpha = torch.where(cut, float(cutmix), float(mixup))
     share = torch.distributions.Beta(alpha, alpha, validate_args=False).sample().masked_fill(whole, 1.0)
-    blends, cuts = bool((~cut & ~whole).any()), bool((cut & ~whole).any())  # on the CPU: nothing waits
+    blends, cuts = bool((~cut & ~whole).any()), bool((cut & ~whole).any())  # on the CPU: no sync
     box = _cut_boxes(share.masked_fill(~cut, 1.0), height, width)
-    # The border may cut a box off: what counts is the area that was really replaced.
+    # Boxes are clipped at the border: use the area that is really replaced.
     share = torch.where(cut, 1 - (box[1] - box[0]) * (box[3] - box[2]) / (height * width), share)
     there = send(partner, images.device)
     others, result = images[there], images
@@ -121,7 +120,7 @@ def mix(images: Tensor, mixup: float, cutmix: float, prob: float = 1.0) -> Mixed
 
 
 class ClassLoss(NamedTuple):
-    """Sum of the loss over a batch, and the weight it is to be divided by."""
+    """The summed loss of a batch and its weight."""
 
     sum: Tensor
     weight: Tensor | int
@@ -135,9 +134,9 @@ def cross_entropy(
     class_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> ClassLoss:
-    """Cross-entropy of (mixed) labels. Sum over weight is what `torch.nn.CrossEntropyLoss` calls the mean.
+    """Cross-entropy of (mixed) labels. ``sum / weight`` equals the mean of `torch.nn.CrossEntropyLoss`.
 
-    The loss is linear in the target, so that of a mixture is the mixture of two losses: no soft labels are needed.
+    The loss is linear in the target, so the loss of a mixture is a mixture of two losses without soft labels.
     """
     if mixed is None:
         total = F.cross_entropy(logits, labels, class_weights, reduction="sum", label_smoothing=label_smoothing)
@@ -162,10 +161,10 @@ def binary_cross_entropy(
     target_threshold: float | None = None,
     sum_classes: bool = False,
 ) -> ClassLoss:
-    """Every class as a yes or no of its own, as in "ResNet strikes back" (Wightman et al. 2021).
+    """Binary cross-entropy per class, as in "ResNet strikes back" (Wightman et al. 2021).
 
-    The loss of an image is averaged over the classes, or summed with `sum_classes`. With a threshold, (mixed, smoothed)
-    targets above it are 1 and all others 0.
+    The loss of an image is the mean over classes, or the sum with `sum_classes`. With `target_threshold`, (mixed,
+    smoothed) targets above it become 1 and all others 0.
 
     >>> loss = binary_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
     >>> round((loss.sum / loss.weight).item(), 4)
@@ -184,30 +183,30 @@ def binary_cross_entropy(
 
 
 def correct(predictions: Tensor, labels: Tensor, mixed: Mixed | None = None) -> Tensor:
-    """How many predictions are right; of a mixture, each label counts by its share."""
+    """Count correct predictions; for mixed samples each label counts by its share."""
     right = predictions == labels
     if mixed is None:
         return right.sum()
     return torch.lerp((predictions == labels[mixed.partner]).float(), right.float(), mixed.share).sum()
 
 
-def views(images: Tensor, count: int, mirror: bool) -> Iterator[Tensor]:
-    """The images as they are, and `count` - 1 other looks at them.
+def tta_views(images: Tensor, count: int, flip: bool) -> Iterator[Tensor]:
+    """Yield the images and `count` - 1 further views for test-time augmentation.
 
-    With `mirror` every second one is mirrored. All but the first (pair) are moved by a sixteenth of their sides, each
-    in a direction of its own, by turns also enlarged by a tenth.
+    With `flip`, every second view is flipped. All but the first (pair) are shifted by a sixteenth of their sides in
+    different directions, and every other shift also zooms in by a tenth.
 
-    >>> [view.shape[0] for view in views(torch.zeros(2, 3, 8, 8), 3, mirror=True)]
+    >>> [view.shape[0] for view in tta_views(torch.zeros(2, 3, 8, 8), 3, flip=True)]
     [2, 2, 2]
     """
     for number in range(count):
-        place, mirrored = divmod(number, 2) if mirror else (number, 0)
-        look = images if place == 0 else _moved(images, place)
-        yield look.flip(-1) if mirrored else look
+        shift, flipped = divmod(number, 2) if flip else (number, 0)
+        view = images if shift == 0 else _shifted(images, shift)
+        yield view.flip(-1) if flipped else view
 
 
-def averaged(scores: Sequence[Tensor], binary: bool) -> Tensor:
-    """Logits of the averaged probabilities of several views (N, classes): of one class in all, or of each by itself."""
+def average_logits(scores: Sequence[Tensor], binary: bool) -> Tensor:
+    """Average the probabilities of several views (softmax, or sigmoid if `binary`) and return them as logits."""
     if len(scores) == 1:
         return scores[0]
     stacked = torch.stack(list(scores))
@@ -216,12 +215,22 @@ def averaged(scores: Sequence[Tensor], binary: bool) -> Tensor:
     return stacked.log_softmax(-1).logsumexp(0) - math.log(len(scores))
 
 
+def feature_spread(features: Tensor) -> Tensor:
+    """Measure how evenly features cover the sphere: 1 for all directions alike, 0 for a complete collapse.
+
+    >>> feature_spread(torch.eye(4)) > 0.8, feature_spread(torch.ones(4, 4))
+    (tensor(True), tensor(0.))
+    """
+    unit = F.normalize(features.detach().float(), dim=-1)
+    return unit.std(0, correction=0).mean() * math.sqrt(features.shape[-1])
+
+
 def _per_channel(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
 
 
 def _cut_boxes(share: Tensor, height: int, width: int) -> Tensor:
-    """Boxes of about (1 - share) of the area around random centres: top, bottom, left, right, each (N,)."""
+    """Boxes of about (1 - share) of the area around random centers: top, bottom, left, right, each (N,)."""
     edges = []
     for length in (height, width):
         side = (length * (1 - share).sqrt()).floor()
@@ -239,9 +248,9 @@ def _inside(box: Tensor, images: Tensor) -> Tensor:
     return (rows.unsqueeze(-1) & columns.unsqueeze(-2)).unsqueeze(1)
 
 
-def _moved(images: Tensor, place: int) -> Tensor:
-    """Look number `place`. From one to the next the direction turns by the golden angle: any few spread evenly."""
-    angle, size = place * math.pi * (3 - math.sqrt(5)), 1 / 1.1 if place % 2 == 0 else 1.0
+def _shifted(images: Tensor, number: int) -> Tensor:
+    """Shift in direction `number`. Directions turn by the golden angle, so any few of them are evenly spread."""
+    angle, size = number * math.pi * (3 - math.sqrt(5)), 1 / 1.1 if number % 2 == 0 else 1.0
     shift = 2 / 16  # of coordinates from -1 to 1
     table = [[size, 0.0, shift * math.cos(angle)], [0.0, size, shift * math.sin(angle)]]
     theta = send(torch.tensor(table), images.device).to(images.dtype).expand(len(images), 2, 3)
@@ -250,7 +259,7 @@ def _moved(images: Tensor, place: int) -> Tensor:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """A small tensor to the device, without waiting for it."""
+    """Copy a small tensor to the device asynchronously."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

@@ -1,7 +1,7 @@
-"""Image classification: any timm backbone, or any module that gives logits.
+"""Image classification with any timm backbone, or any module that returns logits.
 
-Owns the task: when the model is built and how its head is sized, the loss, the metrics and the checks. Images and their
-data are in `base`, what is done to one image in `augment`, what to a batch in `batch`, what recipes mean in `recipes`.
+Dataset preparation is in `base`, per-sample augmentation in `augment`, batch operations and losses in `batch`, recipes
+in `recipes`.
 """
 
 from __future__ import annotations
@@ -25,54 +25,53 @@ from trainformer.eval.classification import confusion_matrix, precision_recall_f
 from trainformer.models.backbones import UnbuiltModel, Weights, num_outputs
 from trainformer.models.heads import single_sample_batchnorm
 from trainformer.tasks.adapter_mixin import AdapterMixin
-from trainformer.tasks.confusion import confusion_record
-from trainformer.tasks.vision.arguments import (
-    balanced_weights,
-    check_arguments,
-    first_whole_epoch,
-    given_weights,
-    sides_of,
-)
-from trainformer.tasks.vision.augment import Augment, mirrors
+from trainformer.tasks.classification_report import calibration_error, confusion_record, confusion_table
+from trainformer.tasks.vision.augment import AugmentSpec, flips
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.batch import (
     ClassLoss,
     Mixed,
     RandomErasing,
-    averaged,
+    average_logits,
     binary_cross_entropy,
     correct,
     cross_entropy,
     mix,
-    views,
+    tta_views,
 )
-from trainformer.tasks.vision.checks import label_problems
+from trainformer.tasks.vision.checks import (
+    balanced_weights,
+    check_arguments,
+    first_unmixed_epoch,
+    given_weights,
+    image_hw,
+    label_problems,
+)
 from trainformer.tasks.vision.recipes import recipe_arguments, recipe_settings
-from trainformer.tasks.vision.report import calibration_error, confusion_table
 
 
 @dataclass(eq=False)
 class ImageClassification(AdapterMixin, VisionTask):
-    """Classify images with a timm backbone, or with a module of your own that gives logits.
+    """Classify images with a timm backbone, or with your own module that returns logits.
 
-    The head is sized from the data unless `num_classes` says otherwise; so are the input channels (`in_chans`).
-    `image_size` is (height, width) or one number for both. Left out, it is the backbone's own size for images from
-    files (and for backbones with a fixed size), and for tensors the size they have, though at least 32 pixels.
+    `num_classes` and `in_chans` are inferred from the data if not given. `image_size` is (height, width) or one number
+    for both. By default, images from files are resized to the backbone's input size; tensors keep their size (at least
+    32 pixels), unless the backbone has a fixed input size.
 
-    `augment` is `"basic"` (random resized crop and flip), `"crop"` (shifts by up to an eighth, without flips),
-    `"randaugment"` or `"trivial"` (basic and one of torchvision's policies), `"none"`, or a function of one image,
-    which is a PIL image or a uint8 tensor. The first two run on the device for images that are tensors in memory.
-    `random_erasing` is the share of images to erase a part of.
+    `augment` is `"basic"` (random resized crop and flip), `"crop"` (shifts by up to an eighth, no flips),
+    `"randaugment"` or `"trivial"` (basic plus a torchvision policy), `"none"`, or a function of one image (a PIL image
+    or a uint8 tensor). `"basic"` and `"crop"` run on the device if the images are tensors in memory.
+    `random_erasing` is the probability of erasing a part of an image.
 
-    `mixup` and `cutmix` are alphas (0: off); each image is mixed with a share of its own, in one of the two ways where
-    both are on, and `mixup_prob` of the images at all. They stop with epoch `mixup_off_epoch` if that is not 0, and for
-    the last `mixup_off_last` epochs of a run (below 1: that share of them).
+    `mixup` and `cutmix` are alphas (0: off), drawn per image; if both are on, each image uses one of them.
+    `mixup_prob` is the fraction of images that are mixed. Mixing stops at epoch `mixup_off_epoch` (if not 0), and for
+    the last `mixup_off_last` epochs of the run (below 1: that fraction of the epochs).
 
-    `loss` is `"ce"` or `"bce"`, in which every class is a yes or no; `class_weights` weigh the former: a number per
-    class, or `"balanced"` for the inverse of the frequencies. With `freeze_backbone` the classifier alone is trained,
-    with `adapter` (a `LoRA`, say) what it adds to the backbone as well; statistics of batch normalisation then stay.
-    `tta` averages the probabilities of several views in evaluation and prediction: `"flip"`, or a number of views.
-    `model_kwargs` go to `timm.create_model`. `recipe="modern"` sets what was left out, here and in the trainer; see
+    `loss` is `"ce"`, or `"bce"` for one binary problem per class. `class_weights` weight `"ce"`: one number per class,
+    or `"balanced"` for inverse frequencies. `freeze_backbone` trains only the classifier; `adapter` (e.g. a `LoRA`)
+    also trains what it adds to the backbone. Both keep BatchNorm statistics fixed. `tta` averages the probabilities of
+    several views in evaluation and prediction: `"flip"`, or a number of views. `model_kwargs` are passed to
+    `timm.create_model`. `recipe="modern"` sets the arguments and trainer settings that you did not pass; see
     `trainformer.tasks.vision.recipes`.
 
     >>> task = ImageClassification("resnet10t", num_classes=10, pretrained=False)
@@ -97,7 +96,7 @@ class ImageClassification(AdapterMixin, VisionTask):
     mixup_prob: float = 1.0
     mixup_off_epoch: int = 0
     mixup_off_last: float = 0
-    augment: Augment = "basic"
+    augment: AugmentSpec = "basic"
     random_erasing: float = 0.0
     drop_rate: float | None = None
     drop_path_rate: float | None = None
@@ -110,23 +109,23 @@ class ImageClassification(AdapterMixin, VisionTask):
     checkpoint: Weights | None = None
 
     class_names: list[str] | None = field(init=False, default=None)
-    confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation: rows are labels
+    confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation, labels as rows
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ImageClassification:
-        """Remember which arguments were passed: against a recipe, a default passed on purpose counts too."""
+        """Record which arguments were passed: a recipe must not override a default that was passed explicitly."""
         self = super().__new__(cls)
         try:
             self.__dict__["_passed"] = frozenset(inspect.signature(cls.__init__).bind(self, *args, **kwargs).arguments)
         except TypeError:
-            self.__dict__["_passed"] = frozenset()  # __init__ is about to say what is wrong
+            self.__dict__["_passed"] = frozenset()  # __init__ is about to raise the error
         return self
 
     def __post_init__(self) -> None:
         check_arguments(self)
         self._check_adapter("vision")
-        self._begin()
+        self._init_task()
         self._epoch = 0
-        self._run: Any = None  # the settings of the run, which may still grow
+        self._run: Any = None  # the settings of the run; more epochs may be added later
         self._samples: int | None = None
         self._weights: Tensor | None = None
         self._from_recipe: dict[str, Any] = {}
@@ -139,12 +138,14 @@ class ImageClassification(AdapterMixin, VisionTask):
     # -- the model -----------------------------------------------------------------------------------------
 
     def configure(self, info: DatasetInfo) -> None:
-        """Size the head and the first layer from the data. A model that has been trained is never built again."""
+        """Build head and first layer for the data. A trained model is never rebuilt."""
         classes = self._classes_for(info)
         channels = self.in_chans or self._channels_for(info)
         self.num_classes = classes
         self._samples = info.num_samples or None
-        self._follow_recipe(self._size or sides_of(info))
+        shape = info.input_shape
+        data_size = image_hw(shape) if shape is not None and len(shape) in (2, 3) else None
+        self._follow_recipe(self._size or data_size)
         self._build_for(channels)
         self.class_names = info.class_names or self.class_names
         if self.class_weights == "balanced":
@@ -153,7 +154,7 @@ class ImageClassification(AdapterMixin, VisionTask):
             self._weights = given_weights(self.class_weights, classes)
 
     def _follow_recipe(self, size: tuple[int, ...] | None) -> None:
-        """Take from the recipe what nobody has chosen: neither when the task was made nor since."""
+        """Set the recipe's arguments, except those that were passed or changed since."""
         for name, value in recipe_arguments(self.recipe, self.backbone, size).items():
             before = self._from_recipe.get(name)
             if name not in self.__dict__["_passed"] and (before is None or getattr(self, name) == before):
@@ -161,14 +162,14 @@ class ImageClassification(AdapterMixin, VisionTask):
                 self._from_recipe[name] = value
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """Settings of the run that the recipe has."""
+        """The trainer settings of the recipe."""
         self._run = settings
         if self.adapter is not None and settings.layer_decay is not None:
-            raise BadArgument("Expected no layer_decay with an adapter, whose layers it does not know. Leave it out.")
+            raise BadArgument("Expected no layer_decay with an adapter, which has no layer order. Leave it out.")
         batch = settings.batch_size * settings.accumulation_steps
         pretrained = self.pretrained or self.checkpoint is not None
         wanted = recipe_settings(self.recipe, self.backbone, pretrained, batch)
-        # A way into the library that keeps no average of the weights by itself has no such setting.
+        # Some entry points have no such setting (`ema`).
         return {name: value for name, value in wanted.items() if hasattr(settings, name)}
 
     def _classes_for(self, info: DatasetInfo) -> int:
@@ -185,13 +186,11 @@ class ImageClassification(AdapterMixin, VisionTask):
             return self.num_classes
         if found is None:
             raise BadArgument(
-                "Expected to learn the number of classes from the data, received data that do not say. Pass "
+                "Expected data that tells the number of classes, received data that does not. Pass "
                 f"num_classes, or data with labels. For a folder: {LAYOUT}"
             )
         if found < 2:
-            raise DataError(
-                expected("at least two classes to tell apart", f"{found} in the data", f"For a folder: {LAYOUT}")
-            )
+            raise DataError(expected("at least two classes", f"{found} in the data", f"For a folder: {LAYOUT}"))
         return found
 
     def _build(self, channels: int) -> None:
@@ -202,14 +201,14 @@ class ImageClassification(AdapterMixin, VisionTask):
         self.model = self._make_backbone(self.num_classes, channels, **rates)
         self._freeze()
         self._adapt()
-        self._as_built = fingerprint(self.model)
+        self._initial_fingerprint = fingerprint(self.model)
 
     def _adopt(self, model: nn.Module) -> None:
-        """Take a module that the user brings, as it is."""
+        """Use the user's module."""
         outputs = num_outputs(model)
         if outputs == 0:
             raise BadArgument(
-                "Expected backbone to give logits, received a model without a head (num_classes=0). "
+                "Expected backbone to return logits, received a model without a head (num_classes=0). "
                 "Build it with the number of classes, or pass its name."
             )
         if outputs is not None and self.num_classes not in (None, outputs):
@@ -217,7 +216,7 @@ class ImageClassification(AdapterMixin, VisionTask):
         self.model = model
         self.num_classes = self.num_classes or outputs
         self._freeze()
-        self._look_at(model)
+        self._read_backbone_config(model)
         self._adapt()
 
     def _adapt(self) -> None:
@@ -225,14 +224,13 @@ class ImageClassification(AdapterMixin, VisionTask):
             self.model = self.adapter.apply(self.model, kind="vision")
 
     def _freeze(self) -> None:
-        """With `freeze_backbone`, leave the classifier alone to be trained."""
         if self.freeze_backbone:
             trained = {id(p) for part in self._classifier() for p in part.parameters()}
             for parameter in self.model.parameters():
                 parameter.requires_grad_(id(parameter) in trained)
 
     def _classifier(self) -> list[nn.Module]:
-        """The last layer (some models have two), by the model's own account."""
+        """The classification layers, from `get_classifier()`; some models have two."""
         find = getattr(self.model, "get_classifier", None)
         found = find() if callable(find) else None
         several = found if isinstance(found, tuple | list) else [found]
@@ -240,17 +238,17 @@ class ImageClassification(AdapterMixin, VisionTask):
         if not any(True for part in parts for _ in part.parameters()):
             raise BadArgument(
                 expected(
-                    "a model that tells which of its layers is the classifier (timm's do, by get_classifier())",
+                    "a model with get_classifier(), as timm's have",
                     type(self.model).__name__,
-                    "Leave freeze_backbone out, and set requires_grad=False on what is not to be trained.",
+                    "Leave freeze_backbone out, and set requires_grad=False on what should not be trained.",
                 )
             )
         return parts
 
     def set_train_mode(self, train: bool) -> None:
-        """Training or evaluation mode. A frozen backbone is always in the latter: no statistics move, nothing drops.
+        """Keep a frozen backbone in eval mode: BatchNorm statistics stay fixed and nothing is dropped.
 
-        Under an adapter they do not move either: its checkpoint would not hold them.
+        With an adapter, BatchNorm also stays in eval mode: the adapter's checkpoint does not contain its statistics.
         """
         if not self.freeze_backbone:
             self.model.train(train)
@@ -264,11 +262,11 @@ class ImageClassification(AdapterMixin, VisionTask):
 
     # -- data ----------------------------------------------------------------------------------------------
 
-    def _sample_augment(self, train: bool) -> Augment:
+    def _sample_augment(self, train: bool) -> AugmentSpec:
         return self.augment if train else None
 
     def get_train_transforms(self) -> nn.Module:
-        """Normalising on the device, with augmentation where it runs there, and random erasing if asked for."""
+        """Normalise on the device, with augmentation and random erasing if they run there."""
         if self._augments_on_device or not self.random_erasing:
             return super().get_train_transforms()
         return RandomErasing(self.random_erasing, self._normalize)
@@ -276,11 +274,10 @@ class ImageClassification(AdapterMixin, VisionTask):
     # -- steps ---------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Remember where we are: mixing stops at some epoch."""
         self._epoch = epoch
 
     def train_step(self, batch: Any) -> Loss:
-        """The loss with smoothing, mixing and class weights, as a sum over the weights of the labels."""
+        """Loss with label smoothing, mixing and class weights; the weight is the sum of the class weights."""
         images, labels = self._images_and_labels(batch)
         mixed = mix(images, self.mixup, self.cutmix, self.mixup_prob) if self._mixes() else None
         with single_sample_batchnorm(self.model, size=len(images)):
@@ -303,7 +300,7 @@ class ImageClassification(AdapterMixin, VisionTask):
         )
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
-        """Plain loss and accuracy, and the predictions for the metrics of the whole set."""
+        """Loss without regularisation, accuracy, and predictions for the dataset-level metrics."""
         images, labels = self._images_and_labels(batch)
         scores = self._scores(images)
         confidence, predictions = scores.softmax(-1).max(-1)
@@ -314,12 +311,12 @@ class ImageClassification(AdapterMixin, VisionTask):
             loss = cross_entropy(scores, labels)
         metrics: dict[str, Any] = {"loss": (loss.sum, count), "accuracy": (correct(predictions, labels), count)}
         for k in self.topk:
-            if 1 < k < scores.shape[-1]:  # the first is the accuracy, and all of them are always right
+            if 1 < k < scores.shape[-1]:  # top1 is the accuracy, and the top of all classes is always 1
                 metrics[f"top{k}"] = (topk_correct(scores, labels, k).sum(), count)
         return metrics | {"prediction": predictions, "confidence": confidence, "label": labels}
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
-        """Macro F1 and calibration error of the whole set; the confusion matrix is kept as `confusion`."""
+        """Macro F1 and calibration error. Keeps the confusion matrix as `confusion`."""
         predictions, labels = rows["prediction"], rows["label"]
         self.confusion = confusion_matrix(predictions, labels, self.num_classes)
         return {
@@ -328,38 +325,37 @@ class ImageClassification(AdapterMixin, VisionTask):
         }
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
-        """The confusion matrix of the latest evaluation, for the records of the run."""
         return confusion_record(self.confusion, self.class_names)
 
     def confusion_table(self, most: int = 20) -> Table:
-        """The confusion matrix of the latest evaluation for printing (``rich.print(task.confusion_table())``).
+        """Return the confusion matrix of the latest evaluation as a table (``rich.print(task.confusion_table())``).
 
-        With more than `most` classes it lists the commonest mistakes instead.
+        With more than `most` classes it lists the most frequent errors instead.
         """
         if self.confusion is None:
-            raise BadArgument("Expected an evaluation to tell of, received none yet. Call trainer.evaluate() first.")
+            raise BadArgument("Expected an evaluation before this call, received none. Call trainer.evaluate() first.")
         return confusion_table(self.confusion, self.class_names, most)
 
     def predict_step(self, batch: Any) -> dict[str, Tensor]:
-        """Class index, its probability, and the probabilities of all classes. Labels may be there or not."""
+        """Class index, its probability, and the probabilities of all classes. Labels are optional."""
         images, _ = split_sample(batch)
         probabilities = self._scores(self._normalize(images)).softmax(-1)
         probability, prediction = probabilities.max(-1)
         return {"prediction": prediction, "probability": probability, "probabilities": probabilities}
 
     def _scores(self, images: Tensor) -> Tensor:
-        """Logits, averaged over views where that is asked for."""
-        return averaged([self._logits(view) for view in self._views(images)], binary=self.loss == "bce")
+        """Logits, averaged over the TTA views."""
+        return average_logits([self._logits(view) for view in self._views(images)], binary=self.loss == "bce")
 
     def _views(self, images: Tensor) -> Iterator[Tensor]:
         if self.tta == "flip":
-            return views(images, 2, mirror=True)
+            return tta_views(images, 2, flip=True)
         assert isinstance(self.tta, int)
-        return views(images, max(1, self.tta), mirror=mirrors(self.augment))
+        return tta_views(images, max(1, self.tta), flip=flips(self.augment))
 
     def _logits(self, images: Tensor) -> Tensor:
         output = self.model(images)
-        logits = getattr(output, "logits", output)  # transformers' models return a record
+        logits = getattr(output, "logits", output)  # transformers models return a ModelOutput
         if logits.ndim != 2 or logits.shape[1] != (self.num_classes or logits.shape[1]):
             raise BadArgument(
                 expected(
@@ -368,11 +364,11 @@ class ImageClassification(AdapterMixin, VisionTask):
                     "Give the model a head for these classes, or pass the num_classes it has.",
                 )
             )
-        # Half precision is too coarse for a softmax; double is left alone.
+        # Half precision is too coarse for a softmax; float64 is kept.
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def as_pixels(self, images: Tensor) -> Tensor:
-        """Images as they are shown: from 0 to 1, normalising undone."""
+        """Undo the normalisation: images from 0 to 1, for display."""
         if images.dtype == torch.uint8:
             return images.float() / 255
         black, white = (self._normalize(torch.full_like(images[:1], level, dtype=torch.uint8)) for level in (0, 255))
@@ -383,40 +379,35 @@ class ImageClassification(AdapterMixin, VisionTask):
             return False
         if self.mixup_off_last == 0 or self._run is None:
             return True
-        # Asked anew in every step: a run may be given more epochs.
-        return self._epoch < first_whole_epoch(self._run, self.mixup_off_last, self._samples)
+        # Computed in each step, since a run can be extended.
+        return self._epoch < first_unmixed_epoch(self._run, self.mixup_off_last, self._samples)
 
     def _weights_like(self, logits: Tensor) -> Tensor | None:
         if self._weights is None:
             if self.class_weights is not None:
                 raise BadArgument(
-                    "Expected to know the class counts for class_weights='balanced', received none yet. Call "
+                    "Expected class counts for class_weights='balanced', received none yet. Call "
                     "configure(info) first (Trainer does), or pass the weights as numbers."
                 )
             return None
         if self._weights.device != logits.device or self._weights.dtype != logits.dtype:
-            self._weights = self._weights.to(logits)  # once: copying every step would wait for the device
+            self._weights = self._weights.to(logits)  # once: a copy in each step would synchronise
         return self._weights
 
-    # -- records -------------------------------------------------------------------------------------------
+    # -- checks, config and state --------------------------------------------------------------------------
 
     def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the images and labels of a batch, in sentences."""
         return super().check_batch(batch) + label_problems(split_sample(batch)[1], self.num_classes)
 
     def config_dict(self) -> dict[str, Any]:
-        """The arguments, as far as they can be written down, and what was derived from the data."""
         return super().config_dict() | {"class_names": self.class_names}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of a task do not belong to its run."""
-        return {**self.__dict__, "_run": None}
+        return {**self.__dict__, "_run": None}  # a copy does not belong to the run
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run, or one that only predicts, needs beside the weights."""
         return super().state_dict() | {"epoch": self._epoch, "class_names": self.class_names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         self._epoch, self.class_names = state["epoch"], state["class_names"]

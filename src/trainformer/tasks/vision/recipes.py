@@ -1,9 +1,8 @@
-"""Recipes: one word for many settings that go well together.
+"""Training recipes: named sets of task arguments and trainer settings. Explicit arguments take precedence.
 
-Owns the tables. A recipe has two halves: arguments of the task, and settings of the run. Both count only where the user
-chose nothing. The numbers of `modern` are those of DeiT (Touvron et al. 2021), Swin (Liu et al. 2021), ConvNeXt (Liu et
-al. 2022) and "ResNet strikes back" (Wightman et al. 2021), which agree on most of them. They were found in runs of 300
-epochs on a million images; what they do to small images is at the end.
+`modern` combines DeiT (Touvron et al. 2021), Swin (Liu et al. 2021), ConvNeXt (Liu et al. 2022) and "ResNet strikes
+back" (Wightman et al. 2021), which agree on most values. They come from runs of 300 epochs on a million images; small
+images get gentler values.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _ARGUMENTS: dict[str, Any] = {
     "augment": "randaugment",
     "mixup": 0.8,
     "cutmix": 1.0,
-    "mixup_off_last": 0.1,  # the last tenth of the run sees whole images, as those it will be asked about
+    "mixup_off_last": 0.1,  # the last tenth of the run trains on unmixed images, as in evaluation
     "random_erasing": 0.25,
     "label_smoothing": 0.1,
 }
 
-# Images of at most so many pixels a side have little to cut out of, and their data sets are mostly small: shifts
-# instead of crops, gentle blends, no colours, no flips (they may be digits or letters).
+# Small images leave little to crop, and their datasets are mostly small: shifts instead of crops, little mixup, no
+# color augmentation, no flips (they may be digits or letters).
 _SMALL_SIDE = 64
 _SMALL: dict[str, Any] = {"augment": "crop", "mixup": 0.2, "cutmix": 0.0, "random_erasing": 0.0}
 
-# Stochastic depth by kind of model: the modules in which timm keeps them. Others are left as timm has them.
+# Stochastic depth by timm module. Other models keep timm's default.
 _DROP_PATH = {
     "vision_transformer": 0.1,
     "deit": 0.1,
@@ -60,25 +59,25 @@ _TRANSFORMERS = (
     "maxxvit",
 )
 
-# AdamW's rate at a batch of 1024. It grows with the square root of the batch, as the noise of a gradient falls: in
-# proportion (which is for SGD) a batch of 64 would get a quarter of what it can use.
+# AdamW's learning rate at batch size 1024. It scales with the square root of the batch size, as gradient noise does:
+# with linear scaling (for SGD) a batch of 64 would get a quarter of the rate it can use.
 _LR_TRANSFORMER, _LR_OTHER, _LR_BATCH = 1e-3, 3e-3, 1024
-# Of a module that the user brings nothing is known but its size. The best rate falls with the width of a model: one of
-# 40,000 parameters learns digits to 99 % at four times the rate, and in the same time to 73 % without that.
+# All we know of a custom module is its size. The best learning rate falls with the model's width: a model with 40,000
+# parameters reaches 99 % on digits at four times the rate, and 73 % without the factor.
 _PARAMETERS, _MOST_FASTER = 25e6, 4.0
-# Weights that know something already: in transformers, layers far from the head move less; other models all in all.
+# Pretrained weights: layer-wise decay for transformers, a lower learning rate for other models.
 _LAYER_DECAY, _LR_FINE_TUNE = 0.75, 0.2
 
 
 def check_recipe(recipe: str | None) -> None:
-    """Refuse a name that is none."""
+    """Check the name of a recipe."""
     if recipe is not None and recipe not in NAMES:
         known = f"recipe to be {' or '.join(map(repr, NAMES))}, or None"
         raise BadArgument(expected(known, recipe, did_you_mean(str(recipe), NAMES)))
 
 
 def recipe_arguments(recipe: str | None, backbone: Any, size: tuple[int, ...] | None) -> dict[str, Any]:
-    """Arguments of the task; `size` are the sides of the images, as far as they are known.
+    """Return the task arguments of a recipe; `size` is the image size, if known.
 
     >>> recipe_arguments("modern", "resnet50", size=(224, 224))["augment"]
     'randaugment'
@@ -93,7 +92,7 @@ def recipe_arguments(recipe: str | None, backbone: Any, size: tuple[int, ...] | 
 
 
 def recipe_settings(recipe: str | None, backbone: Any, pretrained: bool, batch_size: int) -> dict[str, Any]:
-    """Settings of the run; `batch_size` is that of an optimizer step over all ranks.
+    """Return the trainer settings of a recipe; `batch_size` is that of an optimizer step over all ranks.
 
     >>> recipe_settings("modern", "vit_small_patch16_224", pretrained=False, batch_size=1024)["lr"]
     0.001
@@ -111,10 +110,10 @@ def recipe_settings(recipe: str | None, backbone: Any, pretrained: bool, batch_s
         "scheduler": "cosine",
         "warmup_ratio": 0.05,
         "gradient_clip": 1.0,
-        # The average's own warm-up makes this fit short runs too: after n steps it spans the last n / 10.
+        # EMA warm-up makes this work for short runs too: after n steps it averages over the last n / 10.
         "ema": 0.9999,
     }
-    if not pretrained or isinstance(backbone, nn.Module):  # of which nobody knows what it knows
+    if not pretrained or isinstance(backbone, nn.Module):  # a custom module may or may not be pretrained
         return settings | {"lr": lr}
     if kind in _TRANSFORMERS:
         return settings | {"lr": lr, "layer_decay": _LAYER_DECAY}
@@ -122,7 +121,7 @@ def recipe_settings(recipe: str | None, backbone: Any, pretrained: bool, batch_s
 
 
 def family(backbone: Any) -> str | None:
-    """The kind of a model that is given by name: timm's module for it.
+    """Return the timm module that defines a model, or None for a custom module.
 
     >>> family("resnet18"), family("vit_small"), family(object())
     ('resnet', 'vision_transformer', None)

@@ -1,1 +1,1 @@
-"""Self-supervised learning: the task, and one module per method."""
+"""Self-supervised learning: the `SSL` task and its methods."""

@@ -1,4 +1,4 @@
-"""MoCo: contrast with the keys of a slowly moving network (He et al., 2020; v3: Chen et al., 2021)."""
+"""MoCo v2 (He et al., 2020) and v3 (Chen et al., 2021): contrast queries with keys of a momentum encoder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.contrastive import infonce_with_queue, moco_v3_loss
 from trainformer.losses.numerics import upcast
 from trainformer.models.heads import moco_projector, moco_v3_predictor, moco_v3_projector
-from trainformer.tasks.vision.features import spread
-from trainformer.tasks.vision.ssl.method import MomentumMethod, Step, Tower, Views, in_batches
+from trainformer.tasks.vision.batch import feature_spread
+from trainformer.tasks.vision.ssl.methods import MethodOutput, MomentumMethod, Tower, Views, forward_views
 from trainformer.utils.distributed import gather_rows, is_padding, shuffle_rows, unshuffle_rows, world_size
 
 
 class KeyQueue(nn.Module):
-    """The latest `size` keys, one per row, as a ring.
+    """A ring buffer of the latest `size` keys, one per row.
 
-    `add` only collects; `commit` writes everything collected since, without waiting for the device. Keys that are not
-    finite leave the old ones in place: one bad image would otherwise spoil every loss for thousands of steps.
+    `add` collects keys; `commit` writes them without a device sync. Non-finite keys do not overwrite old ones: one bad
+    image would otherwise spoil the loss for thousands of steps.
 
     >>> queue = KeyQueue(4, 2)
     >>> queue.add(torch.ones(3, 2))
@@ -35,16 +35,16 @@ class KeyQueue(nn.Module):
         super().__init__()
         self.register_buffer("keys", F.normalize(torch.randn(size, dim), dim=1))
         self.register_buffer("position", torch.zeros((), dtype=torch.long))
-        self._waiting: list[Tensor] = []
+        self._pending: list[Tensor] = []
 
     def add(self, keys: Tensor) -> None:
-        """Keys of this rank, of length 1, to be written by `commit`; keys of padding are none."""
+        """Collect normalised keys of this rank for `commit`. Padding batches add none."""
         if is_padding():
-            keys = keys[:0]  # kept all the same: `commit` gathers batch by batch
+            keys = keys[:0]  # still appended: `commit` gathers batch by batch
         size = len(self.keys)
-        count = len(keys) + sum(map(len, self._waiting))
-        if count > size and world_size() == 1:  # else `commit` sees it, on all ranks at once
-            self._waiting.clear()
+        count = len(keys) + sum(map(len, self._pending))
+        if count > size and world_size() == 1:  # otherwise `commit` raises, on all ranks
+            self._pending.clear()
             raise BadArgument(
                 expected(
                     "queue_size to hold at least the keys of one optimizer step",
@@ -52,16 +52,16 @@ class KeyQueue(nn.Module):
                     "Pass a larger queue_size, or a smaller batch_size.",
                 )
             )
-        self._waiting.append(keys.detach())
+        self._pending.append(keys.detach())
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Write the keys of all ranks over the oldest ones."""
-        if not self._waiting:
+        """Overwrite the oldest keys with those of all ranks."""
+        if not self._pending:
             return
-        # Batch by batch, so that keys come in the order in which one process would have them.
-        keys = torch.cat([gather_rows(part) for part in self._waiting]).to(self.keys.dtype)
-        self._waiting.clear()
+        # Gather batch by batch, so that the order is the same as with one process.
+        keys = torch.cat([gather_rows(part) for part in self._pending]).to(self.keys.dtype)
+        self._pending.clear()
         if len(keys) > len(self.keys):
             raise BadArgument(expected(f"queue_size to be at least {len(keys)}, the keys of a step", len(self.keys)))
         places = (self.position + torch.arange(len(keys), device=keys.device)) % len(self.keys)
@@ -70,12 +70,12 @@ class KeyQueue(nn.Module):
         self.position.copy_((self.position + len(keys)) % len(self.keys))
 
     def discard(self) -> None:
-        """Forget what was not written."""
-        self._waiting.clear()
+        """Drop pending keys."""
+        self._pending.clear()
 
 
 class MoCo(MomentumMethod):
-    """MoCo v2: queries of the first view, keys of the second, negatives from a queue."""
+    """MoCo v2: queries from the first view, keys from the second, negatives from a queue."""
 
     def __init__(
         self,
@@ -94,35 +94,35 @@ class MoCo(MomentumMethod):
         self.queue = KeyQueue(queue_size, proj_dim)
         self.temperature = temperature
 
-    def step(self, views: Views) -> Step:
-        """InfoNCE of each query with its own key against the queue."""
+    def step(self, views: Views) -> MethodOutput:
+        """InfoNCE of each query with its key against the queue."""
         first, second = views.images
         features, queries = self.online(first)
-        # Dealt out anew over ranks: BatchNorm must not let a query recognise its key by the batch they share.
+        # Shuffled BatchNorm: a query must not recognise its key by the statistics of their shared batch.
         shuffled, shuffle = shuffle_rows(second)
-        keys = F.normalize(upcast(unshuffle_rows(self.slow(shuffled)[1], shuffle)), dim=1)
+        keys = F.normalize(upcast(unshuffle_rows(self.target(shuffled)[1], shuffle)), dim=1)
         losses = infonce_with_queue(queries, keys, self.queue.keys, self.temperature, reduction="none")
         own = features.detach()
-        return Step(losses, own, {"feature_std": spread(own)}, keys)
+        return MethodOutput(losses, own, {"feature_std": feature_spread(own)}, keys)
 
-    def remember(self, step: Step) -> None:
-        """Keys for the queue."""
-        self.queue.add(step.memory)
+    def collect(self, output: MethodOutput) -> None:
+        """Add the keys to the queue's pending ones."""
+        self.queue.add(output.collected)
 
-    def end_step(self, step: int, total: int) -> None:
-        """Enqueue, and move the slow network."""
+    def on_step_end(self, step: int, max_steps: int) -> None:
+        """Update queue and momentum network."""
         self.queue.commit()
-        super().end_step(step, total)
+        super().on_step_end(step, max_steps)
 
-    def drop_step(self) -> None:
-        """Forget keys of a step that is given up."""
+    def on_step_skipped(self) -> None:
+        """Drop pending keys."""
         self.queue.discard()
 
 
 class MoCoV3(MomentumMethod):
-    """MoCo v3: a predictor on the queries, both views as query and as key, negatives from the batch (of all ranks).
+    """MoCo v3: a predictor on the queries, both views as query and key, negatives from the batch of all ranks.
 
-    For a ViT the patch projection stays at its random values, without which training is unstable.
+    A ViT's patch projection stays frozen at its random initialisation; otherwise training is unstable.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class MoCoV3(MomentumMethod):
         self.predictor = moco_v3_predictor(proj_dim, hidden_dim, proj_dim, last_norm=patches is not None)
         self.temperature = temperature
 
-    def step(self, views: Views) -> Step:
-        """InfoNCE both ways."""
-        features, projections = in_batches(self.online, views.images)
+    def step(self, views: Views) -> MethodOutput:
+        """Symmetric InfoNCE."""
+        features, projections = forward_views(self.online, views.images)
         q1, q2 = self.predictor(projections).chunk(2)
-        k1, k2 = in_batches(self.slow, views.images)[1].chunk(2)
+        k1, k2 = forward_views(self.target, views.images)[1].chunk(2)
         losses = moco_v3_loss(q1, q2, k1, k2, self.temperature, reduction="none")
         own = features[: len(q1)].detach()
-        return Step(losses, own, {"feature_std": spread(own)})
+        return MethodOutput(losses, own, {"feature_std": feature_spread(own)})

@@ -1,6 +1,6 @@
-"""Options of the methods, with the values of their papers, and how the papers train them.
+"""Options of the self-supervised methods with the defaults of their papers, and the papers' training settings.
 
-Owns numbers and which method knows which option. An option that a method does not know is refused: it would be ignored.
+An option that the method does not have is an error, since it would be ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
-# None as a value: follows from the backbone; see `SSL`.
+# None: derived from the backbone; see `SSL`.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "simclr": {"proj_dim": 128, "hidden_dim": None, "temperature": 0.1},
     "moco": {
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "freeze_last_layer": 1,
         "koleo": 0.0,
         "num_local": 8,
-        "local_size": None,  # 96 for images of 224 pixels, others in proportion
+        "local_size": None,  # 96 for images of 224 pixels, proportional for others
         "global_scale": (0.4, 1.0),
         "local_scale": (0.05, 0.4),
     },
@@ -59,7 +59,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What is allowed, where a wrong value would only show later.
+# Ranges of options whose errors would only show later.
 _SIZES = (
     "proj_dim", "hidden_dim", "queue_size", "out_dim", "bottleneck_dim", "local_size", "decoder_dim", "decoder_depth",
     "decoder_heads",
@@ -78,7 +78,7 @@ _ALLOWED: tuple[tuple[tuple[str, ...], tuple[type, ...], Callable[[Any], bool], 
 
 
 def check_method(method: str, version: str | None) -> str:
-    """The method by its full name."""
+    """Return the full name of a method, e.g. moco_v3 for ("moco", "v3")."""
     allowed = {"moco": (None, "v2", "v3"), "moco_v3": (None, "v3")}.get(method, (None,))
     if version not in allowed:
         if method == "moco":
@@ -94,13 +94,13 @@ def check_method(method: str, version: str | None) -> str:
 
 
 def resolve(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a method: those given (not None), the paper's otherwise."""
+    """Return the options of a method: those given (not None), otherwise the paper's."""
     known = DEFAULTS[method]
     for name, value in given.items():
         if value is None:
             continue
         if name not in known:
-            raise BadArgument(f"{name} is no option of {method} (received {value!r}). It has: {', '.join(known)}.")
+            raise BadArgument(f"{method} has no option {name} (received {value!r}). It has: {', '.join(known)}.")
         for names, kinds, fits, words in _ALLOWED:
             if name in names and (isinstance(value, bool) or not isinstance(value, kinds) or not fits(value)):
                 raise BadArgument(expected(f"{name} to be {words}", value))
@@ -108,25 +108,25 @@ def resolve(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def paper_settings(method: str, is_vit: bool, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-    """How the paper trains it, for the run's batch size and epochs.
+    """Return the paper's training settings for the run's batch size and epochs.
 
-    Optimizer, rate and decay belong together: where the user chose the optimizer or the rate, all three are theirs.
+    Optimizer, learning rate and weight decay belong together: if the user passed one of the first two, none is set.
     """
     batch = settings.batch_size * settings.accumulation_steps
-    optimizer, rate, decay, warm, clip = _RECIPES[method if method != "moco_v3" or is_vit else "moco_v3_conv"]
+    optimizer, lr, decay, warmup, clip = _RECIPES[method if method != "moco_v3" or is_vit else "moco_v3_conv"]
     wanted: dict[str, Any] = {
         "scheduler": "cosine",
-        "warmup_ratio": round(min(warm / settings.epochs, 0.3), 4) if settings.max_steps is None else 0.1,
+        "warmup_ratio": round(min(warmup / settings.epochs, 0.3), 4) if settings.max_steps is None else 0.1,
         "gradient_clip": clip,
     }
     if not {"lr", "optimizer"} & set(chosen):
-        wanted |= {"optimizer": optimizer, "lr": rate * batch / 256, "weight_decay": decay}
+        wanted |= {"optimizer": optimizer, "lr": lr * batch / 256, "weight_decay": decay}
         if method == "dino" and "weight_decay" not in chosen:
             wanted["weight_decay_end"] = 0.4
     return wanted
 
 
-# optimizer, rate for 256 images, weight decay, epochs of warm-up, gradient clip
+# optimizer, learning rate at batch size 256, weight decay, warm-up epochs, gradient clip
 _RECIPES: dict[str, tuple[Any, float, float, int, float | None]] = {
     "simclr": ("lars", 0.3, 1e-6, 10, None),
     "moco": ("sgd", 0.03, 1e-4, 0, None),

@@ -1,8 +1,4 @@
-"""`SSL`: learn from images without labels.
-
-Owns the task: which method with which options, how views are made and what is measured. The methods themselves are in
-the modules beside this one, their numbers in `options`.
-"""
+"""`SSL`: self-supervised pretraining on images. The methods are in `methods`, `moco` and `dino`."""
 
 from __future__ import annotations
 
@@ -32,22 +28,27 @@ from trainformer.tasks.vision.augment import Geometry, sample_transform
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.checks import image_problems
 from trainformer.tasks.vision.classification import ImageClassification
-from trainformer.tasks.vision.ssl.byol import BYOL
 from trainformer.tasks.vision.ssl.dino import DINO, check_local_size, check_takes_crops
-from trainformer.tasks.vision.ssl.mae import MAE
-from trainformer.tasks.vision.ssl.method import Method, Views
+from trainformer.tasks.vision.ssl.methods import (
+    BYOL,
+    MAE,
+    EvalBatch,
+    EvalTransform,
+    Method,
+    SimCLR,
+    Views,
+    ViewTransform,
+)
 from trainformer.tasks.vision.ssl.moco import MoCo, MoCoV3
 from trainformer.tasks.vision.ssl.options import DEFAULTS, check_method, paper_settings, resolve
-from trainformer.tasks.vision.ssl.simclr import SimCLR
-from trainformer.tasks.vision.ssl.views import Showing, Shown, ViewMaker
 from trainformer.utils.distributed import is_padding
 
-# Images from files are first brought to this much more than the model's size (256 for 224); crops are cut from that.
-_SOURCE = 8 / 7
+# Images from files are first resized to this factor of the model's size (256 for 224), and views are cropped from that.
+_LOAD_SCALE = 8 / 7
 
 
 class StepFeatures(NamedTuple):
-    """What the latest training step saw: features without gradients, and labels if the data have them."""
+    """Detached features of the latest training step, and their labels."""
 
     features: Tensor
     labels: Tensor
@@ -57,14 +58,13 @@ class StepFeatures(NamedTuple):
 class SSL(VisionTask):
     """Pretrain a backbone without labels: SimCLR, MoCo (v2, v3), BYOL, DINO or MAE.
 
-    Make one with ``SSL.simclr("resnet50")``, ``SSL.moco(...)``, ``SSL.byol(...)``, ``SSL.dino("vit_small")`` or
-    ``SSL.mae("vit_base")``. Options left out have the values of the method's paper; one that a method does not know is
-    an error. Labels, where the data have them, are never learned from: they serve the kNN accuracy of evaluations.
+    Create it with ``SSL.simclr("resnet50")``, ``SSL.moco(...)``, ``SSL.byol(...)``, ``SSL.dino("vit_small")`` or
+    ``SSL.mae("vit_base")``. Options default to the values of the method's paper; an option that the method does not
+    have is an error. Labels are optional and never trained on; evaluation uses them for kNN accuracy.
 
-    Views are made on the device, each image with random numbers of its own: by the paper's augmentation, of which
-    `augment_options` change details (``{"flip": 0.0}``; see `trainformer.data.augment.BatchAugment`), or by an
-    `augment` of your own: a function of a batch of images that returns a list of views. Images are uint8, or
-    floats from 0 to 1.
+    Views are made on the device with per-image random numbers, by the paper's augmentation. `augment_options` change
+    its details (``{"flip": 0.0}``; see `trainformer.data.augment.BatchAugment`). Or pass your own `augment`: a function
+    of a batch of images that returns a list of views. Images are uint8, or floats from 0 to 1.
 
     >>> task = SSL.simclr("resnet10t", image_size=32)
     >>> loss = task.train_step(torch.zeros(4, 3, 32, 32, dtype=torch.uint8))
@@ -115,7 +115,7 @@ class SSL(VisionTask):
     drop_path_rate: float | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     # Evaluation
-    eval_loss: bool = True  # also of the views of validation images
+    eval_loss: bool = True  # also compute the loss on views of validation images
     knn_k: int = 20
 
     needs_labels = False
@@ -130,10 +130,10 @@ class SSL(VisionTask):
         if self.augment is not None and self.augment_options:
             raise BadArgument("Expected augment or augment_options, received both. Give your augment its options.")
         if self.method == "dino" and self.drop_path_rate is None and isinstance(self.backbone, str):
-            self.drop_path_rate = 0.1 if has_fixed_size(self.backbone) else None  # ViTs; as in the paper
-        self._begin()
+            self.drop_path_rate = 0.1 if has_fixed_size(self.backbone) else None  # for ViTs, as in the paper
+        self._init_task()
         self._shape: tuple[int, ...] | None = None
-        self._maker: ViewMaker | None = None
+        self._view_transform: ViewTransform | None = None
         self.step_features: StepFeatures | None = None
 
     @classmethod
@@ -164,33 +164,33 @@ class SSL(VisionTask):
     # -- the model -----------------------------------------------------------------------------------------
 
     def configure(self, info: DatasetInfo) -> None:
-        """Size the first layer from the data."""
+        """Build the first layer for the data."""
         self._shape = info.input_shape
         self._build_for(self.in_chans or self._channels_for(info))
 
     def _build(self, channels: int) -> None:
         if isinstance(self.backbone, nn.Module):
             backbone = self.backbone
-            self._look_at(backbone)
+            self._read_backbone_config(backbone)
         else:
-            # Crops of another size than the model's: a ViT must stretch its position embeddings.
-            stretches = self.method == "dino" and self.num_local and has_fixed_size(self.backbone)
+            # Local crops are smaller than the model's input: a ViT must interpolate its position embeddings.
+            dynamic = self.method == "dino" and self.num_local and has_fixed_size(self.backbone)
             backbone = self._make_backbone(
-                0, channels, drop_path_rate=self.drop_path_rate, dynamic_img_size=True if stretches else None
+                0, channels, drop_path_rate=self.drop_path_rate, dynamic_img_size=True if dynamic else None
             )
         if self.method == "dino" and self.num_local:
             check_takes_crops(backbone)
             if self.local_size is not None:
                 check_local_size(backbone, self.local_size)
-        self.model = self._make_method(backbone, self._width(backbone, channels))
-        self._as_built = fingerprint(self.model)
+        self.model = self._make_method(backbone, self._feature_width(backbone, channels))
+        self._initial_fingerprint = fingerprint(self.model)
 
-    def _width(self, backbone: nn.Module, channels: int) -> int:
-        """Width of the features. A module of the user's may take one size only: that of the data is tried first."""
+    def _feature_width(self, backbone: nn.Module, channels: int) -> int:
+        """The feature width. A custom module may take only one image size: try that of the data first."""
         if isinstance(self.backbone, nn.Module) and self._size is None and self._shape and len(self._shape) == 3:
             with suppress(BadArgument):
                 return feature_width(backbone, self._shape[0], self._shape[1:])
-        return feature_width(backbone, channels, self._size or self._described.size)
+        return feature_width(backbone, channels, self._size or self._backbone_config.size)
 
     def _make_method(self, backbone: nn.Module, width: int) -> Method:
         options = dict(self._options)
@@ -234,11 +234,11 @@ class SSL(VisionTask):
         return model
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """Optimizer, rate, decay and schedule of the paper, for the batch size at hand."""
+        """Optimizer, learning rate, weight decay and schedule of the paper, for the run's batch size."""
         named = isinstance(self.backbone, str)
         is_vit = has_fixed_size(self.backbone) if named else hasattr(self.backbone, "patch_embed")  # type: ignore[arg-type]
         wanted = paper_settings(self.method, is_vit, settings, chosen)
-        # A batch is not cut where memory is short if its images are each other's negatives.
+        # Do not split a batch when out of memory if its images are each other's negatives.
         return wanted | ({"oom": "raise"} if self.method in ("simclr", "moco_v3") else {})
 
     # -- data ----------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class SSL(VisionTask):
         geometry = self._geometry(image)
         if not train:
             return self._resized_and_augmented(dataset, image, None, geometry)
-        # Views are cut on the device, from all there is: tensors are left at their size, files come a bit larger.
+        # Views are cropped on the device from the full image: tensors keep their size, files are loaded a bit larger.
         tensors = images_in_memory(dataset, self._channels)
         if tensors is not None:
             return tensors
@@ -257,12 +257,12 @@ class SSL(VisionTask):
         if not train:
             return super()._pipeline(image, train)
         geometry = self._geometry(image)
-        height, width = (round(side * _SOURCE) for side in geometry.size)
+        height, width = (round(side * _LOAD_SCALE) for side in geometry.size)
         larger = Geometry((height, width), geometry.interpolation, crop_pct=1.0, crop_mode=geometry.crop_mode)
         return sample_transform(None, larger, from_files=is_pil(image))
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Images of one size; floats must be pixels from 0 to 1."""
+        """Resize images; float images must be pixels from 0 to 1."""
         prepared = super().prepare_dataset(dataset, train)
         if train and not is_stream(prepared) and len(prepared):
             image, _ = split_sample(prepared[0])
@@ -270,23 +270,23 @@ class SSL(VisionTask):
                 low, high = image.min().item(), image.max().item()
                 raise DataError(
                     expected(
-                        "images as uint8, or as floats from 0 to 1, to make views of",
+                        "images as uint8, or as floats from 0 to 1",
                         f"floats from {low:.3g} to {high:.3g}",
-                        "Leave out the normalisation: it is done here, after the augmentation.",
+                        "Leave out the normalisation: the task normalises after augmentation.",
                     )
                 )
         return prepared
 
     def get_train_transforms(self) -> nn.Module:
-        """Views instead of images."""
+        """Make views on the device."""
         return self._views()
 
     def get_eval_transforms(self) -> nn.Module:
-        """Images, with views to be had of them for the loss."""
-        return Showing(self._normalize, self._views() if self.eval_loss else None)
+        """Normalise images, with views for the validation loss."""
+        return EvalTransform(self._normalize, self._views() if self.eval_loss else None)
 
-    def _views(self) -> ViewMaker:
-        if self._maker is None:
+    def _views(self) -> ViewTransform:
+        if self._view_transform is None:
             patches = None
             if self.method == "mae":
                 assert isinstance(self.model, MAE)
@@ -294,12 +294,12 @@ class SSL(VisionTask):
                 tall, wide = self.model.autoencoder.patch_size
                 patches = (height // tall) * (width // wide)
             method, augment = self._method, self.augment or self._preset()
-            self._maker = ViewMaker(augment, method.fewest_views, method.most_views, patches=patches)
-        return self._maker
+            self._view_transform = ViewTransform(augment, method.fewest_views, method.most_views, patches=patches)
+        return self._view_transform
 
     def _view_size(self) -> tuple[int, int]:
         if self._size is None:
-            # A loader of the user's: images have the size they have, unless the model takes only one.
+            # A user's DataLoader: keep the size of its images, unless the model takes only one.
             known = self._shape is not None and not self._config.fixed_size
             self._size = tuple(self._shape[-2:]) if known and self._shape else self._config.size  # type: ignore[assignment]
         assert self._size is not None
@@ -331,49 +331,45 @@ class SSL(VisionTask):
     # -- steps ---------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Schedules of the method that go by epochs."""
-        self._method.begin_epoch(epoch)
+        self._method.on_epoch_begin(epoch)
 
     def train_step(self, batch: Any) -> Loss:
-        """The method's loss of views of the images."""
-        inputs, labels = _parts(batch)
+        """The method's loss on views of the images."""
+        inputs, labels = _split_batch(batch)
         if self._shape is None and isinstance(inputs, Tensor):
-            self._shape = tuple(inputs.shape[1:])  # a loop written by hand: views are as large as the images
+            self._shape = tuple(inputs.shape[1:])  # in a hand-written loop, views have the size of the images
         views = inputs if isinstance(inputs, Views) else self._views()(inputs)
-        step = self.model(views)
-        self._method.remember(step)
-        known = step.features is not None and isinstance(labels, Tensor)
-        rows = 0 if is_padding() else len(labels) if known else 0  # a sample that is only lent counts nowhere
-        self.step_features = StepFeatures(step.features[:rows], labels[:rows]) if known else None
-        return Loss(step.losses.sum(), len(step.losses), metrics=step.metrics)
+        output = self.model(views)
+        self._method.collect(output)
+        labelled = output.features is not None and isinstance(labels, Tensor)
+        rows = 0 if is_padding() else len(labels) if labelled else 0  # padding samples count nowhere
+        self.step_features = StepFeatures(output.features[:rows], labels[:rows]) if labelled else None
+        return Loss(output.losses.sum(), len(output.losses), metrics=output.metrics)
 
     def on_step_end(self, step: int, max_steps: int) -> None:
-        """Momentum networks, queue, centre: once per optimizer step."""
-        self._method.end_step(step, max_steps)
+        self._method.on_step_end(step, max_steps)
 
     def on_step_skipped(self) -> None:
-        """Forget a step that is given up."""
-        self._method.drop_step()
+        self._method.on_step_skipped()
 
     def unused_parameters(self) -> Iterator[nn.Parameter]:
         """DINO's last layer during its first epochs."""
-        if isinstance(self.model, DINO):
-            yield from self.model.resting()
+        yield from self._method.unused_parameters()
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
-        """Embeddings of the images, and the loss of views of them (in the batches of the evaluation)."""
-        inputs, labels = _parts(batch)
-        shown = inputs if isinstance(inputs, Shown) else Showing(self._normalize, None)(inputs)
-        rows: dict[str, Any] = {"embedding": self.model(shown.images).float()}
+        """Embeddings of the images, and the loss on views of them (within each evaluation batch)."""
+        inputs, labels = _split_batch(batch)
+        eval_batch = inputs if isinstance(inputs, EvalBatch) else EvalTransform(self._normalize, None)(inputs)
+        rows: dict[str, Any] = {"embedding": self.model(eval_batch.images).float()}
         if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
             rows["label"] = labels
-        if shown.make_views is not None:
-            losses = self.model(shown.make_views()).losses
+        if eval_batch.make_views is not None:
+            losses = self.model(eval_batch.make_views()).losses
             rows["loss"] = (losses.sum(), len(losses))
         return rows
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
-        """Collapse monitors, and with labels the accuracy of nearest neighbours within the set (leave-one-out)."""
+        """Collapse metrics, and with labels the leave-one-out kNN accuracy."""
         embeddings = rows["embedding"]
         if len(embeddings) < 2:
             return {}
@@ -384,21 +380,21 @@ class SSL(VisionTask):
         return metrics
 
     def predict_step(self, batch: Any) -> dict[str, Tensor]:
-        """Embeddings, with labels beside them where there are any."""
-        inputs, labels = _parts(batch)
-        images = inputs.images if isinstance(inputs, Shown) else self._normalize.pixels(inputs)
+        """Embeddings, and labels if the data has them."""
+        inputs, labels = _split_batch(batch)
+        images = inputs.images if isinstance(inputs, EvalBatch) else self._normalize.pixels(inputs)
         rows = {"embedding": self.model(images).float()}
         return rows | {"label": labels} if isinstance(labels, Tensor) else rows
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
-        """Features (N, width) of images: uint8, or floats from 0 to 1, of the size the model takes."""
+        """Return features (N, width) of images: uint8, or floats from 0 to 1, of the model's input size."""
         encoder, device = self._method.encoder, next(self.model.parameters()).device
         with eval_mode(encoder):
             return self.model(self._normalize.pixels(images.to(device)))
 
     def reconstruct(self, images: Tensor, noise: Tensor | None = None) -> Any:
-        """Pictures of what a masked autoencoder sees and makes of it: (masked, pasted, original), from 0 to 1."""
+        """Return (masked, reconstructed, original) images of a masked autoencoder, from 0 to 1."""
         if not isinstance(self.model, MAE):
             raise BadArgument(expected("a masked autoencoder (SSL.mae) to reconstruct with", self.method))
         config, device = self._config, next(self.model.parameters()).device
@@ -408,15 +404,15 @@ class SSL(VisionTask):
         ready = self._normalize.pixels(images.to(device))
         return self.model.autoencoder.reconstruct(ready, noise, mean=mean, std=std)
 
-    # -- what is left --------------------------------------------------------------------------------------
+    # -- the pretrained backbone ---------------------------------------------------------------------------
 
     def export_module(self, model: nn.Module) -> nn.Module:
-        """The part to deploy: a plain backbone."""
+        """Deploy the plain backbone."""
         assert isinstance(model, Method)
         return model.encoder
 
     def backbone_state_dict(self) -> dict[str, Tensor]:
-        """Weights of the pretrained backbone (of DINO: the teacher's), under the names timm has for them."""
+        """Return the weights of the pretrained backbone (for DINO the teacher's), with timm's names."""
         return {name: value.detach().cpu().clone() for name, value in self._method.encoder.state_dict().items()}
 
     def save_backbone(self, path: str | Path) -> str:
@@ -429,11 +425,11 @@ class SSL(VisionTask):
         return str(path)
 
     def linear_probe(self, num_classes: int | None = None, **options: Any) -> ImageClassification:
-        """The task of the usual test: a linear classifier on the frozen backbone."""
+        """Return a classification task that trains a linear classifier on the frozen backbone."""
         return self.fine_tune(num_classes, **{"freeze_backbone": True, **options})
 
     def fine_tune(self, num_classes: int | None = None, **options: Any) -> ImageClassification:
-        """A classification task that begins with a copy of the pretrained backbone."""
+        """Return a classification task that starts from a copy of the pretrained backbone."""
         if not isinstance(self.backbone, str):
             raise BadArgument("Expected a backbone by name, received a module. Put a head on your module instead.")
         given = {
@@ -444,16 +440,13 @@ class SSL(VisionTask):
         }
         return ImageClassification(self.backbone, num_classes, False, **{**given, **options})
 
-    # -- records -------------------------------------------------------------------------------------------
-
     def check_batch(self, batch: Any) -> list[str]:
-        """What is wrong with the views of a batch, in sentences."""
-        inputs, _ = _parts(batch)
+        inputs, _ = _split_batch(batch)
         if not isinstance(inputs, Views):
             return image_problems(inputs, self._channels)
         return image_problems(inputs.images[0], self._channels)
 
 
-def _parts(batch: Any) -> tuple[Any, Any]:
-    """Images, or what the transforms made of them, and labels or None."""
-    return (batch, None) if isinstance(batch, Tensor | Views | Shown) else split_sample(batch)
+def _split_batch(batch: Any) -> tuple[Any, Any]:
+    """Images (or their views) and labels (or None)."""
+    return (batch, None) if isinstance(batch, Tensor | Views | EvalBatch) else split_sample(batch)

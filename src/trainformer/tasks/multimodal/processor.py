@@ -1,7 +1,6 @@
-"""Processors of transformers: what a model of images and text wants its inputs to look like.
+"""Processors of transformers: loading them, resizing images with them, and the base class of tasks that use one.
 
-Owns loading one, and running its image part up to whole pixels. Normalising is left to the device, with or without
-augmentation.
+Images are resized and cropped by the model's processor but stay uint8; they are normalised on the device.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from trainformer.core.optional import require
 from trainformer.data.augment.draws import Keys
 from trainformer.data.augment.pipeline import BatchAugment
 from trainformer.data.pixels import with_channels
+from trainformer.models.language import ensure_pad_token
+from trainformer.tasks.language.base import LanguageTask
 
 
 def load_processor(source: Any, **options: Any) -> Any:
-    """The processor of a hub name or folder; one that is a processor already is returned as it is."""
+    """Load the processor of a hub name or folder. A processor is returned unchanged."""
     if hasattr(source, "image_processor") and hasattr(source, "tokenizer"):
         return source
     if not isinstance(source, str | Path):
@@ -45,10 +46,10 @@ def load_processor(source: Any, **options: Any) -> Any:
 
 
 class Pixels:
-    """Images of any kind as the model's processor makes them, but not yet normalised: (3, H, W), uint8.
+    """Resize and crop an image with the model's processor, without normalisation: (3, H, W), uint8.
 
-    Processors resize and crop whole pixels and normalise at the end, so nothing is lost; a quarter of the bytes goes to
-    the device. A float tensor is taken as ready.
+    Processors normalise last, so nothing is lost, and only a quarter of the bytes is copied to the device. Float
+    tensors pass through unchanged.
     """
 
     def __init__(self, image_processor: Any) -> None:
@@ -60,26 +61,55 @@ class Pixels:
             self.mean, self.std = (0.0,) * 3, (1.0,) * 3
         if not getattr(image_processor, "do_rescale", True):
             factor = 1.0
-        # Normalising divides by 255; what the processor multiplies with instead goes into the statistics.
+        # `Normalize` divides by 255; fold a different rescale factor into the statistics.
         self.mean = tuple(value / (255 * factor) for value in self.mean)
         self.std = tuple(value / (255 * factor) for value in self.std)
 
     def __call__(self, image: Any) -> Tensor:
-        """One image."""
+        """Process one image."""
         image = with_channels(image, 3)
         if isinstance(image, Tensor) and image.is_floating_point():
             return image
         made = self.image_processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
         pixels = made["pixel_values"]
         if pixels.ndim != 4 or len(pixels) != 1:
-            raise DataError(expected("a processor that makes one (3, H, W) of an image", tuple(pixels.shape)))
-        # Some processors compute in floats; the pixels are whole numbers all the same.
+            raise DataError(expected("a processor that returns one (3, H, W) per image", tuple(pixels.shape)))
+        # Some processors compute in floats, but the pixels are integers.
         return pixels[0] if pixels.dtype == torch.uint8 else pixels[0].round().clamp(0, 255).to(torch.uint8)
 
 
 class PixelAugment(BatchAugment):
-    """`BatchAugment` for pixels (uint8). Float images pass unchanged: a user's loader may have normalised them."""
+    """`BatchAugment` for uint8 pixels. Float images, which a user's DataLoader may have normalised, pass through."""
 
     def forward(self, images: Tensor, keys: Keys | None = None, stream: int = 0) -> Tensor:
-        """Views of pixels; other images as they are."""
+        """Augment uint8 images."""
         return images if images.is_floating_point() else super().forward(images, keys, stream)
+
+
+class ProcessorTask(LanguageTask):
+    """Base class of tasks whose model has a processor. A subclass is a dataclass with the field annotated here."""
+
+    processor: Any
+
+    def _init_task(self) -> None:
+        super()._init_task()
+        self._processor: Any = None
+
+    @property
+    def preprocessor(self) -> Any:
+        """The processor of the model, loaded on first access."""
+        if self._processor is None:
+            self._processor = load_processor(self.model_name if self.processor is None else self.processor)
+            ensure_pad_token(self._processor.tokenizer)
+        return self._processor
+
+    @property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.preprocessor.tokenizer
+
+    def save_assets(self, folder: Path) -> list[str]:
+        """Write the config (or the adapter) and the processor for `from_pretrained`."""
+        names, before = super().save_assets(folder), set(folder.iterdir())
+        self.preprocessor.save_pretrained(folder)
+        return sorted({*names, *(path.name for path in folder.iterdir() if path not in before and path.is_file())})
