@@ -400,6 +400,7 @@ def plugin(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: step-printer\nVersion: 1.0\n")
     lines = ["[trainformer.callbacks]", "step_printer = step_printer:StepPrinter", "broken = step_printer:Missing"]
+    lines.append("text = step_printer:__name__")
     (info / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     plugins._registered.cache_clear()
@@ -417,3 +418,5 @@ def test_a_callback_of_another_package_is_found_by_name(plugin):
         BadArgument, match=r"'broken' \(trainformer.callbacks, step_printer:Missing\) cannot be imported"
     ):
         make_callback("broken")
+    with pytest.raises(BadArgument, match="'text' to be a callback class, or a function"):
+        make_callback("text")

@@ -148,7 +148,8 @@ def make_callback(spec: Any) -> Any:
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
-        raise BadArgument(f"The options of the callback {name!r} do not fit {factory.__name__}: {error}.") from error
+        target = getattr(factory, "__name__", name)
+        raise BadArgument(f"The options of the callback {name!r} do not fit {target}: {error}.") from error
     return factory(**options)
 
 
@@ -164,6 +165,9 @@ def _find_callback(name: str) -> Callable[..., Any]:
         known = sorted({*builtin, *plugin_names("callbacks")})
         hint = did_you_mean(name, known)
         raise BadArgument(expected(f"a callback to be one of {', '.join(known)}, or an object", name, hint))
+    if not callable(plugin):
+        what = f"the plugin {name!r} to be a callback class, or a function that returns a callback"
+        raise BadArgument(expected(what, type(plugin).__name__))
     return plugin
 
 
