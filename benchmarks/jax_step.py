@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 import trainformer
-from trainformer.backends.jax.mesh import make_mesh
-from trainformer.backends.jax.precision import attention_kernel, cast_floating, compute_in, resolve_dtype
+from trainformer.backends.jax.precision import attention_kernel, cast_floating, resolve_dtype, set_compute_dtype
+from trainformer.backends.jax.sharding import make_mesh
 from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
 from trainformer.models.jax import Decoder, DecoderConfig
@@ -229,7 +229,7 @@ def by_hand(work: Work, log_every: int) -> Callable[[Pacer, int], float]:
 
         def loss_of(params: Any, batch: Any) -> Any:
             model = nnx.merge(graph, cast_floating(params, dtype))
-            compute_in(model, dtype)
+            set_compute_dtype(model, dtype)
             return work.loss(model, batch)
 
         def step(params: Any, moments: Any, batch: Any) -> Any:

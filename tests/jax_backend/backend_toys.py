@@ -1,4 +1,4 @@
-"""A small network with stacked layers, its data, and the same training written by hand on one device."""
+"""A small network with stacked layers, its data, and a hand-written training loop on one device for comparison."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from trainformer.backends.jax.mesh import make_mesh
-from trainformer.backends.jax.sharding import batch_sharding, init_sharded, place
-from trainformer.backends.jax.step import jit_train_step, make_train_step
+from trainformer.backends.jax.compilation import JittedStep
+from trainformer.backends.jax.sharding import batch_sharding, copy_to_mesh, init_sharded, make_mesh
+from trainformer.backends.jax.step import make_train_step
 from trainformer.core.types import Loss
 
 WIDTH, INPUTS, CLASSES, ROWS = 32, 8, 4, 16
@@ -20,7 +20,7 @@ TX = optax.adamw(1e-2, weight_decay=0.01)
 
 
 class Stack(nnx.Module):
-    """Layers in one array, run by a scan."""
+    """Stacked layers, run by a scan."""
 
     def __init__(self, rngs):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (2, WIDTH, WIDTH)) * 0.2)
@@ -47,10 +47,10 @@ class Net(nnx.Module):
 
 
 class Noisy(nnx.Module):
-    """One with random numbers and with statistics of its batches."""
+    """A network with dropout and batch norm."""
 
     def __init__(self, rngs):
-        self.inner = nnx.Linear(INPUTS, WIDTH, use_bias=False, rngs=rngs)  # the norm would take a bias away
+        self.inner = nnx.Linear(INPUTS, WIDTH, use_bias=False, rngs=rngs)  # batch norm cancels a bias
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.outer = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
@@ -60,7 +60,7 @@ class Noisy(nnx.Module):
 
 
 def loss(model, batch, key):
-    """Weighted, so that micro-batches count unequally."""
+    """Weighted, so that micro-batches have different weights."""
     logits = model(batch["x"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     right = jnp.sum(logits.argmax(-1) == batch["y"])
@@ -81,7 +81,7 @@ def batches(n=3, rows=ROWS, seed=0):
 
 
 def plain_loss(params, batch):
-    """The loss of `Net` without any library of layers."""
+    """The loss of `Net` without flax."""
     x = batch["x"] @ params["inner"]["kernel"] + params["inner"]["bias"]
     for kernel in params["layers"]["kernel"]:
         x = x + jnp.tanh(x @ kernel)
@@ -91,7 +91,7 @@ def plain_loss(params, batch):
 
 
 def plain_training(params, data, tx=TX):
-    """Losses, gradient norms and parameters of a loop by hand, on one device."""
+    """Losses, gradient norms and parameters of a hand-written loop on one device."""
     opt_state, losses, norms = tx.init(params), [], []
 
     @jax.jit
@@ -114,9 +114,9 @@ def _new_state(dims, build, tx, frozen, seed):
 
 
 def new_state(dims=(1, 1, 1, 1), build=Net, tx=TX, frozen=None, seed=0):
-    """Mesh, state and shardings on the first devices. The state is a copy, for a step that uses it up."""
+    """Mesh, state and shardings on the first devices. The state is a copy that a step may donate."""
     mesh, state, shardings = _new_state(dims, build, tx, frozen, seed)
-    return mesh, place(state, shardings), shardings
+    return mesh, copy_to_mesh(state, shardings), shardings
 
 
 def put(mesh, batch):
@@ -126,7 +126,7 @@ def put(mesh, batch):
 def train(dims, data, build=Net, tx=TX, frozen=None, **options):
     """Losses, outputs and the last state of a run on a mesh."""
     mesh, state, shardings = new_state(dims, build, tx, frozen)
-    step = jit_train_step(make_train_step(loss, **options), mesh, shardings)
+    step = JittedStep(make_train_step(loss, **options), mesh, shardings, train=True)
     outputs = []
     for batch in data:
         state, output = step(state, put(mesh, batch))

@@ -1,4 +1,4 @@
-"""Small trainers on JAX, their data, and the same training written by hand on one device."""
+"""Small trainers on JAX, their data, and a hand-written loop on one device for comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from trainformer.backends.jax.mesh import make_mesh
+from trainformer.backends.jax.sharding import make_mesh
 from trainformer.core.types import Loss
 from trainformer.jax import BaseTrainer, TrainerConfigureFunctionOutput, TrainingArguments
 from trainformer.models.jax import Decoder, DecoderConfig
@@ -20,7 +20,7 @@ INPUTS, WIDTH, CLASSES, VOCABULARY = 6, 16, 3, 64
 
 
 def samples(n=32, seed=0):
-    """Rows that say which they are."""
+    """Samples with an index column."""
     x = np.random.default_rng(seed).standard_normal((n, INPUTS)).astype(np.float32)
     return {"x": x, "y": x[:, :CLASSES].argmax(-1).astype(np.int32), "index": np.arange(n, dtype=np.int32)}
 
@@ -41,7 +41,7 @@ class Mlp(nnx.Module):
 
 
 def mean_loss(model, batch):
-    """The mean over rows, as anybody would write it."""
+    """The mean over rows."""
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
 
@@ -53,7 +53,7 @@ class MeanTrainer(BaseTrainer):
 
 
 def token_loss(model, batch):
-    """Rows count unequally, and so do micro-batches."""
+    """Rows, and so micro-batches, have different weights."""
     logits = model(batch["input_ids"][:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["input_ids"][:, 1:])
     weights = jnp.broadcast_to(batch["weight"][:, None], losses.shape)
@@ -78,7 +78,7 @@ def mesh_on(dims, devices=4):
 
 
 def arguments(**options):
-    """Arguments of a short run without an end of its own on the console."""
+    """Arguments of a short run."""
     given = {"total_batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-2, "weight_decay": 0.0}
     given |= {"output_dir": "run", "log": "none", "logging_steps": 1, "dtype": "fp32"}
     given |= {} if "save_steps" in options else {"save_strategy": "no"}
@@ -86,7 +86,7 @@ def arguments(**options):
 
 
 def mlp_trainer(kind=MeanTrainer, data=None, model=None, **options):
-    """A trainer of the network on one device. Options that are not the trainer's are arguments."""
+    """An `Mlp` trainer on one device. Options that are not the trainer's are arguments."""
     own = {
         name: options.pop(name) for name in ("callbacks", "mesh", "dataset_eval", "data_collator") if name in options
     }
@@ -104,7 +104,7 @@ def logged(trainer, name):
 
 
 def by_hand(model, batches, loss, tx):
-    """Losses and parameters of a plain loop on one device, without anything of the library."""
+    """Losses and parameters of a plain jax loop on one device."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     opt_state, found = tx.init(params), []
 
@@ -134,7 +134,7 @@ def in_order(data, size, epochs):
 
 
 class StepsTrainer(BaseTrainer):
-    """Steps as a user writes them, in the way of the reference document."""
+    """A trainer with user-written step functions."""
 
     def configure_functions(self, *args, **kwargs):
         def train_step(state, batch):
@@ -150,29 +150,29 @@ class StepsTrainer(BaseTrainer):
         return TrainerConfigureFunctionOutput(train_step_fn=jax.jit(train_step), eval_step_fn=jax.jit(eval_step))
 
 
-class Dying(Exception):
-    """What a test raises to end a run in the middle."""
+class Crash(Exception):
+    """Raised by a test to end a run in the middle."""
 
 
-class Dies:
-    """A callback that ends the run by an error after a step."""
+class CrashAt:
+    """A callback that raises `Crash` after a step."""
 
     def __init__(self, at):
         self.at = at
 
     def on_step_end(self, trainer, step, loss):
         if step == self.at:
-            raise Dying
+            raise Crash
 
 
-class Seen:
-    """Notes which samples each step was trained on: (epoch, indices of the rows)."""
+class SeenSamples:
+    """Records the samples of each step: (epoch, indices of the rows)."""
 
     def __init__(self):
         self.steps = {}
 
     def on_after_optimizer_step(self, trainer, step):
-        data = run_of(trainer).backend._batch.data
+        data = run_of(trainer).backend.batch.data
         rows = np.asarray(data["index"])[np.asarray(data["_valid"])] if "_valid" in data else np.asarray(data["index"])
         self.steps[step + 1] = (trainer.state.epoch, rows.tolist())
 

@@ -1,8 +1,8 @@
-"""A training process on JAX that is meant to be killed, with everything on that could break an exact resume.
+"""A JAX training process to be killed, with everything that could break an exact resume.
 
-Samples are augmented at random, the order is shuffled, three micro-batches make a step, the last batch of an epoch is
-smaller, and there are dropout, batch statistics, Adam, early stopping, evaluations, and saves and log records at steps
-that do not coincide. What kills it, and compares what it leaves, is `tests/faults/harness.py`.
+Random augmentation, shuffling, three micro-batches per step, a smaller last batch, dropout, batch statistics, Adam,
+early stopping, evaluations, and saves and logs at different steps. `tests/faults/harness.py` kills it and compares the
+results.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from file_operations import block_in_save, count_operations
 from trainformer.run import run_of
 
-SAMPLES = 102  # as the victim on torch has: 8 batches of 12 and one of 6
+SAMPLES = 102  # as in the torch victim: 8 batches of 12 and one of 6
 STEPS_PER_EPOCH = 9
 
 
 @dataclass(frozen=True)
 class JaxCase:
-    """One command. The same case always means the same training, whatever else happens to it."""
+    """One command. The same case always gives the same training, whatever else happens."""
 
     data: str = "arrays"  # or grain, huggingface, generator
     save_async: bool = False
@@ -43,7 +43,7 @@ class JaxCase:
 
 
 class Augmented:
-    """Samples that look different in every epoch; each says which it is."""
+    """Samples with random augmentation and an index."""
 
     def __init__(self, size=SAMPLES, random_too=True):
         self.x = np.random.default_rng(7).standard_normal((size, 8)).astype(np.float32)
@@ -59,7 +59,7 @@ class Augmented:
 
 
 def training_data(kind):
-    """The same samples with a length and an index, or as one of three kinds of streams."""
+    """The same samples as a map-style dataset, or as one of three kinds of streams."""
     plain = Augmented(random_too=False)
     if kind == "generator":
         return lambda: (plain[i] for i in range(SAMPLES))
@@ -76,14 +76,14 @@ def training_data(kind):
 
 
 class Recorder:
-    """Writes down which samples every step was trained on (one line per step, in one system call), then signals."""
+    """Records the samples of each step (one line per step, in one system call), then sends signals."""
 
     def __init__(self, path, case):
         self.path, self.signals, self.pause = path, dict(case.signals), case.pause
         self.rows = []
 
     def on_after_optimizer_step(self, trainer, step):
-        self.rows = np.asarray(run_of(trainer).backend._batch.data["index"]).tolist()
+        self.rows = np.asarray(run_of(trainer).backend.batch.data["index"]).tolist()
 
     def on_step_end(self, trainer, step, loss):
         line = {"step": step, "epoch": trainer.state.epoch, "samples": self.rows}
@@ -96,13 +96,13 @@ class Recorder:
 
 
 def make_trainer(case, callbacks=()):
-    """The trainer of a case, with records in the working directory."""
+    """The trainer of a case."""
     import jax
     import jax.numpy as jnp
     import optax
     from flax import nnx
 
-    from trainformer.backends.jax.mesh import make_mesh
+    from trainformer.backends.jax.sharding import make_mesh
     from trainformer.callbacks import EarlyStopping
     from trainformer.jax import BaseTrainer, TrainingArguments
 
@@ -158,18 +158,18 @@ def train(case, callbacks=()):
     trainer = make_trainer(case, callbacks)
     try:
         trainer.train()
-    finally:  # not reached by who is killed
+    finally:  # not reached after SIGKILL
         Path("end.json").write_text(json.dumps({"operations": operations[0]}))
 
 
 def start(case, folder, *callbacks):
-    """Train in a folder, as the whole life of a process that was forked for it; output goes to a file there."""
+    """The main function of a forked process: train in a folder, with output to a file."""
     import jax
 
     os.chdir(folder)
-    # Before jax looks for devices. The last word of the flags counts.
+    # Before jax initialises its devices. The last flag wins.
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={case.devices}"
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a victim is to live soon
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # start fast
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -178,22 +178,22 @@ def start(case, folder, *callbacks):
 
 
 def final_state(folder):
-    """All components of the newest checkpoint as plain values, arrays as bytes; nothing that the clock decides."""
+    """All components of the newest checkpoint as plain values, arrays as bytes, without timings."""
     from harness import output, run_folder, without_clock
 
-    from trainformer.backends.jax.orbax_import import ocp, quiet
+    from trainformer.backends.jax.backend import root_logger_untouched
     from trainformer.checkpointing import CheckpointStore
-    from trainformer.checkpointing.jax_files import JaxFiles
+    from trainformer.checkpointing.jax_files import JaxFiles, ocp
 
     newest = CheckpointStore(run_folder(folder) / "checkpoints").newest()
     assert newest is not None, f"there is no checkpoint in {folder}:\n{output(folder)}"
     found = {}
     for key, files in newest.manifest.components.items():
         if key == "state":
-            with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with root_logger_untouched(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 arrays = checkpointer.restore((newest.path / "state").absolute())
             found |= {name: (str(array.dtype), np.asarray(array).tobytes()) for name, array in arrays.items()}
-        elif key in newest.manifest.formats and key != "data":  # a place can be said in several ways
+        elif key in newest.manifest.formats and key != "data":  # a position has several representations
             names = [file.name for file in files]
             found[key] = without_clock(JaxFiles().read(newest.path, names, newest.manifest.formats[key]))
     return found

@@ -1,4 +1,4 @@
-"""TrainingArguments of the JAX side: names, defaults, the arithmetic of batches, JSON, and what is refused."""
+"""TrainingArguments on JAX: names, defaults, batch sizes, JSON, and invalid values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import pickle
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ DOCUMENT = {
 }
 
 
-def test_the_example_of_the_document():
+def test_easydel_example():
     args = TrainingArguments(**DOCUMENT)
     assert {name: getattr(args, name) for name in DOCUMENT} == DOCUMENT
     assert args.passed == frozenset(DOCUMENT)
@@ -83,7 +82,7 @@ def test_every_alias_leads_to_a_field():
         ("report_to", "log", "tensorboard"),
     ],
 )
-def test_both_spellings_mean_the_same_and_must_agree(alias, field, value):
+def test_an_alias_is_equivalent_and_must_agree(alias, field, value):
     by_alias = TrainingArguments(**{alias: value})
     assert getattr(by_alias, field) == value
     assert by_alias == TrainingArguments(**{field: value}) == TrainingArguments(**{field: value, alias: value})
@@ -93,7 +92,7 @@ def test_both_spellings_mean_the_same_and_must_agree(alias, field, value):
         TrainingArguments(**{alias: value, field: default})
 
 
-def test_names_that_say_it_in_another_way():
+def test_arguments_that_map_to_others():
     assert TrainingArguments(bf16=True).dtype == "bf16"
     assert TrainingArguments(bf16=False).dtype == "auto"
     assert TrainingArguments(use_wandb=True).log == ["console", "wandb"]
@@ -103,7 +102,7 @@ def test_names_that_say_it_in_another_way():
         TrainingArguments(bf16=True, dtype="fp32")
 
 
-def test_foreign_fields_may_ask_for_what_happens_anyway():
+def test_unsupported_arguments_are_accepted_if_they_change_nothing():
     asked = TrainingArguments(
         do_last_save=True, save_optimizer_state=True, push_to_hub=False, watchers=[], backend=None
     )
@@ -131,21 +130,21 @@ def test_foreign_fields_may_ask_for_what_happens_anyway():
         ({"total_batch_size": 32, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2, (32, 8, 2)),
     ],
 )
-def test_what_was_not_passed_follows_from_what_was(given, shards, wanted):
+def test_missing_batch_sizes_follow_from_the_others(given, shards, wanted):
     sizes = TrainingArguments(**given).resolve(shards)
     assert (sizes.total, sizes.per_device, sizes.accumulation) == wanted
     assert sizes.total == sizes.per_device * shards * sizes.accumulation
 
 
 @pytest.mark.parametrize("array", [(1, -1, 1, 1), (-1, 1, 1, 1), (2, 2, 2, 1), (2, 1, -1, 2), (1, 1, 1, -1)])
-def test_only_dp_and_fsdp_divide_the_data(array):
+def test_only_dp_and_fsdp_shard_the_data(array):
     dims = [8 // -int(np.prod(array)) if d == -1 else d for d in array]
     sizes = TrainingArguments(sharding_array=array, per_device_train_batch_size=3).resolve_on(8)
     assert sizes.data_shards == dims[0] * dims[1]
     assert sizes.total == 3 * dims[0] * dims[1]
 
 
-def test_contradictions_show_the_arithmetic_and_every_way_out():
+def test_contradictions_show_the_arithmetic_and_all_fixes():
     with pytest.raises(BadArgument) as caught:
         TrainingArguments(**DOCUMENT).resolve_on(8)
     for part in ("32", "8 * 8 * 1 = 64", "total_batch_size=64", "per_device_train_batch_size=4", "dp * fsdp = 4"):
@@ -159,7 +158,7 @@ def test_contradictions_show_the_arithmetic_and_every_way_out():
         TrainingArguments(total_batch_size=8, per_device_train_batch_size=4).resolve(4)
 
 
-def test_batches_of_the_evaluation():
+def test_eval_batch_sizes():
     assert TrainingArguments(eval_batch_size=16).resolve(4).evaluation == 16
     assert TrainingArguments(per_device_eval_batch_size=2).resolve(4).evaluation == 8
     with pytest.raises(BadArgument, match=r"2 \* 4 = 8"):
@@ -168,7 +167,7 @@ def test_batches_of_the_evaluation():
         TrainingArguments(eval_batch_size=6).resolve(4)
 
 
-# -- what a run makes of them ------------------------------------------------------------------------------------
+# -- settings of a run ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,13 +204,13 @@ def test_settings_have_the_names_of_every_run():
     assert settings["save_last"] > 10**6  # all of them
 
 
-def test_parts_of_epochs_are_counted_in_steps():
+def test_fractional_epochs_are_converted_to_steps():
     args = TrainingArguments(num_train_epochs=2.5)
     assert args.planned_steps(7) == 18
     assert args.run_settings(args.resolve(1), 7)["max_steps"] == 18
     assert TrainingArguments(num_train_epochs=2).run_settings(args.resolve(1), 7)["max_steps"] is None
     assert TrainingArguments(max_steps=5).planned_steps(None) == 5
-    with pytest.raises(BadArgument, match=r"whole num_train_epochs.*max_steps"):
+    with pytest.raises(BadArgument, match=r"an integer num_train_epochs.*max_steps"):
         args.run_settings(args.resolve(1))
 
 
@@ -228,7 +227,7 @@ def test_the_optimizer_follows_the_schedule():
         args.get_optimizer_and_scheduler(None)
 
 
-# -- out and in --------------------------------------------------------------------------------------------------
+# -- JSON --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,7 @@ def test_the_optimizer_follows_the_schedule():
         {"dtype": "bfloat16", "output_dir": Path("a") / "b", "save_steps": "10min", "do_eval": True},
     ],
 )
-def test_json_and_back(given, tmp_path):
+def test_json_round_trip(given, tmp_path):
     args = TrainingArguments(**given)
     again = TrainingArguments.from_json(args.to_json())
     assert again == args
@@ -251,7 +250,7 @@ def test_json_and_back(given, tmp_path):
     assert TrainingArguments.from_dict(args.to_dict(), lr=0.25).learning_rate == 0.25
 
 
-def test_a_file_by_hand_may_use_any_name_and_a_changed_default_counts():
+def test_hand_written_json_may_use_aliases_and_edited_defaults_count_as_passed():
     assert TrainingArguments.from_json('{"log_steps": 3, "sharding_axis_dims": [1, -1, 2, 1]}') == TrainingArguments(
         logging_steps=3, sharding_array=(1, -1, 2, 1)
     )
@@ -261,7 +260,7 @@ def test_a_file_by_hand_may_use_any_name_and_a_changed_default_counts():
     assert TrainingArguments.from_dict({**written, "evaluation_strategy": "epoch"}).evaluation_strategy == "epoch"
 
 
-def test_objects_are_described_and_have_to_be_passed_again():
+def test_objects_are_described_and_must_be_passed_again():
     def halving(step):
         return 0.5**step
 
@@ -281,21 +280,21 @@ def test_nothing_in_a_file_is_executed(tmp_path):
             TrainingArguments.from_json(json.dumps({"optimizer": value}))
     with pytest.raises(BadArgument, match="arguments as JSON"):
         TrainingArguments.from_json("{")
-    with pytest.raises(BadArgument, match="names and values"):
+    with pytest.raises(BadArgument, match="as a mapping"):
         TrainingArguments.from_json("[1]")
-    with pytest.raises(BadArgument, match="a file of arguments"):
+    with pytest.raises(BadArgument, match="an arguments file"):
         TrainingArguments.load(tmp_path)
     assert not written.exists()
 
 
-def test_replacing_keeps_what_was_passed():
+def test_replace_keeps_passed_arguments():
     args = TrainingArguments(total_batch_size=32)
     assert args.replace(lr=0.1).passed == {"total_batch_size", "learning_rate"}
     assert args.replace(lr=0.1).resolve(8).per_device == 4
     assert pickle.loads(pickle.dumps(args)).passed == copy.deepcopy(args).passed == args.passed
 
 
-def test_a_class_with_more_fields():
+def test_a_subclass_with_more_fields():
     @dataclass
     class MoreArguments(TrainingArguments):
         beta: float = 0.1
@@ -314,7 +313,7 @@ def test_a_class_with_more_fields():
         MoreArguments(betta=1.0)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- invalid values ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,9 +322,9 @@ def test_a_class_with_more_fields():
         ({"lerning_rate": 1e-3}, "received 'lerning_rate'. Did you mean 'learning_rate'"),
         ({"learning_rate": "1e-3"}, "learning_rate to be a positive number"),
         ({"learning_rate": float("nan")}, "learning_rate to be a positive number"),
-        ({"max_steps": 0}, "max_steps to be a whole number of at least 1, or -1"),
+        ({"max_steps": 0}, "max_steps to be an integer of at least 1, or -1"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
-        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps to be a whole number"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps to be an integer"),
         ({"save_total_limit": 0}, "at least 1, or None"),
         ({"packing": "yes"}, "packing to be True or False"),
         ({"sharding_array": (1, -1, -1, 1)}, "at most one -1"),
@@ -340,7 +339,7 @@ def test_a_class_with_more_fields():
         ({"frozen_parameters": [3]}, "regular expressions, received 3"),
         ({"optimizer": "adamx"}, "Did you mean 'adam'"),
         ({"optimizer_kwargs": {"momentum": 0.9}}, "options that adamw takes"),
-        ({"optimizer": optax.sgd(0.1), "weight_decay": 0.1}, "no weight_decay with an optimizer that is made"),
+        ({"optimizer": optax.sgd(0.1), "weight_decay": 0.1}, "no weight_decay with an optimizer object"),
         ({"scheduler": "cosin"}, "Did you mean 'cosine'"),
         ({"scheduler": "constant", "learning_rate_end": 0.1}, "has an end"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "received both"),
@@ -355,12 +354,12 @@ def test_a_class_with_more_fields():
         ({"resume": True}, "resume to be a string or None, received True. Pass 'auto'"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(given, words):
+def test_invalid_values_are_refused(given, words):
     with pytest.raises(BadArgument, match=words):
         TrainingArguments(**given)
 
 
-def test_arguments_have_names():
+def test_positional_arguments_are_refused():
     with pytest.raises(BadArgument, match=r"by name, received 'runs'"):
         TrainingArguments("runs")
 
@@ -368,18 +367,8 @@ def test_arguments_have_names():
 # -- the package -------------------------------------------------------------------------------------------------
 
 
-def test_torch_is_never_imported():
-    program = (
-        "import sys; import trainformer.jax as tj; args = tj.TrainingArguments(optimizer='muon');"
-        "args.get_optimizer_and_scheduler(10); tj.TrainState; args.run_settings(args.resolve(2));"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 @pytest.mark.parametrize("package", ["jax", "flax", "optax"])
-def test_a_missing_package_is_named_with_the_command_that_brings_it(package, monkeypatch):
+def test_a_missing_package_is_named_with_the_pip_command(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependency, match=rf"'{package}' is needed.*pip install 'trainformer\[jax\]'"):
         trainformer.jax.__getattr__("TrainingArguments")

@@ -1,4 +1,4 @@
-"""States in files: exact, onto other meshes, and refused where they do not fit."""
+"""States in orbax files: exact, on other meshes, and refused if they do not match."""
 
 from __future__ import annotations
 
@@ -12,55 +12,52 @@ import optax
 import pytest
 from backend_toys import TX, Net, Noisy, are_equal, assert_close, batches, loss, new_state, put
 
-from trainformer.backends.jax.sharding import place
-from trainformer.backends.jax.step import jit_train_step, make_train_step
+from trainformer.backends.jax.compilation import JittedStep
+from trainformer.backends.jax.sharding import copy_to_mesh
+from trainformer.backends.jax.step import make_train_step
 from trainformer.checkpointing.jax_files import INDEX, like_of, read_params, read_state, snapshot, write_state
 from trainformer.core.errors import DataError
 
 DATA = batches(2)
 
 
-def same(state, other):
-    return are_equal(state, other)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A state after one step, that and the step after it, and the folder it was written to."""
+    """A state after one step, the state after the next step, and the folder of the first."""
     mesh, state, shardings = new_state((1, 4, 1, 1), Noisy)
-    step = jit_train_step(make_train_step(loss), mesh, shardings)
+    step = JittedStep(make_train_step(loss), mesh, shardings, train=True)
     state, _ = step(state, put(mesh, DATA[0]))
     folder = tmp_path_factory.mktemp("checkpoint") / "state"
     files = write_state(folder, state)
-    kept = place(state, shardings)
+    kept = copy_to_mesh(state, shardings)
     after, _ = step(state, put(mesh, DATA[1]))
     return mesh, step, kept, after, folder, files
 
 
-def test_a_state_comes_back_bit_by_bit_and_goes_on_the_same(written):
+def test_a_state_is_restored_bitwise_and_continues_identically(written):
     mesh, step, kept, after, folder, _ = written
     _, other, _ = new_state((1, 4, 1, 1), Noisy, seed=7)
     read = read_state(folder, other)
-    assert not same(other, kept)
-    assert same(read, kept)
+    assert not are_equal(other, kept)
+    assert are_equal(read, kept)
     assert [leaf.sharding for leaf in jax.tree.leaves(read)] == [leaf.sharding for leaf in jax.tree.leaves(kept)]
     again, _ = step(read, put(mesh, DATA[1]))
-    assert same(again, after)
+    assert are_equal(again, after)
     assert step.compilations.count == 1
 
 
 @pytest.mark.parametrize("dims", [(1, 2, 1, 1), (2, 2, 2, 1)])
-def test_a_state_comes_back_on_fewer_and_more_devices(written, dims):
+def test_a_state_can_be_restored_on_fewer_and_more_devices(written, dims):
     _, _, kept, after, folder, _ = written
     mesh, other, shardings = new_state(dims, Noisy, seed=7)
     read = read_state(folder, like_of(jax.eval_shape(lambda: other), shardings))
-    assert same(read, kept)
+    assert are_equal(read, kept)
     assert jax.tree.leaves(jax.tree.map(lambda leaf, where: leaf.sharding == where, read, shardings)).count(False) == 0
-    again, _ = jit_train_step(make_train_step(loss), mesh, shardings)(read, put(mesh, DATA[1]))
+    again, _ = JittedStep(make_train_step(loss), mesh, shardings, train=True)(read, put(mesh, DATA[1]))
     assert_close(again.params, after.params, atol=1e-4)
 
 
-def test_the_files_are_named_and_do_not_know_where_they_are(written, tmp_path):
+def test_the_files_are_listed_and_can_be_moved(written, tmp_path):
     *_, kept, _, folder, files = written
     there = {path.relative_to(folder.parent).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert set(files) == there
@@ -71,14 +68,14 @@ def test_the_files_are_named_and_do_not_know_where_they_are(written, tmp_path):
     for name in files:
         (moved / name).parent.mkdir(parents=True, exist_ok=True)
         (moved / name).write_bytes((folder.parent / name).read_bytes())
-    assert same(read_state(moved / "state", kept), kept)
+    assert are_equal(read_state(moved / "state", kept), kept)
 
 
-def test_a_snapshot_outlives_the_state_and_can_be_written_by_another_thread(tmp_path):
+def test_a_snapshot_survives_donation_and_can_be_written_by_another_thread(tmp_path):
     mesh, state, shardings = new_state((1, 4, 1, 1))
     before = snapshot(state)
     copy = {name: np.array(array) for name, array in before.arrays.items()}
-    step = jit_train_step(make_train_step(loss), mesh, shardings)
+    step = JittedStep(make_train_step(loss), mesh, shardings, train=True)
     writing = threading.Thread(target=write_state, args=(tmp_path / "state", before))
     new, _ = step(state, put(mesh, DATA[0]))
     writing.start()
@@ -90,7 +87,7 @@ def test_a_snapshot_outlives_the_state_and_can_be_written_by_another_thread(tmp_
     assert int(read.step) == 0
 
 
-def test_narrow_numbers_and_other_keys_come_back_exactly(tmp_path):
+def test_bf16_and_other_key_types_are_restored_exactly(tmp_path):
     _, state, _ = new_state(tx=optax.adafactor(1e-3, min_dim_size_to_factor=8))
     narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params)
     variables = {
@@ -108,7 +105,7 @@ def test_narrow_numbers_and_other_keys_come_back_exactly(tmp_path):
     assert read.variables["empty"].shape == (0, 3)
 
 
-def test_weights_alone_start_another_run(written):
+def test_weights_can_be_read_alone(written):
     *_, kept, _, folder, _ = written
     _, other, _ = new_state((1, 2, 1, 1), Noisy, tx=optax.sgd(0.1), seed=7)
     assert are_equal(read_params(folder, other.params), kept.params)
@@ -139,13 +136,13 @@ def changed(state, how):
         ("key", r"rng is uint32\[2\] there and uint32\[4\] here"),
     ],
 )
-def test_what_does_not_fit_is_named(written, how, message):
+def test_mismatches_are_named(written, how, message):
     *_, kept, _, folder, _ = written
     with pytest.raises(DataError, match=message):
         read_state(folder, changed(kept, how))
 
 
-def test_another_optimizer_or_model_does_not_fit(written):
+def test_another_optimizer_or_model_is_refused(written):
     *_, folder, _ = written
     for build, tx, message in ((Noisy, optax.sgd(0.1), "it also has opt_state/0"), (Net, TX, "lacks .*layers/kernel")):
         _, other, _ = new_state(build=build, tx=tx)

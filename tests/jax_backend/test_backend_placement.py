@@ -1,4 +1,4 @@
-"""Batches on the mesh, names of number formats and checkpoint policies."""
+"""Batches on the mesh, names of dtypes and of remat policies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainformer.backends.jax import precision, remat
-from trainformer.backends.jax.mesh import make_mesh
-from trainformer.backends.jax.placement import Placer, processes_of_rows
+from trainformer.backends.jax import precision
+from trainformer.backends.jax.placement import Placer
+from trainformer.backends.jax.sharding import make_mesh
+from trainformer.backends.jax.step import resolve_remat
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import HostBatch
 
@@ -24,7 +25,7 @@ def text_batch(rows=8):
     return {"input_ids": ids, "attention_mask": (ids % 3 > 0).astype(np.int32)}
 
 
-def test_rows_are_divided_over_the_data_axes_and_counted_on_the_host():
+def test_rows_are_sharded_over_the_data_axes_and_tokens_counted_on_the_host():
     mesh = make_mesh(MESH_DIMS)
     batch = text_batch()
     placed = Placer(mesh).place(HostBatch(batch, 7, 1, None, 9, 8))
@@ -35,10 +36,10 @@ def test_rows_are_divided_over_the_data_axes_and_counted_on_the_host():
     del batch["attention_mask"]
     assert Placer(mesh).place(HostBatch(batch, 8)).tokens == 48
     assert Placer(mesh).place(HostBatch({"x": np.ones((8, 2))}, 8)).tokens == 0
-    assert Placer(mesh).place(HostBatch(batch, 0)).tokens == 0  # only there to take part
+    assert Placer(mesh).place(HostBatch(batch, 0)).tokens == 0  # a batch that only keeps the ranks in step
 
 
-def test_batches_come_in_order_and_one_is_taken_ahead():
+def test_batches_keep_their_order_and_one_is_prefetched():
     taken = []
 
     def source():
@@ -55,13 +56,13 @@ def test_batches_come_in_order_and_one_is_taken_ahead():
     assert seen == [0, 1, 2, 3]
 
 
-def test_a_scalar_goes_to_every_device():
+def test_a_scalar_is_replicated():
     placed = Placer(make_mesh(MESH_DIMS)).place(HostBatch({"x": np.ones((8, 2)), "temperature": np.float32(0.5)}, 8))
     assert placed.data["temperature"].sharding.is_fully_replicated
     assert float(placed.data["temperature"]) == 0.5
 
 
-def test_columns_of_text_stay_on_the_host_and_are_named_once(caplog):
+def test_text_columns_stay_on_the_host_and_are_logged_once(caplog):
     placer = Placer(make_mesh(MESH_DIMS))
     data = {"x": np.ones(8), "text": np.array(["a"] * 8), "meta": [{"a": 1}] * 8, "half": jnp.ones(8, jnp.bfloat16)}
     with caplog.at_level(logging.INFO, logger="trainformer"):
@@ -77,24 +78,20 @@ def test_columns_of_text_stay_on_the_host_and_are_named_once(caplog):
     [
         ({"x": np.ones((6, 2))}, 1, "received 6 rows.*multiple of 4"),
         ({"x": np.ones((12, 2))}, 2, "received 12 rows.*multiple of 8"),
-        ({"x": np.ones((8, 2)), "y": np.ones(4)}, 1, "equally many rows"),
+        ({"x": np.ones((8, 2)), "y": np.ones(4)}, 1, "the same number of rows"),
         ({"text": ["a"] * 8}, 1, "at least one column of numbers"),
         ({"x": [[1, 2], [3]]}, 1, "column 'x'"),
         ([np.ones(8)], 1, "mapping of names"),
     ],
 )
-def test_batches_that_cannot_be_placed_are_refused(data, accumulation, message):
+def test_invalid_batches_are_refused(data, accumulation, message):
     with pytest.raises(DataError, match=message):
         list(Placer(make_mesh(MESH_DIMS), accumulation).feed([HostBatch(data, 8)]))
 
 
-def test_evaluation_batches_need_not_divide_into_micro_batches():
+def test_eval_batches_need_not_divide_into_micro_batches():
     feed = Placer(make_mesh(MESH_DIMS), accumulation=2).feed([HostBatch({"x": np.ones(12)}, 12)], train=False)
     assert next(feed).size == 12
-
-
-def test_one_process_brings_all_rows():
-    assert processes_of_rows(make_mesh(MESH_DIMS)) == 1
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
@@ -107,21 +104,23 @@ def test_one_process_brings_all_rows():
         (None, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (np.dtype("float32"), jnp.float32), ("auto", jnp.float32),
     ],
 )  # fmt: skip
-def test_names_of_formats(name, dtype):
+def test_dtype_names(name, dtype):
     assert precision.resolve_dtype(name) == dtype
 
 
-def test_auto_is_narrow_where_a_device_is_good_at_it():
+def test_auto_is_bf16_on_accelerators():
     assert [precision.resolve_dtype("auto", on).name for on in ("gpu", "tpu", "cpu")] == ["bfloat16"] * 2 + ["float32"]
 
 
-@pytest.mark.parametrize(("name", "message"), [("bf61", "Did you mean"), (jnp.int32, "floating"), (object(), "format")])
-def test_formats_that_cannot_be_are_refused(name, message):
+@pytest.mark.parametrize(
+    ("name", "message"), [("bf61", "Did you mean"), (jnp.int32, "floating"), (object(), "a dtype")]
+)
+def test_invalid_dtypes_are_refused(name, message):
     with pytest.raises(BadArgument, match=message):
         precision.resolve_dtype(name)
 
 
-def test_the_fast_kernel_is_for_narrow_numbers_on_a_gpu():
+def test_cudnn_attention_is_used_for_16_bit_dtypes_on_gpus():
     kernels = [
         precision.attention_kernel(fast, dtype, on)
         for fast, dtype, on in [
@@ -133,16 +132,7 @@ def test_the_fast_kernel_is_for_narrow_numbers_on_a_gpu():
     assert precision.attention_kernel(True, jnp.bfloat16) == "xla"  # here
 
 
-def test_matmul_precisions():
-    assert precision.resolve_matmul("highest") == "highest"
-    assert precision.resolve_matmul(None) is None
-    with pytest.raises(BadArgument, match="Did you mean 'highest'"):
-        precision.resolve_matmul("higest")
-    with jax.default_matmul_precision(precision.resolve_matmul("float32")):
-        assert float(jnp.ones((2, 2)) @ jnp.ones((2, 2)) @ jnp.ones(2) @ jnp.ones(2)) == 8
-
-
-def test_casting_leaves_whole_numbers_flags_and_keys():
+def test_casting_leaves_integers_booleans_and_keys():
     tree = {"w": jnp.ones(2), "n": jnp.ones(2, jnp.int32), "b": jnp.ones(2, bool), "k": jax.random.key(0)}
     cast = precision.cast_floating(tree, jnp.bfloat16)
     assert {name: leaf.dtype == tree[name].dtype for name, leaf in cast.items()} == {
@@ -151,14 +141,14 @@ def test_casting_leaves_whole_numbers_flags_and_keys():
     assert cast["w"].dtype == jnp.bfloat16
 
 
-def test_layers_that_chose_a_format_keep_it():
+def test_layers_with_a_dtype_keep_it():
     class Two(nnx.Module):
         def __init__(self, rngs):
             self.open = nnx.Linear(2, 2, rngs=rngs)
             self.wide = nnx.Linear(2, 2, dtype=jnp.float32, rngs=rngs)
 
     model = Two(nnx.Rngs(0))
-    precision.compute_in(model, jnp.dtype(jnp.bfloat16))
+    precision.set_compute_dtype(model, jnp.dtype(jnp.bfloat16))
     assert model.open(jnp.ones((1, 2))).dtype == jnp.bfloat16
     assert model.wide(jnp.ones((1, 2))).dtype == jnp.float32
 
@@ -167,30 +157,19 @@ def test_layers_that_chose_a_format_keep_it():
 
 
 @pytest.mark.parametrize("off", [None, "", "none", "None", False])
-def test_names_that_mean_off(off):
-    assert remat.resolve_remat(off) is None
+def test_remat_names_that_mean_off(off):
+    assert resolve_remat(off) is None
 
 
-def test_names_of_policies():
+def test_remat_policy_names():
     policies = jax.checkpoint_policies
-    assert remat.resolve_remat("nothing_saveable") is policies.nothing_saveable
-    assert remat.resolve_remat(True) is policies.nothing_saveable
-    assert remat.resolve_remat("checkpoint_dots") is policies.checkpoint_dots
-    assert remat.resolve_remat("everything") is policies.everything_saveable
+    assert resolve_remat("nothing_saveable") is policies.nothing_saveable
+    assert resolve_remat(True) is policies.nothing_saveable
+    assert resolve_remat("checkpoint_dots") is policies.checkpoint_dots
+    assert resolve_remat("everything") is policies.everything_saveable
     own = policies.save_only_these_names("a")
-    assert remat.resolve_remat(own) is own
+    assert resolve_remat(own) is own
     with pytest.raises(BadArgument, match="Did you mean 'nothing_saveable'"):
-        remat.resolve_remat("nothing_savable")
+        resolve_remat("nothing_savable")
     with pytest.raises(BadArgument, match="Use one of none, nothing_saveable"):
-        remat.resolve_remat("qqqq")
-
-
-def test_a_model_that_can_be_told_is_told():
-    class Told:
-        def configure(self, remat=None, attention="xla", unroll=1):
-            self.how = remat, attention, unroll
-
-    told = Told()
-    assert remat.configure_model(told, remat="dots", attention="cudnn")
-    assert told.how == (jax.checkpoint_policies.dots_saveable, "cudnn", 1)
-    assert not remat.configure_model(object(), remat="dots")
+        resolve_remat("qqqq")

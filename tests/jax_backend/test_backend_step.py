@@ -1,4 +1,4 @@
-"""The step against the same training written by hand on one device, over meshes, micro-batches and formats."""
+"""The step against a hand-written loop on one device, over meshes, micro-batches and dtypes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from backend_toys import (
     train,
 )
 
-from trainformer.backends.jax.sharding import place
+from trainformer.backends.jax.compilation import JittedStep
+from trainformer.backends.jax.sharding import copy_to_mesh
 from trainformer.backends.jax.state import TrainState
-from trainformer.backends.jax.step import jit_eval_step, jit_train_step, make_eval_step, make_train_step
+from trainformer.backends.jax.step import make_eval_step, make_train_step
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import Loss, Mean
 
@@ -48,7 +49,7 @@ def by_hand():
         ((2, 2, 2, 1), 2, (2, WIDTH // 2, WIDTH // 2)),
     ],
 )
-def test_every_mesh_and_accumulation_gives_the_numbers_of_a_loop_by_hand(by_hand, dims, accumulation, part):
+def test_every_mesh_and_accumulation_matches_the_hand_written_loop(by_hand, dims, accumulation, part):
     losses, outputs, state = train(dims, DATA, accumulation=accumulation)
     np.testing.assert_allclose(losses, by_hand[0], rtol=1e-5)
     np.testing.assert_allclose([float(o["grad_norm"]) for o in outputs], by_hand[1], rtol=1e-4)
@@ -68,7 +69,7 @@ def test_metrics_are_sums_and_weights_over_all_micro_batches():
     assert_close(whole[0]["metrics"], pieces[0]["metrics"], rtol=1e-5)
 
 
-def test_the_clip_is_that_of_the_mean_gradient_of_the_whole_step():
+def test_clipping_applies_to_the_mean_gradient_of_the_whole_step():
     tx = optax.sgd(0.1)
     _, state, _ = new_state(tx=tx)
     _, norms, expected = plain_training(state.params, DATA, optax.chain(optax.clip_by_global_norm(0.5), tx))
@@ -78,13 +79,13 @@ def test_the_clip_is_that_of_the_mean_gradient_of_the_whole_step():
     assert_close(clipped.params, expected, atol=1e-5)
 
 
-def test_a_gradient_below_the_clip_is_not_touched():
+def test_a_gradient_below_the_clip_is_unchanged():
     _, _, free = train((1, 1, 1, 1), DATA[:1])
     _, _, clipped = train((1, 1, 1, 1), DATA[:1], clip=1e6)
     assert are_equal(free.params, clipped.params)
 
 
-def test_only_trained_parameters_are_differentiated_and_count_in_the_norm():
+def test_frozen_parameters_do_not_change_and_are_not_in_the_norm():
     _, outputs, state = train((1, 2, 1, 1), DATA[:1], frozen="layers|inner", accumulation=2)
     _, before, _ = new_state()
     assert are_equal(state.params["layers"], before.params["layers"])
@@ -103,15 +104,17 @@ def test_only_trained_parameters_are_differentiated_and_count_in_the_norm():
     assert not are_equal(state.params["outer"], before.params["outer"])
 
 
-def test_narrow_numbers_compute_and_wide_ones_are_kept(by_hand):
+def test_bf16_computes_and_float32_weights_are_kept(by_hand):
     seen = []
 
-    def watching(model, batch, key):
+    def recording(model, batch, key):
         seen.append((model.outer.kernel.dtype.name, model(batch["x"]).dtype.name))
         return loss(model, batch, key)
 
     mesh, state, shardings = new_state()
-    step = jit_train_step(make_train_step(watching, compute_dtype=jnp.bfloat16, accumulation=2), mesh, shardings)
+    step = JittedStep(
+        make_train_step(recording, compute_dtype=jnp.bfloat16, accumulation=2), mesh, shardings, train=True
+    )
     outputs = []
     for batch in DATA:
         state, output = step(state, put(mesh, batch))
@@ -120,28 +123,28 @@ def test_narrow_numbers_compute_and_wide_ones_are_kept(by_hand):
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {np.dtype("float32")}
     losses = mean_losses(outputs)
     np.testing.assert_allclose(losses, by_hand[0], rtol=3e-2)
-    assert losses != pytest.approx(by_hand[0], rel=1e-5)  # it did compute in another format
+    assert losses != pytest.approx(by_hand[0], rel=1e-5)  # it did compute in bf16
 
 
-def test_gradients_of_micro_batches_are_added_up_in_wide_numbers():
-    """512 equal gradients of a narrow parameter: added up in bf16 they would stick at half of their sum."""
+def test_gradients_are_accumulated_in_float32():
+    """512 equal gradients of a bf16 parameter: in bf16 their sum would stall at half its value."""
 
     def by_product(model, batch, key):
         return Loss(jnp.sum(batch["x"] * model.outer.bias[0]), batch["x"].shape[0])
 
     mesh, state, shardings = new_state(tx=optax.sgd(1.0))
-    state = place(state.replace(params=jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params)), shardings)
-    step = jit_train_step(make_train_step(by_product, accumulation=512), mesh, shardings)
+    state = copy_to_mesh(state.replace(params=jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params)), shardings)
+    step = JittedStep(make_train_step(by_product, accumulation=512), mesh, shardings, train=True)
     state, output = step(state, {"x": jnp.ones(512, jnp.bfloat16)})
     assert float(output["grad_norm"]) == 1.0
-    assert float(state.params["outer"]["bias"][0]) == -1.0  # it began at 0
+    assert float(state.params["outer"]["bias"][0]) == -1.0  # it started at 0
 
 
-def test_narrow_weights_stay_narrow():
+def test_bf16_weights_stay_bf16():
     mesh, state, shardings = new_state()
     narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params)
-    state = place(state.replace(params=narrow, opt_state=state.tx.init(narrow)), shardings)
-    step = jit_train_step(make_train_step(loss, accumulation=2), mesh, shardings)
+    state = copy_to_mesh(state.replace(params=narrow, opt_state=state.tx.init(narrow)), shardings)
+    step = JittedStep(make_train_step(loss, accumulation=2), mesh, shardings, train=True)
     for batch in DATA:
         state, _ = step(state, put(mesh, batch))
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {np.dtype(jnp.bfloat16)}
@@ -149,17 +152,17 @@ def test_narrow_weights_stay_narrow():
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_leaves_the_weights_and_counts(poison):
+def test_a_non_finite_step_is_skipped_and_counted(poison):
     def poisoned(model, batch, key):
         output, bias = loss(model, batch, key), model.outer.bias[0]
         if poison == "loss":
             return output._replace(sum=output.sum / jnp.min(batch["fine"]))
-        # The root of 0 is finite and its slope is not.
+        # sqrt(0) is finite, its gradient is not.
         root = jnp.sqrt(bias - jax.lax.stop_gradient(bias) + jnp.min(batch["fine"]))
         return output._replace(sum=output.sum + root)
 
     mesh, state, shardings = new_state((1, 2, 1, 1), Noisy)
-    step = jit_train_step(make_train_step(poisoned, accumulation=2), mesh, shardings)
+    step = JittedStep(make_train_step(poisoned, accumulation=2), mesh, shardings, train=True)
     fine = np.ones(ROWS, np.float32)
     broken = fine.copy()
     broken[5] = 0.0
@@ -173,14 +176,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights_and_counts(poison):
     assert int(state.step) == 2
 
 
-def test_without_the_guard_what_is_not_finite_goes_through():
-    bad = {**DATA[0], "w": np.full(ROWS, np.inf, np.float32)}
-    _, outputs, state = train((1, 1, 1, 1), [bad], skip_nonfinite=False)
-    assert not bool(outputs[0]["finite"])
-    assert not np.isfinite(on_host(state.params["outer"]["kernel"])).all()
-
-
-def test_a_step_of_no_weight_changes_nothing_and_is_no_error():
+def test_a_step_of_weight_zero_changes_nothing():
     nothing = {**DATA[0], "w": np.zeros(ROWS, np.float32)}
     _, outputs, state = train((1, 1, 1, 1), [nothing], accumulation=2)
     _, before, _ = new_state()
@@ -190,16 +186,16 @@ def test_a_step_of_no_weight_changes_nothing_and_is_no_error():
     assert int(state.step) == 1
 
 
-# -- random numbers and statistics ---------------------------------------------------------------------------------
+# -- PRNG keys and batch statistics ---------------------------------------------------------------------------------
 
 
-def test_every_step_and_micro_batch_has_a_key_of_its_own_and_a_repeat_the_same():
+def test_every_step_and_micro_batch_has_its_own_reproducible_key():
     def drawing(model, batch, key):
         return Loss(jax.random.uniform(key) + 0.0 * jnp.sum(model.outer.bias[...]), 1.0)
 
     mesh, state, shardings = new_state()
     rng = jnp.copy(state.rng)
-    step = jit_train_step(make_train_step(drawing, accumulation=2), mesh, shardings)
+    step = JittedStep(make_train_step(drawing, accumulation=2), mesh, shardings, train=True)
     sums = []
     for batch in DATA:
         state, output = step(state, put(mesh, batch))
@@ -210,8 +206,8 @@ def test_every_step_and_micro_batch_has_a_key_of_its_own_and_a_repeat_the_same()
     assert len(set(sums)) == len(DATA)
 
 
-def test_dropout_differs_from_step_to_step_and_repeats_with_the_seed():
-    tx = optax.sgd(0.0)  # the weights stay, so that only the noise can change the loss
+def test_dropout_differs_between_steps_and_repeats_with_the_seed():
+    tx = optax.sgd(0.0)  # constant weights: only dropout changes the loss
     data = [DATA[0]] * 3
     first, _, _ = train((1, 1, 1, 1), data, Noisy, tx)
     again, _, _ = train((1, 2, 2, 1), data, Noisy, tx)
@@ -219,7 +215,7 @@ def test_dropout_differs_from_step_to_step_and_repeats_with_the_seed():
     np.testing.assert_allclose(first, again, rtol=1e-5)  # also on another mesh
 
 
-def test_statistics_of_batches_are_carried_from_micro_batch_to_micro_batch():
+def test_batch_statistics_are_carried_from_micro_batch_to_micro_batch():
     tx = optax.sgd(0.0)
     _, _, state = train((1, 2, 1, 1), DATA[:2], Noisy, tx, accumulation=2)
     _, start, _ = new_state(build=Noisy, tx=tx)
@@ -234,14 +230,14 @@ def test_statistics_of_batches_are_carried_from_micro_batch_to_micro_batch():
 # -- remat and evaluation ------------------------------------------------------------------------------------------
 
 
-def test_computing_again_gives_the_same_numbers():
+def test_remat_does_not_change_the_results():
     off, _, kept = train((1, 1, 1, 1), DATA, Noisy)
     again, _, computed = train((1, 1, 1, 1), DATA, Noisy, remat="nothing_saveable")
     np.testing.assert_allclose(off, again, rtol=1e-6)
     assert_close(kept.params, computed.params, atol=1e-5)
 
 
-def test_computing_again_is_in_the_program():
+def test_remat_is_in_the_traced_program():
     def text(**options):
         _, state, _ = new_state()
         return str(jax.make_jaxpr(make_train_step(loss, **options))(state, DATA[0]))
@@ -250,9 +246,9 @@ def test_computing_again_is_in_the_program():
     assert "policy=" in text(remat="nothing_saveable")
 
 
-def test_evaluation_has_no_noise_changes_nothing_and_sums_exactly():
+def test_evaluation_is_deterministic_changes_nothing_and_sums_exactly():
     mesh, state, shardings = new_state((1, 2, 1, 1), Noisy)
-    evaluate = jit_eval_step(make_eval_step(loss), mesh, shardings)
+    evaluate = JittedStep(make_eval_step(loss), mesh, shardings, train=False)
     before = on_host((state.params, state.variables))
     whole, again = evaluate(state, put(mesh, DATA[0])), evaluate(state, put(mesh, DATA[0]))
     halves = [
@@ -264,7 +260,7 @@ def test_evaluation_has_no_noise_changes_nothing_and_sums_exactly():
     assert are_equal((state.params, state.variables), before)
 
 
-# -- what loss functions may return --------------------------------------------------------------------------------
+# -- return values of loss functions --------------------------------------------------------------------------------
 
 
 def outcome(function, batch=DATA[0], **options):
@@ -272,7 +268,7 @@ def outcome(function, batch=DATA[0], **options):
     return jax.jit(make_train_step(function, **options))(state, batch)
 
 
-def test_a_scalar_is_a_mean_over_rows_and_a_mean_counts_as_it_says():
+def test_a_scalar_is_a_mean_over_rows_and_a_mean_has_its_own_weight():
     bias = lambda model: jnp.sum(model.outer.bias[...])  # noqa: E731
     _, plain = outcome(lambda model, batch, key: bias(model) + batch["w"].mean(), accumulation=2)
     assert float(plain["loss"][0] / plain["loss"][1]) == pytest.approx(DATA[0]["w"].mean(), rel=1e-5)
@@ -283,7 +279,7 @@ def test_a_scalar_is_a_mean_over_rows_and_a_mean_counts_as_it_says():
     assert (float(none["loss"][0]), float(none["loss"][1]), bool(none["finite"])) == (0.0, 0.0, True)
 
 
-def test_rows_that_only_fill_up_do_not_count():
+def test_padding_rows_do_not_count():
     batch = {**DATA[0], "_valid": np.arange(ROWS) < 11}
     valid_mean = lambda model, batch, key: (  # noqa: E731
         jnp.sum(batch["w"] * batch["_valid"]) / jnp.maximum(batch["_valid"].sum(), 1) + 0 * model.outer.bias[0]
@@ -301,20 +297,20 @@ def test_rows_that_only_fill_up_do_not_count():
         (lambda m, b, k: m(b["x"]).mean(), {"accumulation": 3}, "16 rows of a batch to divide into 3"),
     ],
 )
-def test_losses_and_sizes_that_cannot_be_are_refused(function, options, message):
+def test_invalid_losses_and_sizes_are_refused(function, options, message):
     with pytest.raises(BadArgument, match=message):
         outcome(function, **options)
 
 
 @pytest.mark.parametrize("options", [{"accumulation": 0}, {"accumulation": 1.5}, {"clip": 0.0}, {"clip": -1.0}])
-def test_options_that_cannot_be_are_refused(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(BadArgument, match="Expected"):
         make_train_step(loss, **options)
 
 
-def test_the_state_given_to_a_jitted_step_is_used_up():
+def test_a_jitted_step_donates_its_state():
     mesh, state, shardings = new_state()
-    new, _ = jit_train_step(make_train_step(loss), mesh, shardings)(state, put(mesh, DATA[0]))
+    new, _ = JittedStep(make_train_step(loss), mesh, shardings, train=True)(state, put(mesh, DATA[0]))
     assert state.params["layers"]["kernel"].is_deleted()
     assert isinstance(new, TrainState)
     assert isinstance(new.model, Net)

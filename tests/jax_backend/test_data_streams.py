@@ -1,4 +1,4 @@
-"""Streams and loaders of others as sources of NumPy batches: resumed exactly by whoever knows the state."""
+"""Streams and foreign loaders as sources of NumPy batches, resumed exactly."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_rest_follows_wherever_it_was_left(kind, epoch):
         head = plain(next(iterator) for _ in range(cut))
         assert head == whole[:cut]
         state = json.loads(json.dumps(source.state_dict()))
-        random.seed(cut)  # whoever goes on has generators in another state
+        random.seed(cut)  # the resumed process has generators in another state
         np.random.seed(cut)
         other = SOURCES[kind]()
         other.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""DPO on JAX: the losses and weights of the torch task, and a reference that is asked once and never changes."""
+"""DPO on JAX: losses and weights of the torch task, and reference log probabilities that are computed once."""
 
 from pathlib import Path
 
@@ -41,13 +41,13 @@ def dpo(folder, where, data=PAIRS, **given):
 
 
 def check_against_torch(mine, wanted):
-    """All metrics of an evaluation here are those of the torch side."""
+    """All evaluation metrics match those of torch."""
     assert {name.removeprefix("eval_") for name in mine} == {name.removeprefix("val/") for name in wanted}
     for name, value in mine.items():
         assert value == pytest.approx(wanted[f"val/{name.removeprefix('eval_')}"], abs=1e-4), name
 
 
-def test_two_steps_give_the_weights_of_the_torch_task(folder, tmp_path):
+def test_two_steps_match_the_torch_task(folder, tmp_path):
     task = DPO(str(folder), max_length=32, cache_dir=tmp_path / "t", label_smoothing=0.1)
     theirs = torch_run(task, PAIRS, tmp_path / "torch")
     mine = dpo(folder, tmp_path, optimizer="sgd", label_smoothing=0.1, options={"eval_dataset": PAIRS})
@@ -64,21 +64,21 @@ def _rewards(value):
 
 
 @pytest.mark.parametrize("loss", ["ipo", "orpo", pytest.param("simpo", marks=pytest.mark.slow)])
-def test_other_losses_and_another_reference_are_those_of_torch(folder, other, tmp_path, loss):
+def test_other_losses_and_references_match_torch(folder, other, tmp_path, loss):
     reference = {"reference": str(other)} if loss == "ipo" else {}
     task = DPO(str(folder), max_length=32, cache_dir=tmp_path / "t", loss=loss, **reference)
     wanted = toys.trainer_for(task, PAIRS, val_data=PAIRS).evaluate()
     named = {"reference_model": str(other)} if loss == "ipo" else {}
     mine = dpo(folder, tmp_path, loss_type=loss, eval_batch_size=16, options={"eval_dataset": PAIRS, **named})
     check_against_torch(mine.eval(), wanted)
-    # Ten of them in batches of 8: the rows that fill up the last batch count nothing.
+    # Ten pairs in batches of 8: padding rows do not count.
     parts = [dpo(folder, tmp_path, loss_type=loss, eval_batch_size=8, options={"eval_dataset": some, **named}).eval()
         for some in (PAIRS[:10], PAIRS[10:])]  # fmt: skip
     for name, value in mine.eval().items():
         assert (10 * parts[0][name] + 6 * parts[1][name]) / 16 == pytest.approx(value, abs=1e-5)
 
 
-def test_what_the_reference_says_is_the_log_probability_of_single_answers(folder, other, tmp_path):
+def test_reference_scores_are_log_probabilities_of_single_answers(folder, other, tmp_path):
     trainer = dpo(folder, tmp_path, shuffle=False, options={"reference_model": load_model(other)})
     batch, model = batch_of(trainer), AutoModelForCausalLM.from_pretrained(other)
     wanted = np.empty((len(PAIRS), 2))
@@ -90,7 +90,7 @@ def test_what_the_reference_says_is_the_log_probability_of_single_answers(folder
     np.testing.assert_allclose(batch["reference"], wanted, atol=1e-4)
 
 
-def test_the_reference_is_asked_once_and_a_resumed_run_has_the_same(folder, tmp_path, monkeypatch):
+def test_the_reference_is_computed_once_and_a_resumed_run_uses_the_same(folder, tmp_path, monkeypatch):
     def run(model, steps, **options):
         fields = {"max_steps": steps, "resume": "auto", "total_batch_size": 4, "num_train_epochs": 3}
         return dpo(model, tmp_path, optimizer="sgd", **fields, options=options)
@@ -99,19 +99,19 @@ def test_the_reference_is_asked_once_and_a_resumed_run_has_the_same(folder, tmp_
     (kept,) = (tmp_path / "tokens").glob("*-reference-*.npy")
     written = kept.stat().st_mtime_ns
     first.train()
-    monkeypatch.setattr("trainformer.jax.reference.NumpySource", None)  # nobody is to be asked again
+    monkeypatch.setattr("trainformer.jax.reference.NumpySource", None)  # nothing may be computed again
     again = run(folder, 4)
     assert kept.stat().st_mtime_ns == written
     np.testing.assert_array_equal(batch_of(again)["reference"], batch_of(first)["reference"])
     assert again.train().step == 4
     monkeypatch.undo()
-    # The model that was trained meanwhile is another reference.
+    # The trained model is another reference.
     changed = run(first.save_pretrained(tmp_path / "trained"), 6)
-    with pytest.raises(DataError, match="reference model that the run began with"):
+    with pytest.raises(DataError, match="reference model that the run started with"):
         changed.train()
 
 
-def test_with_lora_the_reference_is_the_model_without_it(folder, tmp_path):
+def test_with_lora_the_reference_is_the_base_model(folder, tmp_path):
     model = load_model(folder)
     apply_lora(model, r=4, targets="all-linear")
     for layer in (model.layers.attention.q_proj, model.layers.mlp.up_proj):
@@ -122,7 +122,7 @@ def test_with_lora_the_reference_is_the_model_without_it(folder, tmp_path):
     adapted = dpo(folder, tmp_path / "adapted", shuffle=False, optimizer="sgd", options=options)
     np.testing.assert_allclose(batch_of(adapted)["reference"], batch_of(plain)["reference"], atol=1e-5)
     before = adapted.eval()
-    assert abs(before["eval_rewards/chosen"]) > 0.01  # the adapter itself does count
+    assert abs(before["eval_rewards/chosen"]) > 0.01  # the adapter changes the rewards
     state = adapted.train()
     assert adapted.eval()["eval_loss"] < before["eval_loss"]
     assert all(path.endswith(("lora_a", "lora_b")) for path in state.trainable)
@@ -130,7 +130,7 @@ def test_with_lora_the_reference_is_the_model_without_it(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_nothing(folder, tmp_path):
+def test_the_metrics_do_not_depend_on_the_mesh(folder, tmp_path):
     def trained(dims):
         options = {"eval_dataset": PAIRS, "mesh": devices(dims)}
         sizes = {"total_batch_size": 8, "gradient_accumulation_steps": 2, "eval_batch_size": 8}
@@ -141,18 +141,18 @@ def test_a_mesh_changes_nothing(folder, tmp_path):
     assert trained((2, 1, 2, 1)) == pytest.approx(trained((1, 1, 1, 1)), abs=1e-4)
 
 
-def test_without_a_reference_all_answers_are_equally_likely(folder, tmp_path):
+def test_reference_free_runs_compute_no_reference(folder, tmp_path):
     trainer = dpo(folder, tmp_path, reference_free=True)
     assert "reference" not in batch_of(trainer)
     assert not list((tmp_path / "tokens").glob("*-reference-*"))
 
 
-def test_what_cannot_be_is_told(folder, tmp_path):
+def test_invalid_arguments_are_refused(folder, tmp_path):
     for wrong, words in (
         ({"loss_type": "sigmod"}, "Did you mean 'sigmoid'"),
         ({"beta": 0.0}, "beta to be a positive number"),
-        ({"label_smoothing": 0.5}, "less than 0.5"),
-        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "which has no label smoothing"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "which does not support it"),
         ({"packing": True}, "packing=False"),
         ({"truncation": "split"}, "truncate"),
     ):
@@ -161,7 +161,7 @@ def test_what_cannot_be_is_told(folder, tmp_path):
     with pytest.raises(BadArgument, match="no reference_model"):
         dpo(folder, tmp_path, loss_type="simpo", options={"reference_model": folder})
     model = load_model(folder)
-    with pytest.raises(BadArgument, match="other than the model"):
+    with pytest.raises(BadArgument, match="other than the trained model"):
         dpo(model, tmp_path, options={"reference_model": model, "processing_class": folder})
     with pytest.raises(DataError, match="preference"):
         dpo(folder, tmp_path, [{"text": "nothing to compare"}])

@@ -1,4 +1,4 @@
-"""Runs on JAX that are killed, stopped, moved to other devices: they go on exactly, or say why they do not."""
+"""JAX runs that are killed, stopped or moved to other devices resume exactly."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(autouse=True)
 def on_jax(monkeypatch):
-    """The harness starts victims of this side, and reads their checkpoints."""
+    """Let the harness start JAX victims and read their checkpoints."""
     monkeypatch.setattr(harness, "start", jax_victim.start)
     monkeypatch.setattr(harness, "final_state", jax_victim.final_state)
-    # How often a process compiled is its own affair, like the time it took.
+    # The number of compilations depends on the process, like timings.
     is_clock = harness._is_clock
     monkeypatch.setattr(harness, "_is_clock", lambda name: is_clock(name) or name == "train/recompilations")
 
@@ -51,7 +51,7 @@ _REFERENCES = {}
 
 @pytest.fixture
 def reference(tmp_path_factory, on_jax):
-    """For a case, the folder of a run left in peace."""
+    """The folder of an uninterrupted run of a case."""
 
     def run(case):
         if case not in _REFERENCES:
@@ -67,11 +67,11 @@ def killed_after(step, case, folder):
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_a_killed_run_ends_like_one_left_in_peace(tmp_path, reference, save_async):
-    """Inside a save, at a file operation, after a step: each chosen at random."""
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, reference, save_async):
+    """Killed inside a save, at a file operation and after a step, each chosen at random."""
     case, rng = JaxCase(save_async=save_async), random.Random(f"kill {save_async}")
-    peaceful, tally = reference(case), harness.Tally()
-    operations = json.loads((peaceful / "end.json").read_text())["operations"]
+    uninterrupted, tally = reference(case), harness.Tally()
+    operations = json.loads((uninterrupted / "end.json").read_text())["operations"]
     assert kill_in_save(case, tmp_path, rng.randint(1, 2), rng.randint(1, 4), rng.uniform(0, 0.1)), output(tmp_path)
     tally.note_kill(tmp_path)
     assert kill_at_operation(case, tmp_path, rng.randint(operations // 8, operations // 3)), output(tmp_path)
@@ -79,13 +79,13 @@ def test_a_killed_run_ends_like_one_left_in_peace(tmp_path, reference, save_asyn
     killed_after(rng.randint(2 * STEPS_PER_EPOCH, 3 * STEPS_PER_EPOCH - 1), case, tmp_path)
     tally.note_kill(tmp_path)
     complete(case, tmp_path)
-    assert differences(peaceful, tmp_path) == []
+    assert differences(uninterrupted, tmp_path) == []
     assert tally.kills == 3
     assert tally.inside_saves > 0, "no kill hit a partial checkpoint"
 
 
 @pytest.mark.parametrize("data", ["generator", "grain", "huggingface"])
-def test_a_killed_run_over_a_stream_goes_on_in_its_place(tmp_path, reference, data):
+def test_a_killed_run_on_a_stream_resumes_at_its_position(tmp_path, reference, data):
     case, rng = JaxCase(data=data, epochs=2), random.Random(data)
     killed_after(rng.randint(5, 8), case, tmp_path)
     killed_after(rng.randint(STEPS_PER_EPOCH + 4, 2 * STEPS_PER_EPOCH - 1), case, tmp_path)
@@ -95,7 +95,7 @@ def test_a_killed_run_over_a_stream_goes_on_in_its_place(tmp_path, reference, da
 
 
 @pytest.mark.parametrize("devices", [2, 8])
-def test_a_run_goes_on_on_other_devices(tmp_path, reference, devices):
+def test_a_run_resumes_on_other_devices(tmp_path, reference, devices):
     case = JaxCase(devices=4, dropout=0.0, epochs=2)
     killed_after(9, case, tmp_path)
     complete(replace(case, devices=devices), tmp_path)
@@ -110,7 +110,7 @@ def test_a_run_goes_on_on_other_devices(tmp_path, reference, devices):
     assert f"{devices} x cpu" in log
 
 
-def test_sigterm_saves_and_leaves_with_143(tmp_path, reference):
+def test_sigterm_saves_and_exits_with_143(tmp_path, reference):
     case = JaxCase()
     stopped = replace(case, signals=((7, signal.SIGTERM), (STEPS_PER_EPOCH, signal.SIGINT)))
     assert finish(launch(stopped, tmp_path), tmp_path) == 143, output(tmp_path)
@@ -122,7 +122,7 @@ def test_sigterm_saves_and_leaves_with_143(tmp_path, reference):
 
 
 def test_a_running_job_obeys_ctl(tmp_path):
-    """`trainformer ctl` from another process: look, save, stop."""
+    """`trainformer ctl` from another process: status, save, stop."""
     case, gate = JaxCase(save_steps=100), Gate({5: 1, 6: 1})
     process = SERVER.Process(target=jax_victim.start, args=(case, str(tmp_path), gate))
     process.start()

@@ -1,4 +1,4 @@
-"""The tools for checkpoints, and the files they read, on runs on JAX."""
+"""The checkpoint tools and state files of JAX runs."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_compare_names_what_differs(runs):
     assert "step: 4 against 5" in str(found)
 
 
-def test_finalize_says_what_to_do_instead(runs, tmp_path):
+def test_finalize_is_refused_with_advice(runs, tmp_path):
     root, *_ = runs
     with pytest.raises(BadArgument, match=r"run on JAX.*save_pretrained"):
         checkpoint.finalize(root / "a", tmp_path / "out")
@@ -67,11 +67,11 @@ def test_bf16_weights_are_exported_bit_for_bit(tmp_path):
     from trainformer.checkpointing.tools.states import _tensor
 
     numbers = torch.tensor([1.5, -2.25, 3e-5], dtype=torch.bfloat16)
-    as_jax_has_them = numbers.view(torch.uint16).numpy().view("bfloat16")
-    assert torch.equal(_tensor(as_jax_has_them), numbers)
+    jax_array = numbers.view(torch.uint16).numpy().view("bfloat16")
+    assert torch.equal(_tensor(jax_array), numbers)
 
 
-def test_trees_come_back_with_their_arrays(tmp_path):
+def test_trees_are_restored_with_their_arrays(tmp_path):
     tree = {"a": [1, 2.5, None, "x"], "b": {"c": np.arange(6).reshape(2, 3), "d": True}, "e": np.float32(2.0)}
     back = read_tree(tmp_path, write_tree(tmp_path, "tree", tree))
     assert back["a"] == tree["a"]
@@ -82,7 +82,7 @@ def test_trees_come_back_with_their_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("value", [object(), {1: "a number as key"}, np.array(["text"], dtype=object)])
-def test_what_is_no_plain_value_is_refused_by_name(tmp_path, value):
+def test_values_that_are_not_plain_are_refused_by_name(tmp_path, value):
     with pytest.raises(BadArgument, match=r"tree\.inner"):
         write_tree(tmp_path, "tree", {"inner": value})
 

@@ -1,4 +1,4 @@
-"""Optimizers of the JAX side against torch's, that of transformers, and updates written out by hand."""
+"""Optimizers on JAX against torch, transformers and hand-written updates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax.traverse_util import flatten_dict, unflatten_dict
 from transformers.optimization import Adafactor
 
-from trainformer.backends.jax.optimizers import OPTIMIZERS, decays, in_float32, make_optimizer, takes_muon
-from trainformer.backends.jax.state import flat, joined, nested
+from trainformer.backends.jax.optimizers import OPTIMIZERS, decays, in_float32, make_optimizer, uses_muon
 from trainformer.core.errors import BadArgument
 
 STEPS = 6
@@ -37,17 +37,17 @@ def arrays(seed, scale=1.0):
 
 
 def gradients():
-    """Of every step; the two layers get some of very different size."""
+    """Gradients of every step, of very different size for the two layers."""
     found = [arrays(100 + step) for step in range(STEPS)]
     return [{path: g * (30.0 if "/1/" in path else 1.0) for path, g in each.items()} for each in found]
 
 
 def tree_of(flat_arrays):
-    return nested((tuple(path.split("/")), jnp.asarray(value)) for path, value in flat_arrays.items())
+    return unflatten_dict({path: jnp.asarray(value) for path, value in flat_arrays.items()}, sep="/")
 
 
 def stacked(each):
-    """The two layers as one array each."""
+    """The parameters with the two layers stacked."""
     found = {path: value for path, value in each.items() if "layers" not in path}
     for name in ("kernel", "bias"):
         found[f"layers/mlp/{name}"] = np.stack([each[f"layers/{layer}/mlp/{name}"] for layer in (0, 1)])
@@ -61,11 +61,11 @@ def trained(tx, start, each_step):
     for grads in each_step:
         updates, state = update(tree_of(grads), state, params)
         params = optax.apply_updates(params, updates)
-    return {joined(path): np.asarray(value) for path, value in flat(params)}
+    return {path: np.asarray(value) for path, value in flatten_dict(params, sep="/").items()}
 
 
 def trained_by_torch(make, weight_decay):
-    """The same start and gradients through an optimizer of torch, with decay for what decays."""
+    """The same start and gradients with a torch optimizer."""
     params = {path: torch.nn.Parameter(torch.from_numpy(value)) for path, value in arrays(0).items()}
     groups = [
         {"params": [p for path, p in params.items() if path.endswith(DECAYED)], "weight_decay": weight_decay},
@@ -102,7 +102,7 @@ def assert_close(found, wanted, atol):
         ("sgd", {"nesterov": True}, lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True)),
     ],
 )
-def test_weights_after_some_steps_are_those_of_torch(name, options, theirs):
+def test_weights_match_torch(name, options, theirs):
     found = trained(make_optimizer(name, rate, 0.1, **options), arrays(0), gradients())
     wanted = trained_by_torch(theirs, 0.1)
     largest = max(1.0, *(np.abs(value).max() for value in wanted.values()))
@@ -110,7 +110,7 @@ def test_weights_after_some_steps_are_those_of_torch(name, options, theirs):
     assert_close(found, wanted, atol=1e-6 * largest)
 
 
-def test_adafactor_is_that_of_transformers():
+def test_adafactor_matches_transformers():
     def theirs(groups):
         return Adafactor(groups, lr=1.0, relative_step=False, scale_parameter=True, warmup_init=False)
 
@@ -120,7 +120,7 @@ def test_adafactor_is_that_of_transformers():
     assert_close(found, wanted, atol=1e-6)
 
 
-def test_lion_by_hand():
+def test_lion_matches_a_hand_written_update():
     found = trained(make_optimizer("lion", rate, 0.1), arrays(0), gradients())
     for path, p in arrays(0).items():
         mu = np.zeros_like(p)
@@ -140,7 +140,7 @@ def newton_schulz(x):
     return x
 
 
-def test_muon_by_hand_for_matrices_and_adamw_for_the_rest():
+def test_muon_matches_a_hand_written_update_and_adamw_for_the_rest():
     found = trained(make_optimizer("muon", rate, 0.1), arrays(0), gradients())
     others = trained(make_optimizer("adamw", rate, 0.1), arrays(0), gradients())
     for path, start in arrays(0).items():
@@ -156,19 +156,19 @@ def test_muon_by_hand_for_matrices_and_adamw_for_the_rest():
         assert np.allclose(found[path], p, rtol=0, atol=2e-5), path
 
 
-def test_muon_treats_the_matrices_between_embeddings_and_head():
+def test_muon_updates_the_matrices_between_embeddings_and_head():
     leaf = {2: jnp.zeros((4, 4)), 3: jnp.zeros((2, 4, 4)), 4: jnp.zeros((3, 3, 4, 4))}
-    assert takes_muon("layers/mlp/up/kernel", leaf[3])
-    assert takes_muon("layers/0/mlp/up/kernel", leaf[2])
-    assert not takes_muon("patches/kernel", leaf[4])
-    assert not takes_muon("conv/kernel", leaf[3])
-    assert not takes_muon("embed/embedding", leaf[2])
-    assert not takes_muon("lm_head/kernel", leaf[2])
-    assert not takes_muon("layers/mlp/up/bias", leaf[2])
+    assert uses_muon("layers/mlp/up/kernel", leaf[3])
+    assert uses_muon("layers/0/mlp/up/kernel", leaf[2])
+    assert not uses_muon("patches/kernel", leaf[4])
+    assert not uses_muon("conv/kernel", leaf[3])
+    assert not uses_muon("embed/embedding", leaf[2])
+    assert not uses_muon("lm_head/kernel", leaf[2])
+    assert not uses_muon("layers/mlp/up/bias", leaf[2])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stacking_layers_in_one_array_changes_nothing(name):
+def test_stacking_layers_does_not_change_the_update(name):
     tx = make_optimizer(name, rate, 0.1)
     apart = trained(tx, arrays(0), gradients())
     together = trained(tx, stacked(arrays(0)), [stacked(each) for each in gradients()])
@@ -176,7 +176,7 @@ def test_stacking_layers_in_one_array_changes_nothing(name):
     assert_close(together, stacked(apart), atol=2e-6)
 
 
-def test_the_number_of_layers_does_not_change_what_muon_does_to_one():
+def test_muon_does_not_depend_on_the_number_of_layers():
     tx = make_optimizer("muon", rate)
     layer = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
     one, many = ({"layers/mlp/kernel": np.stack([layer] * count)} for count in (1, 9))
@@ -209,12 +209,12 @@ def test_weight_decay_leaves_biases_and_norms_alone(name):
         ("gain", (8,), False),
     ],
 )
-def test_what_decays_is_told_by_name_and_by_dimensions_without_the_layers(path, shape, wanted):
+def test_weight_decay_depends_on_name_and_rank(path, shape, wanted):
     assert decays(path, np.zeros(shape)) is wanted
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_are_float32_for_weights_in_bf16(name):
+def test_moments_are_float32_for_bf16_weights(name):
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree_of(stacked(arrays(0))))
     tx = make_optimizer(name, rate, 0.1)
     state = tx.init(params)
@@ -225,8 +225,8 @@ def test_moments_are_float32_for_weights_in_bf16(name):
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(optax.apply_updates(params, updates)))
 
 
-def test_second_moments_keep_moving_for_weights_in_bf16():
-    """In bf16 a change of a thousandth is rounded away: optax alone gets stuck at the first value."""
+def test_second_moments_keep_changing_for_bf16_weights():
+    """In bf16 a change of a thousandth is rounded away: optax alone keeps the first value."""
     params = {"kernel": jnp.ones((4, 4), jnp.bfloat16)}
 
     def second_moment(tx):
@@ -240,7 +240,7 @@ def test_second_moments_keep_moving_for_weights_in_bf16():
     assert second_moment(optax.adam(0.1)) != pytest.approx(exact, rel=1e-3)
 
 
-def test_other_ways_to_say_which_optimizer():
+def test_equivalent_optimizer_specs():
     wanted = trained(make_optimizer("adamw", rate, 0.1, betas=(0.8, 0.99)), arrays(0), gradients())
     for spec, options in (
         ({"name": "AdamW", "betas": [0.8, 0.99]}, {}),
@@ -259,14 +259,14 @@ def test_other_ways_to_say_which_optimizer():
         ("adamx", {}, "Did you mean 'adam' or 'adamw'"),
         ("shampoo", {}, "optimizer=optax.adabelief"),
         ("lion", {"eps": 1e-3}, "options that lion takes, received 'eps'"),
-        ("adamw", {"betas": (0.9, 1.0)}, "two numbers from 0 and below 1"),
+        ("adamw", {"betas": (0.9, 1.0)}, "two numbers of at least 0 and below 1"),
         ("sgd", {"momentum": True}, "momentum of sgd"),
         ({"betas": (0.9, 0.95)}, {}, "to have a 'name'"),
-        (lambda learning_rate: 3, {}, "to return a GradientTransformation"),
-        (optax.adam(0.1), {"b1": 0.5}, "made by name"),
-        (3, {}, "a name, a factory or a GradientTransformation"),
+        (lambda learning_rate: 3, {}, "to return an optax GradientTransformation"),
+        (optax.adam(0.1), {"b1": 0.5}, "given by name"),
+        (3, {}, "a name, a factory or an optax"),
     ],
 )
-def test_what_makes_no_optimizer_is_refused(spec, options, words):
+def test_invalid_optimizers_are_refused(spec, options, words):
     with pytest.raises(BadArgument, match=words):
         make_optimizer(spec, rate, **options)

@@ -1,4 +1,4 @@
-"""records.jsonl of a run on JAX: the same events, and records of one's own."""
+"""records.jsonl of a run on JAX: events and user records."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The decoder against transformers: logits of every family, padding, packing, dropout, bf16, and bad input."""
+"""The decoder against transformers: logits of every family, padding, packing, dropout, bf16, invalid input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jax_model_toys import configs, furthest, logits, save_random, tokens, torch
 
 from trainformer.core.errors import BadArgument
 from trainformer.models.jax import DecoderConfig, generate, load_model, model_from_config
-from trainformer.models.jax.block import Block, BlockConfig, Running, run_layers
+from trainformer.models.jax.block import Block, BlockConfig, Execution, run_layers
 
 CONFIGS = configs()
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A model of transformers and ours of the same folder, by name; made once."""
+    """The transformers model and ours of one folder, by name, created once."""
     made = {}
 
     def get(name):
@@ -32,18 +32,17 @@ def pair(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_transformers(name, pair):
+def test_logits_match_transformers(name, pair):
     theirs, ours, _ = pair(name)
     ids = tokens()
     wanted = torch_logits(theirs, ids)
     got = logits(ours, ids)
-    assert np.abs(wanted).max() > 1.0  # else a tolerance of 1e-4 would say little
+    assert np.abs(wanted).max() > 1.0  # else a tolerance of 1e-4 would mean little
     assert furthest(wanted, got) <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_changes_nothing_for_real_tokens(name, side, pair):
+@pytest.mark.parametrize(("name", "side"), [("llama3", "left"), ("mistral", "right"), ("gpt2", "left")])
+def test_padding_does_not_change_the_logits_of_real_tokens(name, side, pair):
     theirs, ours, _ = pair(name)
     ids, mask = tokens(), np.ones((2, 12), np.int64)
     mask[1, slice(0, 5) if side == "left" else slice(7, None)] = 0
@@ -56,8 +55,8 @@ def test_padding_on_either_side_changes_nothing_for_real_tokens(name, side, pair
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_packed_texts_are_as_if_alone(name, pair):
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+def test_packed_texts_have_the_logits_of_separate_texts(name, pair):
     _, ours, _ = pair(name)
     ids = jnp.asarray(tokens(rows=1, length=14))
     segments = jnp.asarray([[3] * 5 + [1] * 6 + [0] * 3])
@@ -68,7 +67,7 @@ def test_packed_texts_are_as_if_alone(name, pair):
         assert furthest(packed[:, start:end], alone) <= 1e-5
 
 
-def test_a_mask_beside_segments_hides_padding_within_them(pair):
+def test_an_attention_mask_hides_padding_inside_segments(pair):
     _, ours, _ = pair("llama")
     ids = jnp.asarray(tokens(rows=1, length=10))
     mask = jnp.asarray([[0, 0] + [1] * 8])
@@ -77,7 +76,7 @@ def test_a_mask_beside_segments_hides_padding_within_them(pair):
     assert furthest(hidden[:, 2:], alone) <= 1e-5
 
 
-def test_positions_that_are_given_are_used(pair):
+def test_position_ids_are_used(pair):
     theirs, ours, _ = pair("llama")
     ids, positions = tokens(), np.arange(12)[None] * 3 + np.asarray([[0], [5]])
     wanted = torch_logits(theirs, ids, position_ids=positions)
@@ -85,7 +84,7 @@ def test_positions_that_are_given_are_used(pair):
     assert furthest(wanted, logits(ours, ids)) > 1e-2
 
 
-def test_the_head_makes_logits_of_hidden_states(pair):
+def test_the_head_maps_hidden_states_to_logits(pair):
     for name in ("llama", "gpt2"):
         _, ours, _ = pair(name)
         ids = jnp.asarray(tokens())
@@ -95,7 +94,7 @@ def test_the_head_makes_logits_of_hidden_states(pair):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_bf16_stays_near_transformers_in_bf16(name, pair):
+def test_bf16_is_as_accurate_as_transformers_in_bf16(name, pair):
     theirs, ours, folder = pair(name)
     low = load_model(folder, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(low))} == {jnp.dtype(jnp.bfloat16)}
@@ -109,7 +108,7 @@ def test_bf16_stays_near_transformers_in_bf16(name, pair):
     assert furthest(exact, got) <= 2 * furthest(exact, wanted)
 
 
-def test_dropout_needs_a_key_and_follows_it(pair):
+def test_dropout_needs_a_key_and_depends_on_it(pair):
     _, ours, _ = pair("gpt2")
     ids = jnp.asarray(tokens())
 
@@ -126,25 +125,25 @@ def test_dropout_needs_a_key_and_follows_it(pair):
     assert furthest(first, plain) > 0.1
 
 
-def test_each_layer_drops_for_itself():
+def test_each_layer_has_its_own_dropout_mask():
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BlockConfig(**sizes, output_bias=True, hidden_dropout=0.5)
 
     @jax.jit
     def run(key):
         layers = Block(config, nnx.Rngs(0), (2,))
-        # Each layer adds one to everything, and nothing else.
+        # Each layer adds one to everything.
         layers.attention.o_proj.bias[...] = jnp.ones((2, 8))
         for linear in (layers.attention.o_proj, layers.mlp.down_proj):
             linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
-        return run_layers(layers, jnp.zeros((1, 16, 8)), None, None, Running(), key)
+        return run_layers(layers, jnp.zeros((1, 16, 8)), None, None, Execution(), key)
 
     assert set(np.unique(run(None))) == {2.0}
     assert set(np.unique(run(jax.random.key(0)))) == {0.0, 2.0, 4.0}
 
 
 def _attention_dropped(rate):
-    """The mean over 400 keys of the output for weights known by hand, and how many outputs there were."""
+    """Outputs of attention with known weights for 400 keys."""
     from trainformer.models.jax.attention import attend
 
     q = jnp.zeros((1, 4, 2, 8))
@@ -157,27 +156,26 @@ def _attention_dropped(rate):
 
 
 def test_dropout_on_attention_keeps_the_mean():
-    # All keys are alike, so row t is the mean of 1..t+1; dropout doubles or drops each term.
+    # All keys are equal, so row t is the mean of 1..t+1; dropout doubles or drops each term.
     got = _attention_dropped(0.5)
     assert np.abs(got.mean(0) - [1.0, 1.5, 2.0, 2.5]).max() < 0.2
     assert set(np.unique(got[:, 0])) == {0.0, 2.0}
     assert furthest(_attention_dropped(0.0)[:1], np.asarray([[1.0, 1.5, 2.0, 2.5]])) < 1e-6
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_with_dropout_is_the_other_one_when_nothing_is_dropped(window, causal):
+@pytest.mark.parametrize(("window", "causal"), [(3, True), (None, False)])
+def test_attention_with_negligible_dropout_matches_attention_without(window, causal):
     from trainformer.models.jax.attention import attend
 
     q, k, v = (jax.random.normal(jax.random.key(n), (2, 7, h, 8)) for n, h in ((0, 4), (1, 2), (2, 2)))
     segments = jnp.asarray([[0, 0, 1, 1, 1, 1, 2], [1] * 7])
     options = {"causal": causal, "window": window}
     plain = attend(q, k, v, segments, **options)
-    # A rate this small drops nothing, and takes the path for dropout.
+    # A rate this small drops nothing but takes the dropout path.
     assert furthest(plain, attend(q, k, v, segments, **options, rate=1e-9, key=jax.random.key(0))) <= 1e-5
 
 
-def test_greedy_text_is_that_of_transformers(pair):
+def test_greedy_decoding_matches_transformers(pair):
     theirs, ours, _ = pair("llama")
     ids = tokens(length=5)
     mask = np.asarray([[0, 0, 1, 1, 1], [1] * 5])
@@ -187,7 +185,7 @@ def test_greedy_text_is_that_of_transformers(pair):
     assert np.array_equal(wanted.numpy(), np.asarray(got))
 
 
-def test_a_seed_says_which_random_weights(pair):
+def test_random_weights_depend_on_the_seed(pair):
     config = pair("qwen3")[1].config
     one, same, other = (nnx.state(model_from_config(config, seed=seed)) for seed in (1, 1, 2))
     assert furthest(one, same) == 0.0
@@ -213,12 +211,12 @@ def test_a_seed_says_which_random_weights(pair):
         ({"vocab_size": None}, "'vocab_size' in the configuration"),
     ],
 )
-def test_configurations_that_would_compute_something_else_are_refused(changes, message):
+def test_unsupported_configs_are_refused(changes, message):
     with pytest.raises(BadArgument, match=message):
         model_from_config({**CONFIGS["llama"].to_dict(), **changes})
 
 
-def test_layers_of_two_kinds_and_gpt2_switches_are_refused():
+def test_mixed_layer_types_and_gpt2_variants_are_refused():
     qwen = {**CONFIGS["qwen2_window"].to_dict(), "layer_types": ["full_attention", "sliding_attention"]}
     with pytest.raises(BadArgument, match="same for all layers"):
         model_from_config(qwen)
@@ -228,7 +226,7 @@ def test_layers_of_two_kinds_and_gpt2_switches_are_refused():
         model_from_config("folder")
 
 
-def test_older_spellings_of_a_configuration_are_read():
+def test_configs_of_older_transformers_versions_are_read():
     new = CONFIGS["llama3"].to_dict()
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
     scaling = {name: value for name, value in new["rope_parameters"].items() if name != "rope_theta"}
@@ -237,23 +235,23 @@ def test_older_spellings_of_a_configuration_are_read():
     assert (rope.kind, rope.theta, rope.factor, rope.original_positions) == ("llama3", 77.0, 8.0, 16)
 
 
-def test_bad_input_is_told(pair):
+def test_invalid_input_is_refused(pair):
     _, ours, _ = pair("gpt2")
     with pytest.raises(BadArgument, match="at most 64 tokens"):
         ours(jnp.zeros((1, 65), jnp.int32))
-    with pytest.raises(BadArgument, match="whole numbers"):
+    with pytest.raises(BadArgument, match="integer input_ids"):
         ours(jnp.zeros((1, 5)))
-    with pytest.raises(BadArgument, match="whole numbers"):
+    with pytest.raises(BadArgument, match="integer input_ids"):
         ours(jnp.zeros(5, jnp.int32))
     segments = jnp.arange(70)[None] // 35
     assert np.isfinite(logits(ours, np.zeros((1, 70), int), segment_ids=segments)).all()
 
 
-def test_how_it_computes_is_checked():
+def test_configure_checks_its_arguments():
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
     model = model_from_config(DecoderConfig(vocab_size=8, **sizes))
     model.configure(unroll=True)
-    assert model.running.unroll == 3
+    assert model.execution.unroll == 3
     for options, message in (
         ({"attention": "flash"}, "one of xla, cudnn"),
         ({"remat": "dots"}, "checkpoint policy"),

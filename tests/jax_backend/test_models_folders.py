@@ -1,11 +1,9 @@
-"""HF folders in and out: bitwise round trips, shards, what transformers opens, and what is told about bad folders."""
+"""HF folders: bitwise round trips, shards, models that transformers opens, and errors for invalid folders."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -18,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.models.jax import Decoder, DecoderConfig, ViT, load_model, model_from_config, save_model
+from trainformer.models.jax import Decoder, ViT, load_model, model_from_config, save_model
 
 CONFIGS = configs()
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+FAMILIES = ("llama_biased", "mistral", "qwen3", "gpt2")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +30,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture
 def copied(llama, tmp_path):
-    """A folder of one's own to spoil."""
+    """A copy of the folder to damage."""
     return shutil.copytree(llama[1], tmp_path / "copy")
 
 
@@ -41,7 +39,7 @@ def _edit(folder, name="config.json", **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "llama_biased"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen2"])
 def test_a_round_trip_is_bitwise_and_opens_in_transformers(name, tmp_path):
     theirs = save_random(CONFIGS[name], tmp_path / "a")
     _edit(tmp_path / "a", my_own_field={"kept": [1, 2]})
@@ -55,8 +53,8 @@ def test_a_round_trip_is_bitwise_and_opens_in_transformers(name, tmp_path):
     assert furthest(torch_logits(theirs, tokens()), torch_logits(opened, tokens())) == 0.0
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "llama3", "qwen2_window", "llama_biased"])
-def test_a_model_made_here_opens_in_transformers(name, tmp_path):
+@pytest.mark.parametrize("name", [*FAMILIES, "llama3", "qwen2_window"])
+def test_a_new_model_opens_in_transformers(name, tmp_path):
     read = model_from_config(CONFIGS[name].to_dict()).config
     made = model_from_config(replace(read, source="", initializer_range=0.3), seed=3)
     made.save_pretrained(tmp_path)
@@ -93,13 +91,13 @@ def test_shards_with_an_index_are_read_and_written(llama, tmp_path):
     assert len(sizes) > 2
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     assert furthest(torch_logits(theirs, tokens()), torch_logits(opened, tokens())) == 0.0
-    # A smaller model into the same folder leaves nothing of the larger one that a reader could take for its own.
+    # Saving again removes the shards of the earlier save.
     save_model(model, tmp_path / "b")
     left = sorted(path.name for path in (tmp_path / "b").iterdir())
     assert left == ["config.json", "model.safetensors"]
 
 
-def test_other_parameters_can_be_saved_than_the_models_own(llama, tmp_path):
+def test_given_parameters_are_saved_instead_of_the_models_own(llama, tmp_path):
     model = load_model(llama[1])
     params = nnx.to_pure_dict(nnx.state(model))
     params["norm"]["scale"] = params["norm"]["scale"] * 2
@@ -125,7 +123,7 @@ def test_each_parameter_is_placed_by_path(llama):
     assert model.embed_tokens.embedding.dtype == jnp.bfloat16
 
 
-def test_a_body_without_prefix_and_a_tied_head_written_twice_are_read(tmp_path):
+def test_a_base_model_without_prefix_and_a_duplicate_tied_head_are_read(tmp_path):
     theirs = save_random(CONFIGS["gpt2"], tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): array for name, array in weights.items()}
@@ -135,11 +133,11 @@ def test_a_body_without_prefix_and_a_tied_head_written_twice_are_read(tmp_path):
     assert furthest(torch_logits(theirs, tokens()), logits(load_model(tmp_path), tokens())) <= 1e-4
 
 
-def test_weights_that_do_not_fit_are_told(copied):
+def test_mismatched_weights_are_named(copied):
     weights = load_file(copied / "model.safetensors")
     weights["model.layers.0.mlp.up_projection.weight"] = weights.pop("model.layers.0.mlp.up_proj.weight")
     save_file(weights, copied / "model.safetensors")
-    with pytest.raises(DataError, match=r"missing: model\.layers\.0\.mlp\.up_proj\.w.*; not expected: .*Did you mean"):
+    with pytest.raises(DataError, match=r"missing: model\.layers\.0\.mlp\.up_proj\.w.*; unexpected: .*Did you mean"):
         load_model(copied)
 
 
@@ -149,20 +147,20 @@ def test_weights_that_do_not_fit_are_told(copied):
         ({"vocab_size": 300}, r"shape \[300, 32\].*received \[320, 32\]"),
         ({"intermediate_size": 60}, r"mlp\.\w+\.weight of shape"),
         ({"num_hidden_layers": 3}, r"missing: model\.layers\.2\."),
-        ({"num_hidden_layers": 1}, r"not expected: model\.layers\.1\..* and 6 more"),
+        ({"num_hidden_layers": 1}, r"unexpected: model\.layers\.1\..* and 6 more"),
         ({"attention_bias": True}, r"missing: .*bias"),
     ],
 )
-def test_a_configuration_of_another_model_is_told(changes, message, copied):
+def test_a_config_of_another_model_is_refused(changes, message, copied):
     _edit(copied, **changes)
     with pytest.raises(DataError, match=message):
         load_model(copied)
 
 
-def test_bad_folders_are_told(copied, tmp_path):
-    with pytest.raises(DataError, match="a folder with a model"):
+def test_invalid_folders_are_refused(copied, tmp_path):
+    with pytest.raises(DataError, match="a model folder"):
         load_model(copied / "config.json")
-    with pytest.raises(DataError, match="a folder with a model"):
+    with pytest.raises(DataError, match="a model folder"):
         load_model("/no/such/folder")
     with pytest.raises(DataError, match=r"hub.*'someone/no-such-model'"):
         load_model("someone/no-such-model")
@@ -177,13 +175,13 @@ def test_bad_folders_are_told(copied, tmp_path):
     with pytest.raises(DataError, match=r"pytorch_model\.bin.*Convert"):
         load_model(copied)
     (copied / "config.json").write_text("{")
-    with pytest.raises(DataError, match="no valid JSON"):
+    with pytest.raises(DataError, match="not valid JSON"):
         load_model(copied)
     with pytest.raises(DataError, match=r"Expected config\.json"):
         load_model(tmp_path)
 
 
-def test_a_missing_shard_is_told(llama, tmp_path):
+def test_a_missing_shard_is_named(llama, tmp_path):
     llama[0].save_pretrained(tmp_path, max_shard_size="20KB")
     gone = min(tmp_path.glob("model-*.safetensors"))
     gone.unlink()
@@ -191,7 +189,7 @@ def test_a_missing_shard_is_told(llama, tmp_path):
         load_model(tmp_path)
 
 
-def test_a_changed_configuration_is_written_over_the_source(llama, tmp_path):
+def test_a_changed_config_updates_the_original_one(llama, tmp_path):
     model = load_model(llama[1])
     smaller = Decoder(replace(model.config, num_hidden_layers=1), rngs=nnx.Rngs(0))
     smaller.save_pretrained(tmp_path)
@@ -199,22 +197,3 @@ def test_a_changed_configuration_is_written_over_the_source(llama, tmp_path):
     source = json.loads((llama[1] / "config.json").read_text())
     assert written == {**source, "num_hidden_layers": 1}
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 1
-
-
-def test_nothing_here_imports_torch(tmp_path):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    save_model(model_from_config(DecoderConfig(vocab_size=8, **sizes)), tmp_path / "m")
-    code = (
-        "import sys, jax.numpy as jnp\n"
-        "import trainformer.models.jax as models\n"
-        "[getattr(models, name) for name in models.__all__]\n"
-        f"model = models.load_model({str(tmp_path / 'm')!r})\n"
-        "models.apply_lora(model)\n"
-        f"models.save_lora(model, {str(tmp_path / 'lora')!r})\n"
-        "model(jnp.zeros((1, 4), jnp.int32))\n"
-        "try: models.load_model('someone/no-such-model')\n"
-        "except ValueError: pass\n"
-        "print(sorted(name for name in ('torch', 'transformers') if name in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

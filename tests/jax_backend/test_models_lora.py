@@ -45,8 +45,8 @@ def of_transformers(folder):
     return (AutoModelForImageClassification if vit else AutoModelForCausalLM).from_pretrained(folder).eval()
 
 
-def stir(model):
-    """As if trained: B is no longer zero."""
+def randomize(model):
+    """Make B non-zero, as after training."""
     for number, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.Param))):
         if path[-1] == "lora_b":
             noise = 0.3 * jax.random.normal(jax.random.key(number), variable.shape)
@@ -62,12 +62,12 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_is_trained_here_opens_in_peft(name, folders, tmp_path):
+def test_our_adapters_open_in_peft(name, folders, tmp_path):
     model, given = load_model(folders(name)), inputs(name)
     plain = logits(model, given)
     apply_lora(model, r=4, alpha=12, targets=TARGETS[name])
     assert furthest(plain, logits(model, given)) == 0.0
-    stir(model)
+    randomize(model)
     got = logits(model, given)
     save_lora(model, tmp_path, base_model=str(folders(name)))
     theirs = peft.PeftModel.from_pretrained(of_transformers(folders(name)), tmp_path).eval()
@@ -89,7 +89,7 @@ def test_what_is_trained_here_opens_in_peft(name, folders, tmp_path):
         ("vit", {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
     ],
 )
-def test_what_peft_trained_opens_here(name, options, folders, tmp_path):
+def test_peft_adapters_open_here(name, options, folders, tmp_path):
     theirs = peft.get_peft_model(of_transformers(folders(name)), peft.LoraConfig(r=4, **options)).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -109,10 +109,10 @@ def test_what_peft_trained_opens_here(name, options, folders, tmp_path):
     assert all(np.array_equal(before[key], after[key]) for key in after)
 
 
-def test_gradients_are_those_of_peft(folders, tmp_path):
+def test_gradients_match_peft(folders, tmp_path):
     model = load_model(folders("llama"))
     apply_lora(model, r=4, alpha=12, targets=["o_proj", "gate_proj"])
-    stir(model)
+    randomize(model)
     save_lora(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(of_transformers(folders("llama")), tmp_path, is_trainable=True).eval()
     ids = tokens()
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_peft(folders, tmp_path):
     assert float(jnp.abs(ours["lora_a"][...]).max()) > 1e-2
 
 
-def test_only_lora_and_what_is_named_is_trained(folders):
+def test_only_lora_and_modules_to_save_are_trained(folders):
     model = load_model(folders("vit"), num_labels=3)
     frozen = apply_lora(model, r=2, targets=r"layers/attention/(q|v)_proj", modules_to_save=["classifier"])
     trained = sorted(path for path in flat_params(model) if not re.search(frozen, path))
@@ -136,7 +136,7 @@ def test_only_lora_and_what_is_named_is_trained(folders):
     assert flat_params(model)["layers/attention/q_proj/lora_a"].shape == (2, 32, 2)
 
 
-def test_the_default_is_queries_and_values_and_a_seed_says_which_numbers(folders):
+def test_the_default_targets_are_queries_and_values_and_the_seed_decides_the_weights(folders):
     made = []
     for name, seed in (("llama", 0), ("llama", 0), ("llama", 1), ("gpt2", 0)):
         model = load_model(folders(name))
@@ -151,24 +151,24 @@ def test_the_default_is_queries_and_values_and_a_seed_says_which_numbers(folders
     assert furthest(query[0], query[1]) > 0.01
 
 
-def test_dropout_is_on_the_input_of_a_and_only_in_training(folders):
+def test_dropout_applies_to_the_input_of_a_in_training_only(folders):
     model, ids = load_model(folders("llama")), jnp.asarray(tokens())
     apply_lora(model, dropout=0.5)
     run = jax.jit(lambda key: model(ids, deterministic=False, key=key))
-    assert furthest(run(jax.random.key(0)), run(jax.random.key(1))) == 0.0  # B is zero yet
-    stir(model)
+    assert furthest(run(jax.random.key(0)), run(jax.random.key(1))) == 0.0  # B is still zero
+    randomize(model)
     run = jax.jit(lambda key: model(ids, deterministic=False, key=key))
     assert furthest(run(jax.random.key(0)), run(jax.random.key(1))) > 0.05
     assert furthest(run(None), logits(model, ids)) <= 1e-5
 
 
-def test_mistakes_are_told(folders, tmp_path):
+def test_invalid_arguments_are_refused(folders, tmp_path):
     model = load_model(folders("gpt2"))
     for options, message in (
         ({"targets": ["c_atn"]}, "Did you mean 'c_attn'"),
         ({"targets": ["q_proj"]}, "It has|Did you mean"),
         ({"targets": []}, "at least one layer"),
-        ({"targets": ["lm_head"]}, "linear layers of this Decoder"),  # it is tied: there is no such layer
+        ({"targets": ["lm_head"]}, "linear layers of this Decoder"),  # tied: there is no such layer
         ({"r": 0}, "r to be a positive integer"),
         ({"dropout": 1.0}, "below 1"),
         ({"modules_to_save": ["classifier"]}, "modules_to_save to name"),
@@ -185,7 +185,7 @@ def test_mistakes_are_told(folders, tmp_path):
         model.save_pretrained(tmp_path)
 
 
-def test_adapters_that_do_not_fit_are_told(folders, tmp_path):
+def test_mismatched_adapters_are_refused(folders, tmp_path):
     model = load_model(folders("llama"))
     apply_lora(model, r=2)
     save_lora(model, tmp_path)
@@ -194,7 +194,7 @@ def test_adapters_that_do_not_fit_are_told(folders, tmp_path):
     for changes, message in (
         ({"use_dora": True}, "without use_dora"),
         ({"rank_pattern": {"q_proj": 3}}, "without rank_pattern"),
-        ({"peft_type": "IA3"}, "an adapter of LoRA"),
+        ({"peft_type": "IA3"}, "a LoRA adapter"),
         ({"bias": "all"}, "without trained biases"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **changes}))

@@ -18,7 +18,7 @@ from trainformer.models.jax import ViT, ViTConfig, load_model, model_from_config
 
 
 def images(rows=2, channels=3):
-    """Channels first, as torch has them."""
+    """Channels first, as in torch."""
     return np.random.default_rng(0).normal(size=(rows, channels, 16, 16)).astype(np.float32)
 
 
@@ -28,7 +28,7 @@ def saved(tmp_path_factory):
     return save_random(vit_config(), folder), folder
 
 
-def test_logits_are_those_of_transformers_in_both_layouts(saved):
+def test_logits_match_transformers_in_both_layouts(saved):
     theirs, folder = saved
     model, pixels = load_model(folder), images()
     wanted = torch_logits(theirs, pixels)
@@ -53,7 +53,7 @@ def test_a_round_trip_is_bitwise_and_opens_in_transformers(saved, tmp_path):
     assert furthest(torch_logits(theirs, images()), torch_logits(opened, images())) == 0.0
 
 
-def test_a_model_made_here_opens_in_transformers(tmp_path):
+def test_a_new_model_opens_in_transformers(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3, initializer_range=0.3)
     model = model_from_config(config, seed=1)
@@ -76,7 +76,7 @@ def test_a_new_head_for_other_labels(saved, tmp_path):
     assert furthest(same.classifier.kernel[...], old.classifier.kernel[...]) == 0.0
 
 
-def test_a_body_without_a_head_needs_to_be_told_how_many_labels(saved, tmp_path):
+def test_a_base_model_needs_num_labels(saved, tmp_path):
     ViTModel.from_pretrained(saved[1]).save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"missing: classifier\.weight"):
         load_model(tmp_path)
@@ -85,7 +85,7 @@ def test_a_body_without_a_head_needs_to_be_told_how_many_labels(saved, tmp_path)
     assert furthest(model.patches.kernel[...], load_model(saved[1]).patches.kernel[...]) == 0.0
 
 
-def test_the_mean_is_not_taken_for_a_class_token_by_transformers(saved, tmp_path):
+def test_mean_pooling_is_refused_by_transformers(saved, tmp_path):
     cls = load_model(saved[1])
     graph, _ = nnx.split(nnx.eval_shape(lambda: ViT(replace(cls.config, pooling="mean"), rngs=nnx.Rngs(0))))
     mean = nnx.merge(graph, nnx.state(cls))
@@ -98,7 +98,7 @@ def test_the_mean_is_not_taken_for_a_class_token_by_transformers(saved, tmp_path
         AutoModelForImageClassification.from_pretrained(tmp_path)
 
 
-def test_bad_images_and_settings_are_told(saved):
+def test_invalid_images_and_configs_are_refused(saved):
     model = load_model(saved[1])
     with pytest.raises(BadArgument, match=r"\(batch, 16, 16, 3\), received \(2, 3, 8, 8\)"):
         model(images()[:, :, :8, :8])

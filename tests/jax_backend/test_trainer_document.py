@@ -1,4 +1,4 @@
-"""The reference document's ways of use: its arguments, its trainer with steps of its own, its hook; and no torch."""
+"""The usage examples of EasyDeL users: arguments, a trainer with its own steps, hooks; and no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from trainformer.jax import (
 )
 
 
-def test_the_arguments_of_the_document_train(tmp_path):
-    """Its words and its values; on the eight devices 4 rows each make up its total of 32."""
+def test_easydel_arguments_train(tmp_path):
     args = TrainingArguments(
         model_name="MyFineTunedModel",
         num_train_epochs=3,
@@ -62,7 +61,7 @@ def test_the_arguments_of_the_document_train(tmp_path):
 
 
 class CustomTrainer(BaseTrainer):
-    """Everything that the document overrides."""
+    """Overrides collate function, step functions and a hook."""
 
     def create_collect_function(self, *args, **kwargs):
         return lambda batch: batch
@@ -89,21 +88,21 @@ class CustomTrainer(BaseTrainer):
         super().on_step_end(state, metrics, *args, **kwargs)
 
 
-def test_the_trainer_of_the_document_trains_as_a_loop_by_hand(capsys):
+def test_an_easydel_trainer_matches_the_hand_written_loop(capsys):
     data, model = samples(32), Mlp(nnx.Rngs(0))
-    rate = optax.linear_schedule(1e-2, 0.0, 8)
-    wanted, params = by_hand(Mlp(nnx.Rngs(0)), in_order(data, 8, 2), mean_loss, optax.adam(rate))
+    schedule = optax.linear_schedule(1e-2, 0.0, 8)
+    wanted, params = by_hand(Mlp(nnx.Rngs(0)), in_order(data, 8, 2), mean_loss, optax.adam(schedule))
     trainer = CustomTrainer(arguments(shuffle=False), model=model, dataset_train=data, dataset_eval=samples(16, 1))
     state = trainer.train()
     np.testing.assert_allclose(losses(trainer), wanted, rtol=1e-5)
     assert_close(state.params, params, atol=1e-5)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Step completed. Current LR:")]
-    np.testing.assert_allclose([float(line.split()[-1]) for line in said], [float(rate(n)) for n in range(1, 9)])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Step completed. Current LR:")]
+    np.testing.assert_allclose([float(line.split()[-1]) for line in printed], [float(schedule(n)) for n in range(1, 9)])
     assert set(trainer.eval(state)) == {"eval_loss"}
 
 
 class PlaceholderTrainer(CustomTrainer):
-    """The document's steps as they stand there: they train nothing, and do not count."""
+    """Step functions that train nothing and do not increment the step."""
 
     def configure_functions(self, *args, **kwargs):
         def train_step(state, batch):
@@ -114,7 +113,7 @@ class PlaceholderTrainer(CustomTrainer):
         )
 
 
-def test_steps_that_do_not_count_come_to_an_end_all_the_same():
+def test_a_run_ends_even_if_its_steps_do_not_increment_the_state():
     data = samples(32)
     trainer = PlaceholderTrainer(
         arguments(shuffle=False, max_steps=5), model=Mlp(nnx.Rngs(0)), dataset_train=data, dataset_eval=samples(13, 1)
@@ -129,7 +128,7 @@ def test_steps_that_do_not_count_come_to_an_end_all_the_same():
 
 
 class EverythingTrainer(StepsTrainer):
-    """Brings its own model, state, optimizer and loaders."""
+    """Configures its own model, state, optimizer and loaders."""
 
     def configure_model(self):
         model, tx = Mlp(nnx.Rngs(3)), optax.sgd(0.1)
@@ -139,7 +138,7 @@ class EverythingTrainer(StepsTrainer):
         return TrainerConfigureDataloaderOutput(in_order(samples(20), 8, 1), [samples(5, seed=1)], 4)
 
 
-def test_a_trainer_that_configures_everything_itself():
+def test_a_trainer_can_configure_everything_itself():
     wanted, params = by_hand(Mlp(nnx.Rngs(3)), in_order(samples(20), 8, 2)[:4], mean_loss, optax.sgd(0.1))
     trainer = EverythingTrainer(arguments(num_train_epochs=9))
     state = trainer.train()
@@ -152,7 +151,7 @@ def test_a_trainer_that_configures_everything_itself():
     np.testing.assert_allclose(trainer.eval()["eval_loss"], float(mean_loss(model, samples(5, seed=1))), rtol=1e-5)
 
 
-def test_a_collect_function_makes_the_batches():
+def test_the_collect_function_collates_the_batches():
     class Doubled(MeanTrainer):
         def create_collect_function(self):
             return lambda rows: (
@@ -173,19 +172,19 @@ def test_a_collect_function_makes_the_batches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "Expected data to train on, received none"),
+        ({}, "Expected training data, received none"),
         ({"dataset_train": samples(8), "model": None}, "a model to train"),
         ({"dataset_train": samples(8), "train_dataset": samples(8)}, "received both"),
         ({"dataset_train": samples(8), "model": Mlp}, "a function of nnx.Rngs that builds one"),
     ],
 )
-def test_what_is_missing_is_said_at_construction(options, message):
+def test_missing_inputs_raise_at_construction(options, message):
     with pytest.raises(BadArgument, match=message):
         MeanTrainer(arguments(), **{"model": Mlp(nnx.Rngs(0)), **options})
 
 
 def test_a_trainer_without_a_loss_is_refused():
-    with pytest.raises(BadArgument, match="does not say what to train"):
+    with pytest.raises(BadArgument, match="has no loss"):
         BaseTrainer(arguments(), model=Mlp(nnx.Rngs(0)), dataset_train=samples(8))
     with pytest.raises(BadArgument, match="arguments to be TrainingArguments"):
         MeanTrainer({"learning_rate": 1.0}, model=Mlp(nnx.Rngs(0)), dataset_train=samples(8))
@@ -227,7 +226,7 @@ arguments = TrainingArguments(
     num_train_epochs=2, total_batch_size=8, output_dir="run", save_steps=2, evaluation_strategy="epoch",
     save_async=True, save_total_limit=2, metric_for_best_model="loss",
 )
-for expected in (6, 6):  # the second time it resumes, and finds that all is done
+for expected in (6, 6):  # the second trainer resumes a finished run
     trainer = Line(arguments, model=nnx.Linear(1, 1, rngs=nnx.Rngs(0)), dataset_train=data, dataset_eval=data)
     trainer.train()
     assert trainer.state.step == expected

@@ -1,4 +1,4 @@
-"""Image classification on JAX: it learns; images in any form give one loss; folders for transformers."""
+"""Image classification on JAX: it learns, accepts images in many forms, and saves folders for transformers."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ TINY = ViTConfig(
 
 
 class Dropping(nnx.Module):
-    """A network that is none of ours, with dropout."""
+    """A user-defined network with dropout."""
 
     def __init__(self, rngs):
         self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -61,7 +61,7 @@ def test_a_tiny_vit_learns_digits():
     assert trainer.eval()["eval_accuracy"] > 0.9
 
 
-def test_images_in_any_form_are_normalised_alike(digits):
+def test_images_in_all_forms_are_normalised_the_same(digits):
     images, labels = digits[0][:11], digits[1][:11]
     scaled = ((images[..., None] / 255.0 - 0.25) / 0.5).astype(np.float32)
     trainer = trainer_of("digits", dropping, options={"mean": 0.25, "std": [0.5]})
@@ -75,21 +75,21 @@ def test_images_in_any_form_are_normalised_alike(digits):
     for form in forms:
         data = trainer.prepare_dataset(form, False)
         batch = stack_samples([data[i] for i in range(len(data))])
-        np.testing.assert_allclose(trainer.normalised(batch["image"]), scaled, atol=1e-6)
+        np.testing.assert_allclose(trainer.normalize(batch["image"]), scaled, atol=1e-6)
         assert batch["label"].tolist() == labels.tolist()
     assert trainer.num_classes == 10
 
 
-def test_losses_are_those_that_numpy_computes_and_smoothing_is_for_training_alone(digits):
+def test_losses_match_numpy_and_label_smoothing_applies_to_training_only(digits):
     data = {"image": digits[0][:11], "label": digits[1][:11]}
     seen = []
 
-    class Noting:
+    class Recorder:
         def on_step_end(self, trainer, step, loss):
             seen.append(float(loss))
 
-    options = {"label_smoothing": 0.3, "callbacks": [Noting()], "num_classes": 10}
-    # Eleven images in batches of 16 and 8: the rows that fill up the last one count nothing.
+    options = {"label_smoothing": 0.3, "callbacks": [Recorder()], "num_classes": 10}
+    # Eleven images in batches of 16 and 8: padding rows do not count.
     trainer = trainer_of(data, held_out=data, max_steps=1, total_batch_size=16, options=options)
     found, probabilities = trainer.eval(), trainer.predict(data["image"])
     logs, picked = np.log(probabilities), np.log(probabilities[np.arange(11), data["label"]])
@@ -100,7 +100,7 @@ def test_losses_are_those_that_numpy_computes_and_smoothing_is_for_training_alon
 
 
 @pytest.mark.slow
-def test_a_trained_vit_opens_in_transformers_and_is_trained_on_with_other_classes(digits, tmp_path):
+def test_a_trained_vit_opens_in_transformers_and_can_be_trained_with_other_classes(digits, tmp_path):
     images = np.repeat(digits[0][..., None], 3, -1)
     config = ViTConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4
@@ -123,7 +123,7 @@ def test_a_trained_vit_opens_in_transformers_and_is_trained_on_with_other_classe
     np.testing.assert_array_equal(kept, old)
 
 
-def test_any_network_can_be_trained_and_dropout_is_off_in_evaluations(digits):
+def test_any_network_can_be_trained_and_dropout_is_off_in_evaluation(digits):
     data = {"image": digits[0][:256], "label": digits[1][:256]}
     fields = {"max_steps": 60, "learning_rate": 0.02, "eval_batch_size": 64}
     trainer = trainer_of(data, dropping, held_out=data, **fields)
@@ -132,9 +132,9 @@ def test_any_network_can_be_trained_and_dropout_is_off_in_evaluations(digits):
     assert trainer.eval()["eval_accuracy"] > 0.9
 
 
-def test_what_is_no_image_or_label_is_told(digits, tmp_path):
+def test_invalid_images_and_labels_are_refused(digits, tmp_path):
     images, labels = digits[0][:16], digits[1][:16]
-    with pytest.raises(DataError, match="whole numbers"):
+    with pytest.raises(DataError, match="integer labels"):
         trainer_of({"image": images, "label": labels / 2})
     with pytest.raises(DataError, match="labels from 0 to 9"):
         trainer_of("digits", held_out={"image": images, "label": labels + 5})

@@ -12,7 +12,7 @@ from jax_model_toys import save_random
 from transformers import AutoModelForCausalLM
 
 import text_toys
-from trainformer.backends.jax.mesh import make_mesh
+from trainformer.backends.jax.sharding import make_mesh
 from trainformer.run import run_of
 
 QUIET = {"log": "none", "save_strategy": "no", "resume": None, "weight_decay": 0.0, "scheduler": "constant"}

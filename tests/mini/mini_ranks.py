@@ -1,4 +1,4 @@
-"""A mini trainer on several ranks: what each of them found."""
+"""A mini trainer on several ranks; each returns its results."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 class Distributed(Classifier):
-    """Data shared out over the ranks; counts how often gradients are exchanged."""
+    """Data sharded over the ranks; counts gradient all-reduces."""
 
     exchanges = 0
 
@@ -36,7 +36,7 @@ class Distributed(Classifier):
 
 
 class Sharded(Distributed):
-    """The model divided over the ranks by torch's FSDP2."""
+    """The model sharded with FSDP2."""
 
     def build_model(self):
         model = mlp()
@@ -46,7 +46,7 @@ class Sharded(Distributed):
 
 
 class DryRuns(BaseHook):
-    """Notes which logs are real."""
+    """Records which logs are not dry runs."""
 
     def __init__(self):
         self.dry, self.losses, self.all = [], [], []
@@ -85,7 +85,7 @@ def gradients_exchanged(rank, world):
 
 
 def divided_by_the_user(rank, world):
-    """Clipped runs of a model in FSDP2 and of one in DDP; the former also stopped and taken up, from whole weights."""
+    """Clipped runs with FSDP2 and DDP; the former also resumed from a full state dict."""
     clipped = {"gradient_accumulation_steps": 4, "grad_clip": 0.05}
     replicated, logs = Distributed(STEPS + 2, **clipped), DryRuns()
     replicated.train()
@@ -99,6 +99,6 @@ def divided_by_the_user(rank, world):
 
 
 def flat(model: nn.Module):
-    """All parameters, put together where they are divided."""
+    """All parameters, gathered if they are sharded."""
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([p.detach().flatten() for p in whole])

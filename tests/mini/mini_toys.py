@@ -1,4 +1,4 @@
-"""A small trainer for tests, and a loop by hand to compare it with."""
+"""A small trainer for tests, and a hand-written loop to compare it with."""
 
 import torch
 from torch.nn import functional as F
@@ -9,7 +9,7 @@ from trainformer.mini import BaseHook, BaseTrainer
 
 
 class Classifier(BaseTrainer):
-    """Classifies toy data; what tests want to be otherwise is given as keywords."""
+    """Classifies toy data; tests override its parts by keywords."""
 
     def __init__(self, max_steps=8, *, lr=0.1, batches=None, hooks=(), model=None, schedule=None, **kwargs):
         super().__init__(max_steps, **{"device": "cpu", **kwargs})
@@ -41,7 +41,7 @@ class Classifier(BaseTrainer):
 
 
 class Teller(BaseHook):
-    """Writes down what it hears, and at which step."""
+    """Records the events it receives and their step."""
 
     def __init__(self, name="hook", story=None):
         self.name, self.story = name, [] if story is None else story
@@ -79,12 +79,12 @@ def batches_of(n=32, size=8):
 
 
 def shuffled_loader(n=32, size=8):
-    """Batches in an order that each epoch draws anew."""
+    """Batches in a new random order every epoch."""
     return DataLoader(TensorDataset(*classes(n)), batch_size=size, shuffle=True)
 
 
 def by_hand(batches, steps, *, lr=0.1, accumulation=1, grad_clip=None, schedule=None):
-    """The model after so many steps of a plain loop over the batches, again and again, and the loss of each step."""
+    """The model after `steps` steps of a plain loop over the batches, and the loss of each step."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     scheduler = None if schedule is None else schedule(optimizer)

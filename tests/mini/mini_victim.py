@@ -1,4 +1,4 @@
-"""A mini trainer that is meant to be killed: random in every way that could break an exact resume."""
+"""A mini trainer to be killed, with all the randomness that could break an exact resume."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from trainformer.mini import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, 
 
 @dataclass(frozen=True)
 class Case:
-    """One command, and what is done to it."""
+    """One command and its faults."""
 
     max_steps: int = 22
     interval: int = 4
@@ -35,7 +35,7 @@ class Case:
 
 
 class Augmented(Dataset):
-    """Samples that look different each time they are read."""
+    """Samples with random augmentation."""
 
     def __len__(self):
         return 26
@@ -47,7 +47,7 @@ class Augmented(Dataset):
 
 
 class Signals(BaseHook):
-    """Sends the process signals."""
+    """Sends signals to the process."""
 
     def __init__(self, signals):
         self.signals = dict(signals)
@@ -58,7 +58,7 @@ class Signals(BaseHook):
 
 
 class Victim(BaseTrainer):
-    """Dropout, batch statistics, fp16 with a scaler, windows that do not divide an epoch, a schedule, an average."""
+    """Dropout, batch norm, fp16 with a scaler, accumulation that does not divide an epoch, a schedule, EMA."""
 
     def __init__(self, case):
         self.case = case
@@ -115,7 +115,7 @@ def train(case):
 
 
 def start(case, folder):
-    """Train in a folder, as the whole life of a process; output goes to a file there."""
+    """The main function of a process: train in a folder, with output to a file."""
     os.chdir(folder)
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)

@@ -1,4 +1,4 @@
-"""What users may pass and return, and what they are told when that cannot work."""
+"""Arguments and return values of a mini trainer, and errors for invalid ones."""
 
 import logging
 from pathlib import Path
@@ -21,17 +21,17 @@ from trainformer.mini import BaseTrainer, key_average, map_nested_tensor
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_steps": 0}, "max_steps to be a whole number of at least 1, received 0"),
+        ({"max_steps": 0}, "max_steps to be an integer of at least 1, received 0"),
         ({"max_steps": 2.5}, "max_steps"),
         ({"grad_clip": -1.0}, "grad_clip to be a positive number or None"),
         ({"max_non_finite_grad_retries": -1}, "max_non_finite_grad_retries"),
         ({"mixed_precision": "fp8"}, "mixed_precision to be 'fp16', 'bf16' or None, received 'fp8'"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"device": "cuda:99"}, "Pass device='cpu', or device='auto'"),
-        ({"device": "gpu"}, "device to be one this machine has, received 'gpu'"),
+        ({"device": "gpu"}, "device to be available on this machine, received 'gpu'"),
     ],
 )
-def test_arguments_that_cannot_work(wrong, message):
+def test_invalid_arguments_are_refused(wrong, message):
     with pytest.raises(BadArgument, match=message):
         Classifier(**wrong)
 
@@ -54,7 +54,7 @@ def test_the_default_device_is_a_gpu():
 
 
 @pytest.mark.parametrize("method", ["build_data_loader", "build_model", "build_optimizer", "forward"])
-def test_methods_that_are_missing_are_named(method):
+def test_missing_methods_are_named(method):
     trainer = type("Mine", (Classifier,), {method: getattr(BaseTrainer, method)})(3)
     with pytest.raises(NotImplementedError, match=f"Expected Mine to implement {method}"):
         trainer.train()
@@ -80,7 +80,7 @@ def test_methods_that_are_missing_are_named(method):
         ("forward", (torch.ones(()), {}), "depend on a trainable parameter"),
     ],
 )
-def test_return_values_that_cannot_work(method, value, message):
+def test_invalid_return_values_are_refused(method, value, message):
     trainer = Classifier(3)
     setattr(trainer, method, lambda *args: value)
     with pytest.raises(BadArgument, match=message):
@@ -99,7 +99,7 @@ def test_records_may_be_any_numbers():
 # -- building ----------------------------------------------------------------------------------------------
 
 
-def test_everything_is_built_once_in_order_and_by_whoever_needs_it_first():
+def test_parts_are_built_once_in_order_or_on_first_use():
     built = []
 
     class Notes(Classifier):
@@ -124,7 +124,7 @@ def test_everything_is_built_once_in_order_and_by_whoever_needs_it_first():
     assert built[:3] == ["data_loader", "model", "optimizer"]
 
 
-def test_a_circle_of_builders_is_named():
+def test_a_cycle_of_builders_is_named():
     class Circle(Classifier):
         def build_model(self):
             return nn.Linear(4, len(self.optimizer.param_groups))
@@ -175,7 +175,7 @@ def first_values(trainer):
     ],
     ids=["list", "tuple", "DataLoader", "IterableDataset", "stream in a DataLoader", "view"],
 )
-def test_any_iterable_begins_anew_when_it_has_ended(make):
+def test_any_iterable_is_iterated_again(make):
     trainer = Classifier(7, batches=make(), workspace="ws")
     trainer.train()
     values = [x.flatten()[0].item() for x, _ in batches_of()]
@@ -228,7 +228,7 @@ def test_batches_of_any_form():
     assert trainer.step == 5
 
 
-def test_the_model_may_hold_its_own_modes():
+def test_train_and_eval_modes_of_the_model_are_kept():
     class Frozen(nn.BatchNorm1d):
         def train(self, mode=True):
             return super().train(False)
@@ -254,7 +254,7 @@ def test_averages_of_ragged_records():
         key_average([{"a": {"b": 1.0}}, {"a": 1.0}])
 
 
-def test_averages_keep_all_digits():
+def test_averages_are_exact():
     values = torch.randn(1000, dtype=torch.float64)
     mean = key_average([{"a": v} for v in values])["a"]
     assert mean == pytest.approx(values.mean().item(), rel=1e-12)

@@ -1,4 +1,4 @@
-"""`check()` of a mini trainer: what is wrong is found in seconds, and nothing is changed by looking."""
+"""`check()` of a mini trainer finds problems and changes nothing."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def parameters(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_a_run_that_was_checked_is_the_run_that_was_not():
+def test_check_does_not_change_the_run():
     plain, checked = Classifier(grad_clip=1.0), Classifier(grad_clip=1.0)
     torch.manual_seed(0)
     plain.train()
@@ -25,7 +25,7 @@ def test_a_run_that_was_checked_is_the_run_that_was_not():
     assert same(parameters(plain), parameters(checked))
 
 
-def test_a_layer_that_is_never_used_is_named():
+def test_an_unused_layer_is_named():
     model = mlp()
     model.add_module("extra", nn.Identity())
     model.extra.forgotten = nn.Parameter(torch.zeros(3, dtype=torch.float64))
@@ -33,7 +33,7 @@ def test_a_layer_that_is_never_used_is_named():
         Classifier(model=model).check()
 
 
-def test_a_step_of_ones_own_would_be_dead_and_is_refused():
+def test_overriding_run_step_is_refused():
     class Own(Classifier):
         def _run_step(self): ...
 
@@ -41,7 +41,7 @@ def test_a_step_of_ones_own_would_be_dead_and_is_refused():
         Own()
 
 
-def test_data_that_can_be_read_once_are_not_looked_at():
+def test_a_generator_is_not_consumed():
     batches = Classifier().build_data_loader()
     with pytest.raises(BadArgument, match="a generator"):
         Classifier(batches=iter(batches)).check()

@@ -1,4 +1,4 @@
-"""Checkpoints of mini: which files there are, what is in them, and that a killed run ends as if it had not been."""
+"""Checkpoints of mini: files, contents, and killed runs that end like uninterrupted ones."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def numbers(folder="checkpoints"):
 
 
 def trained(max_steps, *hooks, seed=0, **kwargs):
-    """A trainer after its training, on data in a random order."""
+    """A trained trainer, on shuffled data."""
     torch.manual_seed(seed)
     trainer = Classifier(max_steps, hooks=hooks, batches=shuffled_loader(), **kwargs)
     trainer.train()
@@ -59,7 +59,7 @@ def test_which_files_are_kept(keep_previous, keep_interval, kept):
     assert len(files()) == len(kept) + 1  # and nothing else is left behind
 
 
-def test_the_file_is_the_state_and_torch_reads_it():
+def test_torch_load_reads_a_checkpoint_file():
     trainer = trained(4, CheckpointingHook(4), LoggingHook(3), mixed_precision="bf16")
     state = torch.load("checkpoints/checkpoint_latest.pt")
     other = Classifier(4, batches=shuffled_loader(), hooks=[LoggingHook(3)])
@@ -74,7 +74,7 @@ def test_the_file_is_the_state_and_torch_reads_it():
     [lambda o: OneCycleLR(o, 0.2, total_steps=12), lambda o: MultiStepLR(o, [3, 6])],
     ids=["onecycle", "multistep"],
 )
-def test_going_on_is_exact(schedule):
+def test_resuming_is_exact(schedule):
     whole = trained(10, schedule=schedule)
     trained(5, CheckpointingHook(3), schedule=schedule)
     again = trained(10, CheckpointingHook(3), schedule=schedule, seed=77)  # another seed: that of the run counts
@@ -82,7 +82,7 @@ def test_going_on_is_exact(schedule):
     assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
-def test_a_second_call_goes_on():
+def test_a_second_call_of_train_continues():
     whole = trained(10)
     trainer = trained(4)
     trainer.max_steps = 10
@@ -90,7 +90,7 @@ def test_a_second_call_goes_on():
     assert same(weights(trainer), weights(whole))
 
 
-def test_means_that_were_not_yet_logged_survive():
+def test_pending_means_are_resumed():
     class Logs(BaseHook):
         def __init__(self):
             self.means = []
@@ -108,7 +108,7 @@ def test_means_that_were_not_yet_logged_survive():
     assert [step for step, _ in first.means] == [5, 7]
 
 
-def test_what_is_drawn_between_loading_and_training_does_not_matter():
+def test_random_numbers_drawn_after_loading_do_not_matter():
     def make(steps):
         return Classifier(steps, model=torch.nn.Sequential(mlp(), torch.nn.Dropout(0.5)))
 
@@ -124,7 +124,7 @@ def test_what_is_drawn_between_loading_and_training_does_not_matter():
     assert same(weights(other), weights(whole))
 
 
-def test_a_generator_goes_on_where_it_was():
+def test_a_generator_continues_at_its_position():
     batches = ((torch.full((2, 4), float(i), dtype=torch.float64), torch.tensor([0, 1])) for i in range(100))
     trainer = Classifier(3, batches=batches)
     trainer.train()
@@ -133,7 +133,7 @@ def test_a_generator_goes_on_where_it_was():
     assert [x[0, 0].item() for x in trainer.seen] == [0, 1, 2, 3, 4]
 
 
-def test_a_state_holds_what_hooks_did_at_that_step_whatever_their_order():
+def test_a_checkpoint_contains_what_all_hooks_did_at_that_step():
     class Late(Keeper):
         def on_state_dict(self, trainer, state_dict):
             state_dict["steps"] = len(self.infos)
@@ -146,17 +146,17 @@ def test_a_state_holds_what_hooks_did_at_that_step_whatever_their_order():
     assert states == [{"steps": 2}, {"steps": 4}]
 
 
-def test_a_damaged_newest_file_is_named_and_the_one_before_is_taken(caplog):
+def test_a_damaged_file_falls_back_to_the_previous_one(caplog):
     caplog.set_level("INFO")
     whole = trained(9)
     trained(6, CheckpointingHook(2))
     newest = Path("checkpoints/checkpoint_step_6.pt")
     newest.write_bytes(newest.read_bytes()[:1000])
     again = trained(9, CheckpointingHook(2), seed=5)
-    assert any("checkpoint_step_6.pt" in m and "checkpoint before it is used" in m for m in caplog.messages)
+    assert any("checkpoint_step_6.pt" in m and "Falling back to the previous checkpoint" in m for m in caplog.messages)
     assert any("checkpoint_step_4.pt (step 4)" in message for message in caplog.messages)
     assert same(weights(again), weights(whole))
-    assert files("checkpoints/given-up-1") == ["checkpoint_step_6.pt"]
+    assert files("checkpoints/abandoned-1") == ["checkpoint_step_6.pt"]
     assert numbers() == [2, 4, 6, 8, 9]
 
 
@@ -172,21 +172,21 @@ def test_a_file_that_would_execute_code_is_not_loaded():
     assert trainer.step == 4
 
 
-def test_where_to_begin():
+def test_load_argument():
     first = trained(6, CheckpointingHook(2, path="a"))
     assert trained(6, CheckpointingHook(2, path="a", load=None)).step == 6
-    assert files("a/given-up-1") == ["checkpoint_step_2.pt", "checkpoint_step_4.pt", "checkpoint_step_6.pt"]
-    named = "a/given-up-1/checkpoint_step_4.pt"
+    assert files("a/abandoned-1") == ["checkpoint_step_2.pt", "checkpoint_step_4.pt", "checkpoint_step_6.pt"]
+    named = "a/abandoned-1/checkpoint_step_4.pt"
     resumed = trained(6, CheckpointingHook(2, path="b", load=named), seed=9)
     assert same(weights(resumed), weights(first))
     assert numbers("b") == [6]
-    # Started again, the run goes on: the file was where it began.
+    # Started again, the run resumes from its own files, not from the named one.
     assert trained(8, CheckpointingHook(2, path="b", load=named)).step == 8
     assert numbers("b") == [6, 8]
     Path(named).rename("elsewhere.pt")  # and is no longer needed
     assert trained(8, CheckpointingHook(2, path="b", load=named)).step == 8
     # One that began elsewhere does not.
-    trained(6, CheckpointingHook(2, path="b", load="a/given-up-1/checkpoint_step_2.pt"))
+    trained(6, CheckpointingHook(2, path="b", load="a/abandoned-1/checkpoint_step_2.pt"))
     assert numbers("b") == [4, 6]
     with pytest.raises(BadArgument, match=r"'latest', a checkpoint's file, or None, received 'nowhere\.pt'"):
         trained(6, CheckpointingHook(2, load="nowhere.pt"))
@@ -198,7 +198,7 @@ def test_two_hooks_keep_their_own_files():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_of_two_hooks_the_newest_file_counts(order, caplog):
+def test_the_newest_file_of_two_hooks_is_loaded(order, caplog):
     whole = trained(9)
     trained(7, CheckpointingHook(2, path="often"), CheckpointingHook(3, path="seldom"))
     for gone in ("often/checkpoint_step_6.pt", "often/checkpoint_step_7.pt", "seldom/checkpoint_step_7.pt"):
@@ -207,7 +207,7 @@ def test_of_two_hooks_the_newest_file_counts(order, caplog):
     hooks = [CheckpointingHook(2, path="often"), CheckpointingHook(3, path="seldom")][::order]
     again = trained(9, *hooks, seed=3)
     assert [m.split(";")[0] for m in caplog.messages if m.startswith("going on")] == [
-        "going on from seldom/checkpoint_step_6.pt (step 6)"
+        "resuming from seldom/checkpoint_step_6.pt (step 6)"
     ]
     assert same(weights(again), weights(whole))
 
@@ -225,7 +225,7 @@ def test_state_options_and_optimizer_by_name():
     assert same(weights(other), weights(whole))
 
 
-def test_states_that_do_not_fit_are_refused():
+def test_mismatched_states_are_refused():
     trainer = Classifier(3)
     with pytest.raises(DataError, match=r"state of a run.*'0\.weight'.*unwrapped_model"):
         trainer.load_state_dict(trainer.model.state_dict())
@@ -236,7 +236,7 @@ def test_states_that_do_not_fit_are_refused():
     assert other.step == 0
 
 
-def test_what_could_not_be_read_again_is_not_written():
+def test_values_that_cannot_be_read_back_are_refused():
     class Keeps(BaseHook):
         def on_state_dict(self, trainer, state_dict):
             state_dict["kept"] = [1, {"a": Path("x")}]
@@ -246,8 +246,8 @@ def test_what_could_not_be_read_again_is_not_written():
     assert not Path("checkpoints").exists()
 
 
-def test_a_full_disk_is_reported_and_ends_the_run_only_if_it_stays_full(monkeypatch, caplog):
-    from trainformer.mini.hooks import checkpointing
+def test_a_full_disk_is_logged_and_ends_the_run_only_if_it_stays_full(monkeypatch, caplog):
+    from trainformer.mini import checkpointing
 
     really, full = checkpointing.write_single_file, {4, 6}
 
@@ -259,9 +259,9 @@ def test_a_full_disk_is_reported_and_ends_the_run_only_if_it_stays_full(monkeypa
     monkeypatch.setattr(checkpointing, "write_single_file", write)
     trained(8, CheckpointingHook(2))
     assert numbers() == [2, 8]
-    assert sum("could not be written" in message for message in caplog.messages) == 2
+    assert sum("could not write a checkpoint" in message for message in caplog.messages) == 2
     full |= {10, 12, 14}
-    with pytest.raises(SaveFailed, match=r"Step 14 could not be saved.*newest checkpoint is .*step_8\.pt"):
+    with pytest.raises(SaveFailed, match=r"Could not save step 14.*newest checkpoint is .*step_8\.pt"):
         trained(20, CheckpointingHook(2))
 
 
@@ -274,7 +274,7 @@ def test_without_a_workspace_nothing_is_on_disk():
 
 
 def launch(case, folder):
-    """Run a case in a process of its own; its exit code."""
+    """Run a case in its own process. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     process = SERVER.Process(target=mini_victim.start, args=(case, str(folder)))
@@ -283,7 +283,7 @@ def launch(case, folder):
 
 
 def ending(folder):
-    """All of a run's final state and records, without times."""
+    """The final state and records of a run, without timings."""
     state = {key: strip_times(value) for key, value in torch.load(folder / "end.pt").items() if key != "context"}
     lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     return without_clock(state), {line["step"]: line for line in lines}
@@ -309,7 +309,7 @@ def reference(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_killed_run_ends_like_one_left_in_peace(tmp_path, reference):
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, reference):
     operations = json.loads((reference / "end.json").read_text())["operations"]
     rng = random.Random(4)
     kills = 0
@@ -330,7 +330,7 @@ def test_a_killed_run_ends_like_one_left_in_peace(tmp_path, reference):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_the_process_and_the_run_goes_on(tmp_path, reference, number):
+def test_a_signal_saves_and_exits_and_the_run_resumes(tmp_path, reference, number):
     steps = (1, 4, 7, 21)
     case = Case(signals=tuple((step, number) for step in steps))
     for step in steps:

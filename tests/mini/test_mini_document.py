@@ -1,4 +1,4 @@
-"""The examples that users of mini.trainer know run here. Changed are imports, placeholders, devices and step counts.
+"""Examples for users of mini.trainer, with changed imports, placeholders, devices and step counts.
 
 The one with configurations is in `tests/config/test_config_building.py`.
 """
@@ -128,7 +128,7 @@ def test_state_management():
     assert same(weights(trainer), weights(whole))
 
 
-def test_every_built_in_hook_takes_the_arguments_it_is_shown_with(monkeypatch):
+def test_built_in_hooks_take_the_documented_arguments(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     ema = EmaHook(
         decay=0.9999,

@@ -1,4 +1,4 @@
-"""Hooks: when they are called, what they are told, and that the three dialects of callback mix in any run."""
+"""Hooks: when they are called, what they receive, and mixing hooks, native and HF callbacks in any run."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ from trainformer.mini import (
     WandbHook,
     key_average,
 )
-from trainformer.mini.hooks.images import as_image
+from trainformer.mini.hooks import as_image
 from trainformer.run import run_of
 
 
@@ -38,7 +38,7 @@ def lines_of(caplog):
 
 
 def collecting(trainer_class=Classifier):
-    """A trainer that keeps what it logs, and where."""
+    """A trainer that records its logs."""
 
     class Collecting(trainer_class):
         def log(self, records, dry_run=False):
@@ -51,7 +51,7 @@ def collecting(trainer_class=Classifier):
 # -- order and steps ---------------------------------------------------------------------------------------
 
 
-def test_when_hooks_are_called_and_which_step_it_is():
+def test_order_and_step_of_hook_calls():
     hook = Teller()
     trainer = Classifier(2, hooks=[hook])
     before = trainer.step
@@ -72,7 +72,7 @@ def test_when_hooks_are_called_and_which_step_it_is():
 
 
 class Native:
-    """A callback of the library's own."""
+    """A native callback."""
 
     def __init__(self, story):
         self.story = story
@@ -84,7 +84,7 @@ class Native:
 
 
 class Foreign(transformers.TrainerCallback):
-    """One of HuggingFace's."""
+    """An HF callback."""
 
     def __init__(self, story):
         self.story = story
@@ -102,7 +102,7 @@ def steps_told(story):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 @pytest.mark.parametrize("way", ["mini", "main"])
-def test_three_dialects_in_one_run_in_the_order_given(way, order):
+def test_hooks_native_and_hf_callbacks_run_in_the_given_order(way, order):
     story = []
     callbacks = [Teller("hook", story), Native(story), Foreign(story)]
     chosen = [callbacks[i] for i in order]
@@ -114,7 +114,7 @@ def test_three_dialects_in_one_run_in_the_order_given(way, order):
     assert steps_told(story) == [(name, step) for step in (1, 2) for name in names]
 
 
-def test_any_of_them_may_stop_a_mini_run():
+def test_any_callback_can_stop_a_mini_run():
     class Stops(Foreign):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 3
@@ -133,7 +133,7 @@ def test_any_of_them_may_stop_a_mini_run():
     assert trainer.step == 2
 
 
-def test_what_hooks_see_of_the_main_trainer():
+def test_hooks_in_the_main_trainer():
     seen = {}
 
     class Looks(BaseHook):
@@ -185,7 +185,7 @@ def test_what_hooks_see_of_the_main_trainer():
 
 
 @pytest.mark.parametrize("scheduler", ["linear", lambda optimizer: LambdaLR(optimizer, lambda step: 1 - step / 4)])
-def test_rates_are_those_of_the_step_in_the_main_trainer_too(scheduler):
+def test_learning_rates_are_those_of_the_step_in_the_main_trainer_too(scheduler):
     keeper = Keeper()
     options = {"max_steps": 4, "lr": 0.1, "warmup_ratio": 0.0, "log": "none", "device": "cpu"}
     Trainer(MeanTask(), classes(), callbacks=[keeper], scheduler=scheduler, **options).fit()
@@ -226,7 +226,7 @@ class Counts(BaseHook):
         self.count = state_dict["count"]
 
 
-def test_state_of_hooks_is_kept_in_either_kind_of_run():
+def test_hook_state_is_resumed_in_mini_and_main_runs():
     first, second = Counts(), Counts()  # two of one class do not collide
     trainer = Classifier(3, hooks=[first, second])
     trainer.train()
@@ -245,7 +245,7 @@ def test_state_of_hooks_is_kept_in_either_kind_of_run():
 # -- progress ----------------------------------------------------------------------------------------------
 
 
-def test_the_line_of_progress_has_the_known_form():
+def test_the_format_of_the_progress_line():
     hook = ProgressHook()
     values = {"step_time": 0.25, "data_time": 0.01, "loss": 0.52341, "grad_norm": 2.3456, "lr_0": 1e-3}
     line = hook.line(100, 10_000, values)
@@ -265,7 +265,7 @@ def test_progress_at_intervals_and_at_the_end(caplog):
     assert [f"{losses[i]:.4f}" for i in (2, 5, 6)] == [re.search(r"loss (\S+)", line)[1] for line in lines]
 
 
-def test_progress_with_records_and_what_hooks_add(caplog):
+def test_progress_with_records_and_values_added_by_hooks(caplog):
     class Adds(BaseHook):
         def on_after_step(self, trainer):
             trainer.step_info["max_memory"] = 1.5
@@ -275,11 +275,12 @@ def test_progress_with_records_and_what_hooks_add(caplog):
     assert re.search(r"lr_0 1.00e-01 accuracy \d\.\d{4} nested\.rows 8\.0000 max_memory 1\.5000$", lines_of(caplog)[0])
 
 
-def test_the_time_left_is_judged_by_steps_after_the_warm_up(monkeypatch):
-    from trainformer.mini.hooks import metrics
+def test_the_eta_uses_steps_after_the_warmup(monkeypatch):
+
+    from trainformer.mini import hooks
 
     clock = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(hooks.time, "perf_counter", lambda: clock[0])
     hook = ProgressHook(interval=1, eta_warmup=2)
     trainer = Classifier(12)
     trainer._build()
@@ -288,12 +289,12 @@ def test_the_time_left_is_judged_by_steps_after_the_warm_up(monkeypatch):
     for step in range(1, 7):
         clock[0] += 100.0 if step <= 2 else 1.0
         run_of(trainer).state.step = step
-        left[step] = hook._time_left(step, 12)
+        left[step] = hook.eta(step, 12)
         hook.on_after_step(trainer)
     assert left[2] == "0:16:40"  # nothing better is known yet
     assert left[3] == "0:00:09"
     assert left[6] == "0:00:06"
-    assert hook._time_left(6, 360_006) == "100:00:00"
+    assert hook.eta(6, 360_006) == "100:00:00"
 
 
 SCRIPT = """
@@ -301,23 +302,24 @@ import sys
 sys.path[:0] = {path!r}
 from mini_toys import Classifier
 from trainformer.mini import ProgressHook
-Classifier(4, hooks=[ProgressHook(interval=2)], workspace={workspace!r}).train()
+for workspace in (None, "ws"):
+    Classifier(4, hooks=[ProgressHook(interval=2)], workspace=workspace).train()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workspace", [None, "ws"])
-def test_messages_are_shown_by_default_and_once(workspace):
+def test_messages_are_printed_once_by_default(tmp_path):
     here = str(Path(__file__).parent)
-    code = SCRIPT.format(path=[here, str(Path(here).parent)], workspace=workspace)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = SCRIPT.format(path=[here, str(Path(here).parent)])
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     shown = [line for line in (run.stdout + run.stderr).splitlines() if line]
-    assert len(shown) == 3
-    assert shown[0].startswith("training Classifier on cpu in fp32")
-    assert [line.split(":")[0] for line in shown[1:]] == ["Step 2/4", "Step 4/4"]
+    assert len(shown) == 6
+    for first in (0, 3):
+        assert shown[first].startswith("training Classifier on cpu in fp32")
+        assert [line.split(":")[0] for line in shown[first + 1 : first + 3]] == ["Step 2/4", "Step 4/4"]
 
 
-def test_a_logger_of_the_users(caplog):
+def test_a_user_logger(caplog):
     caplog.set_level(logging.INFO, "mine")
     Classifier(2, hooks=[ProgressHook(interval=1)], logger=logging.getLogger("mine")).train()
     assert [record.name for record in caplog.records if record.getMessage().startswith("Step")] == ["mine", "mine"]
@@ -345,7 +347,7 @@ def test_means_are_logged_at_intervals_and_the_rest_at_the_end():
     assert trainer.logged[0][1].keys() >= {"accuracy", "grad_norm", "lr_0", "step_time", "data_time"}
 
 
-def test_records_with_a_name_that_is_taken_stay_apart():
+def test_records_with_reserved_names_are_kept_separate():
     class SaysLoss(Classifier):
         def forward(self, input):
             return super().forward(input)[0], {"loss": 7.0, "grad_norm": 8}
@@ -372,7 +374,7 @@ def test_metrics_are_on_disk_whatever_log_does():
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_the_average_of_the_weights(device):
+def test_ema_of_the_weights(device):
     hook, keeper = EmaHook(decay=0.75, update_interval=2, device=device), []
 
     class Keeps(BaseHook):
@@ -413,7 +415,7 @@ def test_images_of_all_kinds(image, mode):
     assert np.asarray(made).min() == 255
 
 
-def test_where_both_places_would_do_tensors_have_channels_first_and_arrays_last():
+def test_ambiguous_images_are_channels_first_for_tensors_and_last_for_arrays():
     assert as_image(torch.zeros(3, 5, 4)).size == (4, 5)
     assert as_image(np.zeros((3, 5, 4))).size == (5, 3)
 
@@ -436,7 +438,7 @@ def test_image_files_are_numbered_limited_and_safely_named():
 
 
 @pytest.mark.slow
-def test_weights_and_biases_gets_metrics_and_images(monkeypatch, tmp_path):
+def test_wandb_receives_metrics_and_images(monkeypatch, tmp_path):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -463,7 +465,7 @@ def test_weights_and_biases_gets_metrics_and_images(monkeypatch, tmp_path):
     assert trainer.state_dict()["callback.WandbHook"].keys() == {"run_id"}
 
 
-def test_step_info_has_times_that_fit_together():
+def test_step_info_has_consistent_times():
     keeper = Keeper()
     Classifier(5, hooks=[keeper]).train()
     for info in keeper.infos:
@@ -484,6 +486,6 @@ def test_step_info_has_times_that_fit_together():
         lambda: CheckpointingHook(exit_wait=-1),
     ],
 )
-def test_arguments_of_hooks_that_cannot_work(make):
+def test_invalid_hook_arguments_are_refused(make):
     with pytest.raises(BadArgument, match="Expected"):
         make()

@@ -1,4 +1,4 @@
-"""A mini trainer computes what a loop by hand computes, and what `trainformer.Trainer` computes."""
+"""A mini trainer matches a hand-written loop and `trainformer.Trainer`."""
 
 import math
 
@@ -17,7 +17,7 @@ from trainformer.mini import LoggingHook, NonFiniteGradients, ProgressHook
 
 @pytest.mark.parametrize("grad_clip", [None, 0.05])
 @pytest.mark.parametrize("schedule", [None, lambda o: LambdaLR(o, lambda step: 1 / (1 + step))])
-def test_the_same_bits_as_a_loop_by_hand(grad_clip, schedule):
+def test_bitwise_equal_to_a_hand_written_loop(grad_clip, schedule):
     keeper = Keeper()
     trainer = Classifier(10, grad_clip=grad_clip, schedule=schedule, hooks=[keeper])
     trainer.train()
@@ -33,7 +33,7 @@ def test_four_micro_batches_are_one_step():
     assert largest_difference(weights(trainer), dict(model.named_parameters())) < 1e-12
 
 
-def test_micro_batches_of_unequal_size_count_alike():
+def test_micro_batches_of_different_size_have_equal_weight():
     batches = [batches_of(size=8)[0], batches_of(size=3)[1]]
     trainer = Classifier(3, batches=batches, gradient_accumulation_steps=2)
     trainer.train()
@@ -41,7 +41,7 @@ def test_micro_batches_of_unequal_size_count_alike():
     assert largest_difference(weights(trainer), dict(model.named_parameters())) < 1e-12
 
 
-def test_the_same_bits_as_the_main_trainer_on_the_same_shuffled_order():
+def test_bitwise_equal_to_the_main_trainer_on_the_same_order():
     torch.manual_seed(11)
     trainer = Classifier(10, batches=shuffled_loader(), grad_clip=1.0)
     trainer.train()
@@ -53,7 +53,7 @@ def test_the_same_bits_as_the_main_trainer_on_the_same_shuffled_order():
     assert same(weights(trainer), weights(task))
 
 
-def test_the_seed_of_the_program_decides_the_order_and_is_left_alone():
+def test_the_global_seed_decides_the_order_and_is_not_changed():
     def run(seed):
         torch.manual_seed(seed)
         trainer = Classifier(4, batches=shuffled_loader())
@@ -72,7 +72,7 @@ def test_the_seed_of_the_program_decides_the_order_and_is_left_alone():
 
 
 class Moody(Classifier):
-    """Gives no loss for the batches it dislikes."""
+    """Returns no loss for some batches."""
 
     def __init__(self, *args, dislikes=(), **kwargs):
         super().__init__(*args, **kwargs)
@@ -83,7 +83,7 @@ class Moody(Classifier):
         return (None if len(self.seen) in self.dislikes else loss), records
 
 
-def test_nothing_is_learned_from_a_batch_without_a_loss():
+def test_a_batch_without_a_loss_is_skipped():
     keeper = Keeper()
     trainer = Moody(4, dislikes=(2, 3), hooks=[keeper])
     trainer.train()
@@ -95,7 +95,7 @@ def test_nothing_is_learned_from_a_batch_without_a_loss():
     assert all("accuracy" in info["records"] for info in keeper.infos)
 
 
-def test_a_window_with_gaps_is_the_mean_of_what_there_is():
+def test_a_step_averages_over_the_micro_batches_with_a_loss():
     trainer = Moody(1, dislikes=(1, 3), gradient_accumulation_steps=4)
     trainer.train()
     batches = batches_of()
@@ -113,7 +113,7 @@ def test_records_are_averaged_over_micro_batches():
     assert keeper.infos[0]["records"]["accuracy"].item() == pytest.approx(sum(expected) / 2)
 
 
-def test_rates_are_those_of_the_step_and_of_every_group():
+def test_learning_rates_are_those_of_the_step_and_of_every_group():
     class TwoGroups(Classifier):
         def build_optimizer(self):
             first, last = self.model[0].parameters(), self.model[2].parameters()
@@ -125,7 +125,7 @@ def test_rates_are_those_of_the_step_and_of_every_group():
     assert [info["lr_1"] for info in keeper.infos] == [0.5, 0.25, 0.125]
 
 
-def test_without_a_scheduler_rates_belong_to_the_user():
+def test_without_a_scheduler_hooks_may_change_learning_rates():
     class Halving(Keeper):
         def on_after_step(self, trainer):
             super().on_after_step(trainer)
@@ -136,8 +136,8 @@ def test_without_a_scheduler_rates_belong_to_the_user():
     assert [info["lr_0"] for info in hook.infos] == [0.1, 0.05, 0.025]
 
 
-def test_a_scheduler_that_waits_for_a_metric_is_refused():
-    with pytest.raises(BadArgument, match=r"ReduceLROnPlateau, which waits for a metric.*in a hook"):
+def test_a_scheduler_that_needs_a_metric_is_refused():
+    with pytest.raises(BadArgument, match=r"ReduceLROnPlateau, which needs a metric.*in a hook"):
         Classifier(3, schedule=ReduceLROnPlateau).train()
     with pytest.raises(BadArgument, match="LRScheduler or None, received 'int'"):
         Classifier(3, schedule=lambda o: 3).train()
@@ -150,7 +150,7 @@ def test_a_torch_scheduler_is_stepped_once_per_step():
 
 
 class Unlucky(Classifier):
-    """Some calls of `forward` give NaN; every call draws a random number."""
+    """Some calls of `forward` return NaN; every call draws a random number."""
 
     def __init__(self, *args, bad=(), **kwargs):
         super().__init__(*args, **kwargs)
@@ -164,7 +164,7 @@ class Unlucky(Classifier):
         return loss, records
 
 
-def test_a_retry_has_the_same_data_and_fresh_random_numbers():
+def test_a_retry_uses_the_same_data_and_new_random_numbers():
     keeper = Keeper()
     trainer = Unlucky(3, bad=(2, 3), max_non_finite_grad_retries=2, hooks=[keeper])
     trainer.train()
@@ -178,7 +178,7 @@ def test_a_retry_has_the_same_data_and_fresh_random_numbers():
     assert [info["loss"].item() for info in keeper.infos] == losses
 
 
-def test_a_retry_repeats_the_whole_window_and_forgets_the_first_attempt():
+def test_a_retry_repeats_all_micro_batches_and_drops_the_first_attempt():
     keeper = Keeper()
     trainer = Unlucky(1, bad=(2,), max_non_finite_grad_retries=1, gradient_accumulation_steps=2, hooks=[keeper])
     trainer.train()
@@ -188,7 +188,7 @@ def test_a_retry_repeats_the_whole_window_and_forgets_the_first_attempt():
     assert keeper.infos[0]["loss"].item() == pytest.approx(losses[0])
 
 
-def test_when_retries_are_used_up_it_is_a_runtime_error_and_the_weights_are_good():
+def test_exhausted_retries_raise_and_keep_the_last_good_weights():
     trainer = Unlucky(5, bad=range(3, 99), max_non_finite_grad_retries=3)
     with pytest.raises(RuntimeError, match=r"not finite in 4 attempts.*grad_clip") as caught:
         trainer.train()
@@ -201,7 +201,7 @@ def test_when_retries_are_used_up_it_is_a_runtime_error_and_the_weights_are_good
 
 
 @pytest.mark.parametrize("retries", [None, 0])
-def test_without_retries_nan_is_an_error_that_never_reaches_the_weights(retries):
+def test_without_retries_nan_raises_and_never_reaches_the_weights(retries):
     trainer = Unlucky(5, bad=(3,), max_non_finite_grad_retries=retries)
     with pytest.raises(RuntimeError, match="became non-finite at step 3"):
         trainer.train()
@@ -210,7 +210,7 @@ def test_without_retries_nan_is_an_error_that_never_reaches_the_weights(retries)
 
 
 class Halves(Classifier):
-    """Notes in which type the model computes."""
+    """Records the dtype in which the model computes."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, model=mlp(dtype=torch.float32), **kwargs)
@@ -237,7 +237,7 @@ def test_mixed_precision_and_its_scaler(precision, dtype, scales):
     assert 0 < largest_difference(weights(trainer), dict(model.named_parameters())) < 1.0
 
 
-def test_a_scaler_of_the_users_is_the_one_at_work():
+def test_a_user_scaler_is_used():
     class Scaled(Halves):
         def build_grad_scaler(self):
             return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -248,7 +248,7 @@ def test_a_scaler_of_the_users_is_the_one_at_work():
     assert trainer.state_dict()["backend"]["scaler"]["scale"] == 32.0
 
 
-def test_a_scaler_may_be_switched_off_or_used_without_autocast():
+def test_a_scaler_can_be_disabled_or_used_without_autocast():
     class Off(Halves):
         def build_grad_scaler(self):
             return torch.amp.GradScaler("cpu", enabled=False)
@@ -268,7 +268,7 @@ def test_a_scaler_may_be_switched_off_or_used_without_autocast():
 
 
 class Watched(torch.Tensor):
-    """A tensor that tells when it is read."""
+    """A tensor that counts its reads."""
 
     reads = 0
 
@@ -279,7 +279,7 @@ class Watched(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_nothing_is_read_from_the_device_between_intervals():
+def test_there_is_no_device_sync_between_intervals():
     class Recording(Classifier):
         def forward(self, input):
             loss, records = super().forward(input)

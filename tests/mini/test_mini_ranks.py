@@ -1,4 +1,4 @@
-"""Several ranks: gradients are exchanged once per step, and come out as those of one process with all the data."""
+"""Several ranks: gradients are all-reduced once per step and match a single process with all the data."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ def found(tmp_path_factory):
     return started(gradients_exchanged, tmp_path_factory.mktemp("ranks"))
 
 
-def test_gradients_are_exchanged_once_per_step(found):
+def test_gradients_are_all_reduced_once_per_step(found):
     for rank in found[1]:
         quiet, loud = rank["exchanges"].tolist()
         assert quiet == STEPS  # one bucket, one exchange a step
         assert loud == 4 * STEPS
 
 
-def test_they_are_those_of_one_process_with_all_the_data(found):
+def test_gradients_match_a_single_process_with_all_the_data(found):
     _, (first, second) = found
     x, y = classes(32)
     order = [int((x == row).all(-1).nonzero()) for rank in (first, second) for row in rank["seen"]]
@@ -39,7 +39,7 @@ def test_they_are_those_of_one_process_with_all_the_data(found):
     assert (first["weights"] - first["loud"]).abs().max() < 1e-12
 
 
-def test_logs_are_means_over_ranks_and_real_on_the_first_only(found):
+def test_logs_are_means_over_ranks_and_written_by_rank_0(found):
     _, (first, second) = found
     assert first["dry"].tolist() == [False] * STEPS
     assert second["dry"].tolist() == [True] * STEPS
@@ -47,7 +47,7 @@ def test_logs_are_means_over_ranks_and_real_on_the_first_only(found):
     assert (first["logged"] - (first["own"] + second["own"]) / 2).abs().max() < 1e-6
 
 
-def test_one_rank_writes_and_all_go_on(found):
+def test_one_rank_saves_and_all_resume(found):
     folder, (first, second) = found
     assert sorted(p.name for p in (folder / "ws").iterdir()) == [
         "checkpoints",
@@ -64,8 +64,8 @@ def test_one_rank_writes_and_all_go_on(found):
     assert torch.equal(first["resumed"], second["resumed"])
 
 
-def test_a_model_that_is_divided_trains_as_one_that_is_not(tmp_path):
-    """Its gradients are clipped by the norm of all of them, and it goes on from a checkpoint of whole weights."""
+def test_a_sharded_model_trains_like_a_replicated_one(tmp_path):
+    """Its global gradient norm is clipped, and it resumes from a full state dict."""
     _, (first, second) = started(divided_by_the_user, tmp_path)
     assert (first["divided"] - first["weights"]).abs().max() < 1e-10
     assert torch.equal(first["divided"], second["divided"])

@@ -21,14 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trainformer.backends.jax.backend import JaxBackend
-from trainformer.backends.jax.orbax_import import ocp, quiet
+from trainformer.backends.jax.backend import JaxBackend, root_logger_untouched
 from trainformer.backends.jax.state import TrainState
 from trainformer.checkpointing.components import StateComponent, StatefulAdapter
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine import RunState
 from trainformer.utils.files import sync
 from trainformer.utils.tree_files import read_tree, write_tree
+
+with root_logger_untouched():  # importing orbax logs through absl
+    import orbax.checkpoint as ocp
 
 INDEX = "leaves.json"
 _COMMITTED = "commit_success.txt"  # holds the folder's name, which the store changes afterwards
@@ -148,7 +150,7 @@ def write_state(folder: Path, state: Any) -> list[str]:
         leaves = _named(state)
         state = Snapshot({name: _plain(leaf) for name, leaf in leaves.items()}, _kinds(leaves))
     full = {name: array for name, array in state.arrays.items() if array.size}  # orbax refuses empty ones
-    with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with root_logger_untouched(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(full))
     if jax.process_index() == 0:
         (folder / INDEX).write_text(json.dumps({"format": 1, "leaves": state.kinds}, indent=1, sort_keys=True))
@@ -180,7 +182,8 @@ def read_arrays(folder: Path) -> dict[str, np.ndarray]:
     folder = Path(folder).absolute()
     saved = _index(folder)
     try:
-        with quiet(), warnings.catch_warnings(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        handler = ocp.PyTreeCheckpointHandler()
+        with root_logger_untouched(), warnings.catch_warnings(), ocp.Checkpointer(handler) as checkpointer:
             warnings.simplefilter("ignore", UserWarning)  # that no sharding is given: arrays stay on the host
             names = checkpointer.metadata(folder).item_metadata.keys()
             kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -214,7 +217,7 @@ def _read(folder: Path, like: Any, prefix: str) -> Any:
         item=full, restore_args=ocp.checkpoint_utils.construct_restore_args(full), partial_restore=True
     )
     try:
-        with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with root_logger_untouched(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             arrays = checkpointer.restore(folder, args=arguments)
     except (ValueError, KeyError, OSError) as error:
         raise DataError(f"The arrays in {folder} cannot be read: {error}") from error

@@ -1,6 +1,6 @@
-"""The way in for users of EasyDeL, on JAX: arguments, a trainer to subclass, and trainers for text and images.
+"""Entry point for EasyDeL users on JAX: training arguments, a trainer to subclass, and trainers for text and images.
 
-Torch is never imported.
+Never imports torch.
 
 >>> from trainformer.jax import BaseTrainer, TrainingArguments
 """
@@ -15,7 +15,7 @@ _lazy, __dir__, __all__ = lazy_exports(
     {
         "trainformer.jax.arguments": ["TrainingArguments"],
         "trainformer.jax.base_trainer": ["BaseTrainer"],
-        "trainformer.jax.outputs": [
+        "trainformer.jax.validation": [
             "TrainerConfigureDataloaderOutput",
             "TrainerConfigureFunctionOutput",
             "TrainerConfigureModelOutput",

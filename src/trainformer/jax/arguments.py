@@ -1,7 +1,7 @@
-"""The arguments of a run on JAX, in the words of EasyDeL and HuggingFace. They are checked when they are made.
+"""`TrainingArguments`: the arguments of a run on JAX, named as in EasyDeL and HuggingFace, checked on construction.
 
-Their other names are in `aliases`, the arithmetic of batches is in `batch_sizes`, their JSON in `written`. What a run
-makes of them is the trainer's business; `run_settings` says it in the names that all ways into the library share.
+Other names of the arguments are in `aliases`, JSON is in `serialization`. `run_settings` translates them to the
+settings that all entry points share.
 """
 
 from __future__ import annotations
@@ -10,36 +10,34 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import optax
 
-from trainformer.backends.jax.mesh import resolve_dims
 from trainformer.backends.jax.optimizers import make_optimizer
 from trainformer.backends.jax.precision import resolve_dtype
-from trainformer.backends.jax.remat import resolve_remat
 from trainformer.backends.jax.schedules import Schedule, make_schedule
+from trainformer.backends.jax.sharding import resolve_dims
+from trainformer.backends.jax.step import resolve_remat
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.cadence import Cadence
-from trainformer.jax.aliases import in_own_words
-from trainformer.jax.batch_sizes import BatchSizes, solve_batch_sizes
-from trainformer.jax.serialization import Written
+from trainformer.jax.aliases import resolve_aliases
+from trainformer.jax.serialization import JsonArguments
 
-_ALL = 10**9  # more checkpoints than anybody keeps
-_OFF_WORDS = ("no", "steps", "epoch")
+_ALL = 10**9  # checkpoints: no limit
 
 
 class _Arguments(type):
-    """Looks at the keywords before the dataclass does: other names are translated, and what was passed is noted."""
+    """Translates aliases before the dataclass sees the keywords, and records which arguments were passed."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if args:
             do = "Write their names: TrainingArguments(output_dir=...)."
             raise BadArgument(expected(f"the arguments of {cls.__name__} by name", args[0], do))
         known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-        kwargs = in_own_words(kwargs, known, cls.__name__)
+        kwargs = resolve_aliases(kwargs, known, cls.__name__)
         made = super().__call__(**kwargs)
         made.passed = frozenset(kwargs)
         made.check()
@@ -47,11 +45,11 @@ class _Arguments(type):
 
 
 @dataclass
-class TrainingArguments(Written, metaclass=_Arguments):
-    """Everything that is said about a run, apart from model and data.
+class TrainingArguments(JsonArguments, metaclass=_Arguments):
+    """All settings of a run apart from model and data.
 
     Cadences (`logging_steps`, `save_steps`, `eval_steps`) are steps, or strings such as ``"10min"`` and ``"2epochs"``.
-    `passed` holds the names of what was said, rather than left to its default.
+    `passed` holds the names of the arguments that were passed explicitly.
     """
 
     linked: ClassVar[tuple[str, ...]] = (
@@ -63,69 +61,69 @@ class TrainingArguments(Written, metaclass=_Arguments):
     model_name: str = "trainformer"
     output_dir: str | None = None  # None: runs/<name>
 
-    # How long, and with what
+    # Training
     num_train_epochs: float = 3
     max_steps: int = -1  # overrides num_train_epochs
-    total_batch_size: int | None = None  # rows of one optimizer step on all devices
+    total_batch_size: int | None = None  # rows per optimizer step over all devices
     per_device_train_batch_size: int = 8  # rows of a micro-batch on one data shard
     per_device_eval_batch_size: int = 8
-    eval_batch_size: int | None = None  # of all devices
+    eval_batch_size: int | None = None  # over all devices
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-5
-    learning_rate_end: float | None = None  # where the schedule ends
+    learning_rate_end: float | None = None  # at the end of the schedule
     scheduler: Any = "linear"  # constant, linear, cosine, onecycle, inverse_sqrt, wsd, or a function of the step
     scheduler_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
-    optimizer: Any = "adamw"  # adamw, adam, adafactor, lion, muon, sgd, a factory or transformation of optax
+    optimizer: Any = "adamw"  # adamw, adam, adafactor, lion, muon, sgd, or an optax factory or transformation
     optimizer_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight_decay: float = 0.01
     max_grad_norm: float | None = 1.0  # None or 0: no clipping
     frozen_parameters: str | list[str] | None = None  # regexes of paths such as "layers/attention/q_proj/kernel"
-    nonfinite: str = "raise"  # or skip: leave a step out whose gradients are not finite
+    nonfinite: str = "raise"  # or skip: skip steps with a non-finite loss or gradient
     seed: int = 42
 
-    # Where and how it is computed
-    sharding_array: tuple[int, ...] = (1, -1, 1, 1)  # dp, fsdp, tp, sp; -1: what the others leave
-    dtype: str = "auto"  # of computing: bf16, fp32; auto: bf16 where the device is fast in it
-    param_dtype: str = "fp32"  # of the weights that are kept
-    gradient_checkpointing: Any = None  # nothing_saveable, dots_saveable, everything_saveable ...; None: off
-    use_fast_kernels: bool = True  # cuDNN's attention on GPUs
-    unroll_layers: int | bool | None = None  # layers per round of the scan, True: all; None: what suits the device
+    # Devices and precision
+    sharding_array: tuple[int, ...] = (1, -1, 1, 1)  # dp, fsdp, tp, sp; -1: the remaining devices
+    dtype: str = "auto"  # compute dtype: bf16, fp32; auto: bf16 on GPUs and TPUs
+    param_dtype: str = "fp32"  # of the stored weights
+    gradient_checkpointing: Any = None  # remat policy: nothing_saveable, dots_saveable, ...; None: off
+    use_fast_kernels: bool = True  # cuDNN attention on GPUs
+    unroll_layers: int | bool | None = None  # layers per scan iteration; True: all; None: depends on the device
 
     # Data
-    max_sequence_length: int | None = None  # None: what the model can take
-    packing: bool = False  # fill sequences with several documents, which do not see each other
-    train_on_inputs: bool | None = None  # learn prompts as well; None: only where the data do not tell them apart
+    max_sequence_length: int | None = None  # None: the model's maximum
+    packing: bool = False  # several documents per sequence; attention stays inside each document
+    train_on_inputs: bool | None = None  # also train on prompts; None: only if the data do not mark them
     shuffle: bool = True
-    drop_last: bool = False  # leave out the last batch of an epoch if it is smaller
+    drop_last: bool = False  # drop an incomplete last batch of an epoch
     dataloader_num_workers: int = 0
 
-    # What is recorded
-    log: Any = "console"  # console, wandb, tensorboard, mlflow, none, a logger, or several
+    # Logging
+    log: Any = "console"  # console, wandb, tensorboard, mlflow, none, a logger, or a list of them
     logging_steps: int | str = 10
     project: str = "trainformer"
     run_name: str | None = None  # None: model_name
 
     # Evaluation
     evaluation_strategy: str = "no"  # no, steps, epoch
-    eval_steps: int | str | None = None  # None: as logging_steps
-    do_eval: bool = False  # True: evaluation_strategy="epoch", unless one is given
+    eval_steps: int | str | None = None  # None: logging_steps
+    do_eval: bool = False  # True: evaluation_strategy="epoch" unless set
 
-    # What is kept
-    save_strategy: str = "steps"  # no: the last one only; steps, epoch
+    # Checkpoints
+    save_strategy: str = "steps"  # no: the final one only; steps, epoch
     save_steps: int | str | None = 500
-    save_total_limit: int | None = None  # None: all
-    save_best: int | None = None  # so many of the best beyond that; None: one if metric_for_best_model is given
+    save_total_limit: int | None = None  # None: keep all
+    save_best: int | None = None  # best checkpoints to keep as well; None: 1 with metric_for_best_model
     save_async: bool = False
     metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None  # None: told by the name
-    resume: str | None = "auto"  # auto, a path, or None to begin anew
+    greater_is_better: bool | None = None  # None: inferred from the name
+    resume: str | None = "auto"  # auto, a path, or None to start from scratch
 
     passed: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Bring values that may be written in several ways into one form. `check` comes when all are known."""
+        """Normalise values that can be written in several ways. `check` runs afterwards."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, os.PathLike):
@@ -135,7 +133,8 @@ class TrainingArguments(Written, metaclass=_Arguments):
         self.scheduler_kwargs = dict(self.scheduler_kwargs or {})
         self.optimizer_kwargs = dict(self.optimizer_kwargs or {})
         self.sharding_array = _four_axes(self.sharding_array)
-        self.dtype, self.param_dtype = _format("dtype", self.dtype), _format("param_dtype", self.param_dtype)
+        self.dtype = _dtype_name("dtype", self.dtype)
+        self.param_dtype = _dtype_name("param_dtype", self.param_dtype)
         self.max_steps = -1 if self.max_steps is None else self.max_steps
         self.resume = None if self.resume is False else self.resume  # type: ignore[comparison-overlap]
         self.log = list(self.log) if isinstance(self.log, tuple) else self.log
@@ -145,34 +144,34 @@ class TrainingArguments(Written, metaclass=_Arguments):
     # -- checks --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse what cannot work. A class with more fields extends it."""
+        """Validate all fields. A subclass with more fields extends this."""
         self._check_numbers()
-        self._settle_strategies()
+        self._resolve_strategies()
         self._check_choices()
         _check_axes(self.sharding_array)
         resolve_remat(self.gradient_checkpointing)
         frozen = self.frozen_parameters
         for pattern in frozen if isinstance(frozen, list) else [frozen] if frozen is not None else []:
             _check_regex(pattern)
-        schedule = self._schedule(1000)  # of any length: this only asks whether it can be made
+        schedule = self._schedule(1000)  # any length: only checks that it can be built
         if isinstance(self.optimizer, optax.GradientTransformation):
             if "weight_decay" in self.passed and self.weight_decay:
-                do = "Say it to the optimizer, or pass that by name or as a factory (optimizer=optax.adamw)."
-                raise BadArgument(expected("no weight_decay with an optimizer that is made", self.weight_decay, do))
+                do = "Pass it to the optimizer, or pass the optimizer by name or as a factory (optimizer=optax.adamw)."
+                raise BadArgument(expected("no weight_decay with an optimizer object", self.weight_decay, do))
             make_optimizer(self.optimizer, schedule, **self.optimizer_kwargs)
-        elif not callable(self.optimizer):  # a factory may have effects, so it waits for the run
+        elif not callable(self.optimizer):  # a factory may have side effects: it is called by the run
             make_optimizer(self.optimizer, schedule, self.weight_decay, **self.optimizer_kwargs)
 
     def _check_numbers(self) -> None:
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            self._whole(name, 1)
+            self._integer(name, 1)
         for name in ("warmup_steps", "seed", "dataloader_num_workers"):
-            self._whole(name, 0)
+            self._integer(name, 0)
         for name in ("total_batch_size", "eval_batch_size", "max_sequence_length", "save_total_limit"):
-            self._whole(name, 1, or_none=True)
-        self._whole("save_best", 0, or_none=True)
+            self._integer(name, 1, or_none=True)
+        self._integer("save_best", 0, or_none=True)
         if self.max_steps != -1:
-            self._whole("max_steps", 1, more=", or -1 for whole epochs")
+            self._integer("max_steps", 1, more=", or -1 for whole epochs")
         for name in ("learning_rate", "num_train_epochs"):
             _number(name, getattr(self, name), lambda v: v > 0, "a positive number")
         _number("weight_decay", self.weight_decay, lambda v: v >= 0, "a number of at least 0")
@@ -181,7 +180,7 @@ class TrainingArguments(Written, metaclass=_Arguments):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), lambda v: v >= 0, "a number of at least 0, or None")
         if self.unroll_layers is not None and not isinstance(self.unroll_layers, bool):
-            self._whole("unroll_layers", 1, more=", True or None")
+            self._integer("unroll_layers", 1, more=", True or None")
 
     def _check_choices(self) -> None:
         for name in ("use_fast_kernels", "packing", "shuffle", "drop_last", "do_eval", "save_async"):
@@ -194,17 +193,17 @@ class TrainingArguments(Written, metaclass=_Arguments):
             raise BadArgument(expected("nonfinite to be 'raise' or 'skip'", self.nonfinite))
         for name in ("output_dir", "resume", "run_name", "metric_for_best_model"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                do = "Pass 'auto', a path, or None to begin anew." if name == "resume" else ""
+                do = "Pass 'auto', a path, or None to start from scratch." if name == "resume" else ""
                 raise BadArgument(expected(f"{name} to be a string or None", getattr(self, name), do))
         for name in ("logging_steps", "save_steps", "eval_steps"):
             Cadence.parse(getattr(self, name), "steps", name)
 
-    def _settle_strategies(self) -> None:
-        """A number of steps that was passed asks for its strategy, too."""
+    def _resolve_strategies(self) -> None:
+        """Passing `eval_steps` or `save_steps` alone implies the strategy "steps"."""
         for strategy, steps in (("evaluation_strategy", "eval_steps"), ("save_strategy", "save_steps")):
             value = getattr(self, strategy)
             value = "no" if value is None or value is False else value
-            if value not in _OFF_WORDS:
+            if value not in ("no", "steps", "epoch"):
                 raise BadArgument(expected(f"{strategy} to be 'no', 'steps' or 'epoch'", value))
             if strategy not in self.passed and steps in self.passed:
                 value = "no" if getattr(self, steps) is None else "steps"
@@ -221,35 +220,35 @@ class TrainingArguments(Written, metaclass=_Arguments):
         if self.save_strategy == "steps" and self.save_steps is None:
             raise BadArgument("Expected save_steps with save_strategy='steps', received None. Use save_strategy='no'.")
         if self.metric_for_best_model is not None and self.evaluation_strategy == "no":
-            do = "Without evaluations nothing is best. Pass evaluation_strategy='epoch'."
+            do = "Pass evaluation_strategy='epoch'."
             raise BadArgument(expected("an evaluation_strategy with metric_for_best_model", "no", do))
 
-    def _whole(self, name: str, least: int, *, or_none: bool = False, more: str = "") -> None:
+    def _integer(self, name: str, least: int, *, or_none: bool = False, more: str = "") -> None:
         value = getattr(self, name)
         if value is None and or_none:
             return
         more += ", or None" if or_none else ""
-        _number(name, value, lambda v: isinstance(v, int) and v >= least, f"a whole number of at least {least}{more}")
+        _number(name, value, lambda v: isinstance(v, int) and v >= least, f"an integer of at least {least}{more}")
 
-    # -- what a run makes of them --------------------------------------------------------------------------------
+    # -- used by a run --------------------------------------------------------------------------------
 
     def resolve(self, data_shards: int) -> BatchSizes:
-        """The sizes of batches on a mesh whose axes dp and fsdp have `data_shards` places together."""
+        """Batch sizes on a mesh with `data_shards` = dp * fsdp."""
         return solve_batch_sizes(vars(self), self.passed, data_shards)
 
     def resolve_on(self, n_devices: int) -> BatchSizes:
-        """The same on so many devices, which `sharding_array` divides."""
+        """Batch sizes on `n_devices` devices, arranged by `sharding_array`."""
         dp, fsdp, _, _ = resolve_dims(self.sharding_array, n_devices)
         return self.resolve(dp * fsdp)
 
     def planned_steps(self, steps_per_epoch: int | None) -> int | None:
-        """Optimizer steps of the whole run, None where nobody knows how long an epoch is."""
+        """Optimizer steps of the whole run; None if the length of an epoch is unknown."""
         if self.max_steps > 0:
             return self.max_steps
         return None if steps_per_epoch is None else math.ceil(self.num_train_epochs * steps_per_epoch)
 
     def get_optimizer_and_scheduler(self, steps: int | None) -> tuple[optax.GradientTransformation, Schedule]:
-        """The optimizer of a run of so many steps, and its learning rate as a function of the step."""
+        """The optimizer and the learning-rate schedule for a run of `steps` steps."""
         schedule = self._schedule(steps)
         return make_optimizer(self.optimizer, schedule, self.weight_decay, **self.optimizer_kwargs), schedule
 
@@ -265,18 +264,16 @@ class TrainingArguments(Written, metaclass=_Arguments):
         )
 
     def run_settings(self, sizes: BatchSizes, steps_per_epoch: int | None = None) -> dict[str, Any]:
-        """The settings of a run by the names that all ways into the library share.
+        """The settings of a run under the names that all entry points share.
 
-        A batch is that of a whole optimizer step: the step itself divides it, so the loop accumulates nothing.
+        A batch holds a whole optimizer step: the step function splits it, and the loop accumulates nothing.
         """
         by_steps = self.max_steps > 0 or self.num_train_epochs != int(self.num_train_epochs)
         if by_steps and self.planned_steps(steps_per_epoch) is None:
-            do = "Pass max_steps."
-            raise BadArgument(
-                expected("whole num_train_epochs where the data have no length", self.num_train_epochs, do)
-            )
+            what = "an integer num_train_epochs for data of unknown length"
+            raise BadArgument(expected(what, self.num_train_epochs, "Pass max_steps."))
         metric = (self.metric_for_best_model or "loss").removeprefix("eval_").removeprefix("val/")
-        kept_best = int(self.metric_for_best_model is not None) if self.save_best is None else self.save_best
+        save_best = int(self.metric_for_best_model is not None) if self.save_best is None else self.save_best
         return {
             "epochs": max(1, math.ceil(self.num_train_epochs)),
             "max_steps": self.planned_steps(steps_per_epoch) if by_steps else None,
@@ -302,16 +299,16 @@ class TrainingArguments(Written, metaclass=_Arguments):
             "name": self.run_name or self.model_name,
             "run_dir": self.output_dir,
             "save_every": _cadence(self.save_strategy, self.save_steps),
-            "save_best": kept_best,
+            "save_best": save_best,
             "save_last": self.save_total_limit or _ALL,
             "save_async": self.save_async,
             "monitor_metric": f"val/{metric}",
-            "monitor_mode": "max" if self._more_is_better(metric) else "min",
+            "monitor_mode": "max" if self._is_greater_better(metric) else "min",
             "resume": self.resume,
             "eval_every": _cadence(self.evaluation_strategy, self.eval_steps),
         }
 
-    def _more_is_better(self, metric: str) -> bool:
+    def _is_greater_better(self, metric: str) -> bool:
         if self.greater_is_better is not None:
             return self.greater_is_better
         return not any(word in metric for word in ("loss", "perplexity", "error"))
@@ -329,19 +326,19 @@ def _cadence(strategy: str, every: int | str | None) -> str | None:
 
 
 def _four_axes(given: Any) -> Any:
-    """EasyDeL's newer arrays have a fifth axis for experts, in the middle; where it asks for nothing it goes."""
+    """Newer versions of EasyDeL have a fifth axis for experts, in the middle; dropped if its size is 1."""
     if not isinstance(given, (tuple, list)):
         return given
     return (*given[:2], *given[3:]) if len(given) == 5 and given[2] == 1 else tuple(given)
 
 
 def _check_axes(given: Any) -> None:
-    """Ask whether there is a number of devices that they would fit."""
+    """Check the axes alone, without knowing the number of devices."""
     sizes = given if isinstance(given, tuple) else ()
     resolve_dims(given, math.prod(size for size in sizes if isinstance(size, int) and size > 0))
 
 
-def _format(name: str, value: Any) -> str:
+def _dtype_name(name: str, value: Any) -> str:
     short = {"float32": "fp32", "bfloat16": "bf16"}
     if isinstance(value, str) and value.lower() == "auto":
         if name == "dtype":
@@ -349,7 +346,7 @@ def _format(name: str, value: Any) -> str:
         raise BadArgument(expected(f"{name} to be 'bf16' or 'fp32'", value))
     dtype = str(resolve_dtype(value, on="cpu"))
     if dtype not in short:
-        do = "float16 needs scaled losses, bf16 does not." if dtype == "float16" else ""
+        do = "float16 needs loss scaling, bf16 does not." if dtype == "float16" else ""
         raise BadArgument(expected(f"{name} to be 'bf16' or 'fp32'", dtype, do))
     return short[dtype]
 
@@ -361,3 +358,88 @@ def _check_regex(pattern: Any) -> None:
         re.compile(pattern)
     except re.error as error:
         raise BadArgument(expected("frozen_parameters to be regular expressions", pattern, f"{error}.")) from error
+
+
+# -- batch sizes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Batch sizes in rows: `total` = `per_device` * `data_shards` * `accumulation`.
+
+    `total` is one optimizer step and `evaluation` one evaluation batch, over all devices.
+    """
+
+    total: int
+    per_device: int
+    accumulation: int
+    data_shards: int
+    evaluation: int
+
+
+def solve_batch_sizes(sizes: Mapping[str, Any], passed: Collection[str], data_shards: int) -> BatchSizes:
+    """Batch sizes on a mesh with `data_shards` = dp * fsdp, from the fields of the arguments.
+
+    Sizes that were not passed follow from those that were; a default never contradicts a passed value.
+    """
+    total, per_device, accumulation = (
+        sizes[name] if name in passed else None
+        for name in ("total_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    if total is None:
+        per_device = per_device or sizes["per_device_train_batch_size"]
+        accumulation = accumulation or sizes["gradient_accumulation_steps"]
+        total = per_device * data_shards * accumulation
+    elif per_device is None:
+        accumulation = accumulation or sizes["gradient_accumulation_steps"]
+        per_device, rest = divmod(total, data_shards * accumulation)
+        if rest:
+            raise _not_divisible(total, "gradient_accumulation_steps", accumulation, data_shards)
+    elif accumulation is None:
+        accumulation, rest = divmod(total, data_shards * per_device)
+        if rest:
+            raise _not_divisible(total, "per_device_train_batch_size", per_device, data_shards)
+    elif total != per_device * data_shards * accumulation:
+        raise _contradiction(total, per_device, accumulation, data_shards)
+    return BatchSizes(total, per_device, accumulation, data_shards, _eval_size(sizes, passed, data_shards))
+
+
+def _eval_size(sizes: Mapping[str, Any], passed: Collection[str], data_shards: int) -> int:
+    per_device, total = sizes["per_device_eval_batch_size"], sizes["eval_batch_size"]
+    if total is None:
+        return per_device * data_shards
+    if "per_device_eval_batch_size" in passed and per_device * data_shards != total:
+        raise BadArgument(
+            f"Expected eval_batch_size = per_device_eval_batch_size * (dp * fsdp), received {total} and {per_device} * "
+            f"{data_shards} = {per_device * data_shards}. Pass one of the two."
+        )
+    if total % data_shards:
+        raise BadArgument(
+            f"Expected eval_batch_size to be a multiple of the {data_shards} data shards (dp * fsdp), received {total}."
+        )
+    return total
+
+
+def _not_divisible(total: int, name: str, value: int, data_shards: int) -> BadArgument:
+    unit = value * data_shards
+    nearest = f"{unit}" if total < unit else f"{total // unit * unit} or {(total // unit + 1) * unit}"
+    return BadArgument(
+        f"Expected total_batch_size to be a multiple of {name} * (dp * fsdp) = {value} * {data_shards} = {unit}, "
+        f"received {total}. Pass total_batch_size={nearest}, or another {name} or sharding_array."
+    )
+
+
+def _contradiction(total: int, per_device: int, accumulation: int, data_shards: int) -> BadArgument:
+    product = per_device * data_shards * accumulation
+    fixes = [f"total_batch_size={product}"]
+    if total % (data_shards * accumulation) == 0:
+        fixes.append(f"per_device_train_batch_size={total // (data_shards * accumulation)}")
+    if total % (data_shards * per_device) == 0:
+        fixes.append(f"gradient_accumulation_steps={total // (data_shards * per_device)}")
+    if total % (per_device * accumulation) == 0:
+        fixes.append(f"a sharding_array with dp * fsdp = {total // (per_device * accumulation)}")
+    return BadArgument(
+        "Expected total_batch_size = per_device_train_batch_size * (dp * fsdp) * gradient_accumulation_steps, received "
+        f"{total} on the left and {per_device} * {data_shards} * {accumulation} = {product} on the right. "
+        f"Pass {', or '.join(fixes)}; or leave one of them out to have it computed."
+    )

@@ -1,7 +1,7 @@
-"""`BaseTrainer`: the way in on JAX. Subclass it, say what the loss is, or write the step functions yourself.
+"""`BaseTrainer`: the entry point on JAX. Subclass it and define the loss, or write the step functions yourself.
 
-Owns how arguments, model, data and functions of a user become a session. The loop, checkpoints, loggers and callbacks
-are those of every other way in; meshes, steps and optimizers are the backend's.
+Turns the user's arguments, model, data and functions into a `JaxRun`. Loop, checkpoints, loggers and callbacks are
+those of every other entry point; mesh, steps and optimizers are in `backends.jax`.
 """
 
 from __future__ import annotations
@@ -16,35 +16,32 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from trainformer.backends.jax.backend import JaxBackend, StepHooks
-from trainformer.backends.jax.dynamic_batch import AnyRowsStep
-from trainformer.backends.jax.mesh import data_shards, make_mesh
+from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
 from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
-from trainformer.backends.jax.processes import join, peers_on, rows_of_process
-from trainformer.backends.jax.remat import resolve_remat
-from trainformer.backends.jax.sharding import create_sharded, init_sharded
-from trainformer.backends.jax.step import JittedStep, jit_eval_step, jit_train_step, make_eval_step, make_train_step
-from trainformer.backends.jax.step_metrics import telling
+from trainformer.backends.jax.processes import initialize_distributed, process_group_on, process_shard
+from trainformer.backends.jax.sharding import create_sharded, data_shards, init_sharded, make_mesh
+from trainformer.backends.jax.step import make_eval_step, make_train_step, resolve_remat
+from trainformer.backends.jax.step_metrics import pack_metrics
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.engine import Event
+from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.naming import refuse_unknown, settings_passed
-from trainformer.jax.outputs import (
+from trainformer.jax.saving import save_assets, save_trainer, save_weights
+from trainformer.jax.validation import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
-)
-from trainformer.jax.saving import save_assets, save_trainer, save_weights
-from trainformer.jax.sources import as_source, stacking
-from trainformer.jax.validation import (
-    check_usable,
+    as_source,
+    cast_parameters,
+    check_eval_arguments,
+    check_state,
     checked_hook,
-    kept_as,
-    on_mesh,
-    refuse_best_of_nothing,
-    warn_of_two_optimizers,
+    stacking_collate,
+    state_on_mesh,
+    warn_unused_optimizer_arguments,
 )
 from trainformer.run.api import TrainerApi
 from trainformer.run.fit import fit
@@ -52,13 +49,14 @@ from trainformer.run.jax.run import JaxRun, JaxSettings
 
 
 class BaseTrainer(TrainerApi):
-    """Trains a model of flax nnx on a mesh of devices.
+    """Trains a flax nnx model on a mesh of devices.
 
-    `model` is a module, a function that builds one (``lambda rngs: MyModel(rngs=rngs)``; its weights are then drawn
-    where they belong, and no device ever holds all of them), or the folder of a model in HuggingFace's format.
-    `model_state` is a state to go on from instead. Data are anything `trainformer.data.numpy_loader.as_data` takes.
+    `model` is a module, a function that builds one (``lambda rngs: MyModel(rngs=rngs)``; its weights are initialised
+    directly in their shards, and no device ever holds all of them), or the folder of a model in HuggingFace format.
+    `model_state` is a state to continue from instead. Datasets are anything that
+    `trainformer.data.numpy_loader.as_data` takes.
 
-    Say what the loss is by `compute_loss`, or return functions of your own from `configure_functions`.
+    Define the loss in `compute_loss`, or return step functions of your own from `configure_functions`.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -76,9 +74,9 @@ class BaseTrainer(TrainerApi):
     1.0
     """
 
-    #: Whether the loss leaves out rows for which ``batch["_valid"]`` is False. If so, a last batch that is smaller than
-    #: the others is filled up with such rows; if not, the step is compiled once more for its size.
-    leaves_out_padding = False
+    #: Whether the loss ignores rows for which ``batch["_valid"]`` is False. If so, a smaller last batch is padded with
+    #: such rows; if not, the step is compiled once more for its size.
+    masks_padding = False
 
     def __init__(
         self,
@@ -95,54 +93,50 @@ class BaseTrainer(TrainerApi):
         mesh: Mesh | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        refuse_unknown_keywords(type(self), unknown)
         if not isinstance(arguments, TrainingArguments):
             raise BadArgument(expected("arguments to be TrainingArguments", type(arguments).__name__))
         self.arguments = arguments
         self.dataset_train = _one_of("dataset_train", dataset_train, "train_dataset", train_dataset)
         self.dataset_eval = _one_of("dataset_eval", dataset_eval, "eval_dataset", eval_dataset)
         self.data_collator = data_collator
-        join()  # before anything asks for devices
+        initialize_distributed()  # before anything uses the devices
         self.mesh = make_mesh(arguments.sharding_array) if mesh is None else mesh
-        self.processes = peers_on(self.mesh)
-        self._rows = rows_of_process(self.mesh)
+        self.processes = process_group_on(self.mesh)
+        self._shard = process_shard(self.mesh)
         self.batch_sizes = arguments.resolve(data_shards(self.mesh))
         self.dtype = resolve_dtype(arguments.dtype)
         self._model = model
-        self._given_state = model_state
+        self._initial_state = model_state
         self._state: Any = None
         self.scheduler: Callable[[Any], Any] | None = None
         self.tx: Any = None
         self._run = self._build(CallbackList(callbacks))
         self._run.connect()
-        # What is trained is the backend's alone: beside it there need not be room for another one.
-        self._given_state = self._state = None
+        # Only the backend keeps the state: there may be no memory for a second one.
+        self._initial_state = self._state = None
         if hasattr(self.model_state, "model"):
             self._model = None
 
     def _build(self, callbacks: CallbackList) -> JaxRun:
-        """Everything in the order in which one part needs the other: data, their length, state, functions."""
+        """Build the run: data, its length, state, step functions, in order of dependency."""
         arguments, sizes = self.arguments, self.batch_sizes
         loaders = TrainerConfigureDataloaderOutput(*self.configure_dataloaders())
-        train = as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._rows)
-        val = None
-        if loaders.dataloader_eval is not None:
-            val = as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._rows)
+        train = as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._shard)
+        val = as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._shard)
         if train is None:
-            raise BadArgument("Expected data to train on, received none. Pass dataset_train.")
+            raise BadArgument("Expected training data, received none. Pass dataset_train.")
         if val is None:
-            refuse_best_of_nothing(arguments)
+            check_eval_arguments(arguments)
         self.steps_per_epoch = train.batches_per_epoch
         self.max_training_steps = loaders.max_training_steps or arguments.planned_steps(self.steps_per_epoch)
         configured = TrainerConfigureModelOutput(*self.configure_model())
-        self._model, self.tx = configured.model, configured.tx
-        self.scheduler = configured.scheduler
-        self._state = configured.state
+        self._model, self._state, self.tx, self.scheduler = configured
         functions = TrainerConfigureFunctionOutput(*self.configure_functions())
         pairs: tuple[tuple[Any, Any], ...] = (train, functions.train_step_fn), (val, functions.eval_step_fn)
         for source, function in pairs:
             if hasattr(source, "pad_last") and not getattr(source, "drop_last", False):
-                source.pad_last = isinstance(function, JittedStep) and not isinstance(function, AnyRowsStep)
+                source.pad_last = isinstance(function, JittedStep) and not isinstance(function, DynamicBatchStep)
         backend = JaxBackend(
             configured.state,
             functions.train_step_fn,
@@ -159,8 +153,9 @@ class BaseTrainer(TrainerApi):
         values |= {"precision": self.dtype.name, "sharding_array": tuple(self.mesh.shape.values())}
         settings = JaxSettings(**{name: value for name, value in values.items() if name in JaxSettings.defaults()})
         console = Console()
-        shows = self.processes.is_main and "console" in _as_list(settings.log)
-        if shows and not any(isinstance(cb, ProgressBar) for cb in callbacks):
+        loggers = settings.log if isinstance(settings.log, (list, tuple)) else [settings.log]
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if self.processes.is_main and "console" in loggers and not has_bar:
             callbacks.add(ProgressBar(console))
         return JaxRun(
             self,
@@ -176,35 +171,35 @@ class BaseTrainer(TrainerApi):
             process_group=self.processes,
         )
 
-    # -- what a subclass may say otherwise -----------------------------------------------------------------------
+    # -- methods to override -------------------------------------------------------------------------------------
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
-        """The loss of a batch: a mean over its rows, or ``Loss(sum, weight, metrics)``. It is differentiated.
+        """The loss of a batch, to be differentiated: a mean over its rows, or ``Loss(sum, weight, metrics)``.
 
-        The model is in training mode. `key` is a random key of its own for each step and micro-batch.
+        The model is in training mode. `key` is a PRNG key, unique to each step and micro-batch.
         """
         raise NotImplementedError
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
-        """What an evaluation measures, in the same form; the model is in evaluation mode. By default the loss."""
+        """The metrics of an evaluation batch, in the same form; the model is in eval mode. Default: the loss."""
         return self.compute_loss(model, batch, key)
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Further metrics from the means of a whole evaluation."""
+        """Additional metrics, computed from the means of a whole evaluation."""
         return {}
 
     def create_collect_function(self) -> Callable[[list[Any]], Any] | None:
-        """What makes a batch of a list of samples. A list that it returns, and what None stands for, is stacked."""
+        """The collate function. A list that it returns is stacked; None stacks the samples."""
         return None
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """The data as samples to make batches of."""
+        """Convert a dataset to the samples that batches are collated from."""
         return dataset
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
-        """Batches of the data: those of a whole optimizer step, and those of an evaluation."""
+        """Data loaders: a training batch holds a whole optimizer step."""
         arguments, sizes = self.arguments, self.batch_sizes
-        collect = self.data_collator or self.create_collect_function()
+        collate = self.data_collator or self.create_collect_function()
 
         def source(dataset: Any, train: bool) -> Any:
             if dataset is None:
@@ -214,42 +209,42 @@ class BaseTrainer(TrainerApi):
                 sizes.total if train else sizes.evaluation,
                 shuffle=train and arguments.shuffle,
                 seed=arguments.seed,
-                collate=None if collect is None else stacking(collect),
+                collate=None if collate is None else stacking_collate(collate),
                 drop_last=train and arguments.drop_last,
-                shard=self._rows,
+                shard=self._shard,
                 threads=arguments.dataloader_num_workers,
-                lookahead=2,  # the backend takes one ahead
+                lookahead=2,  # the backend prefetches one
             )
 
         return TrainerConfigureDataloaderOutput(source(self.dataset_train, True), source(self.dataset_eval, False))
 
     def configure_model(self) -> TrainerConfigureModelOutput:
-        """The model and its state on the mesh: weights, optimizer state and random key, each where it belongs."""
+        """The model and its train state, sharded over the mesh."""
         arguments = self.arguments
         tx, scheduler = arguments.get_optimizer_and_scheduler(self.max_training_steps)
-        if self._given_state is not None:
-            check_usable(self._given_state, self._given_state)
-            state = on_mesh(self._given_state, self.mesh)
+        if self._initial_state is not None:
+            check_state(self._initial_state, self._initial_state)
+            state = state_on_mesh(self._initial_state, self.mesh)
             if not hasattr(state, "tx"):
                 return TrainerConfigureModelOutput(self.model, state, tx, scheduler)
-            warn_of_two_optimizers(arguments)
-            return TrainerConfigureModelOutput(None, state, state.tx, None)  # nobody knows its learning rate
+            warn_unused_optimizer_arguments(arguments)
+            return TrainerConfigureModelOutput(None, state, state.tx, None)  # its schedule is unknown
         model = self.load_model(self.model)
         key, frozen = jax.random.key(arguments.seed), self.frozen_patterns()
         if isinstance(model, nnx.Module):
             self.prepare_model(model)
-            state, _ = create_sharded(kept_as(model, arguments), tx, key, self.mesh, frozen=frozen)
+            state, _ = create_sharded(cast_parameters(model, arguments), tx, key, self.mesh, frozen=frozen)
         else:
 
             def build(rngs: nnx.Rngs) -> nnx.Module:
-                return kept_as(self.prepare_model(model(rngs)), arguments)
+                return cast_parameters(self.prepare_model(model(rngs)), arguments)
 
             state, _ = init_sharded(build, tx, key, self.mesh, frozen=frozen)
             model = None
         return TrainerConfigureModelOutput(model, state, tx, scheduler)
 
     def load_model(self, model: Any) -> Any:
-        """A module, or a function that builds one, from what was passed as `model`."""
+        """A module, or a function that builds one, from the `model` argument."""
         if isinstance(model, (str, Path)):
             return self.read_folder(model)
         if isinstance(model, nnx.Module) or (callable(model) and not isinstance(model, type)):
@@ -258,19 +253,19 @@ class BaseTrainer(TrainerApi):
         raise BadArgument(expected("a model to train", "nothing" if model is None else repr(model), do))
 
     def read_folder(self, folder: str | Path, **options: Any) -> nnx.Module:
-        """The model of a folder, its weights on the host: each device is then sent its own part, and none holds all."""
+        """The model of a folder with its weights on the host, so that each device receives its own shard only."""
         from trainformer.models.jax import load_model
 
         dtype = resolve_dtype(self.arguments.param_dtype)
         return load_model(folder, dtype=dtype, place=lambda _, array: array, **options)
 
     def frozen_patterns(self) -> list[str]:
-        """Regular expressions of the parameters that are not trained."""
+        """Regexes of the frozen parameters."""
         frozen = self.arguments.frozen_parameters
         return [frozen] if isinstance(frozen, str) else list(frozen or [])
 
     def prepare_model(self, model: nnx.Module) -> nnx.Module:
-        """Tell a model that can be told how to compute: rematerialisation, attention, unrolled layers."""
+        """Configure remat policy, attention kernel and unrolled layers on a model that supports it."""
         arguments = self.arguments
         if hasattr(model, "configure"):
             model.configure(
@@ -281,15 +276,15 @@ class BaseTrainer(TrainerApi):
         return model
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
-        """The two functions of a run, made of `compute_loss` and `compute_metrics`."""
+        """The jitted step functions, built from `compute_loss` and `compute_metrics`."""
         if type(self).compute_loss is BaseTrainer.compute_loss:
             raise BadArgument(
-                f"{type(self).__name__} does not say what to train: define compute_loss(model, batch, key), or return "
-                "step functions from configure_functions."
+                f"{type(self).__name__} has no loss: define compute_loss(model, batch, key), or return step functions "
+                "from configure_functions."
             )
         arguments, state = self.arguments, self._state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        told = hasattr(type(state.model), "configure")  # it computes its layers again by itself
+        has_own_remat = hasattr(type(state.model), "configure")  # of single layers
 
         def train(accumulation: int) -> Callable[..., Any]:
             step = make_train_step(
@@ -297,45 +292,46 @@ class BaseTrainer(TrainerApi):
                 accumulation=accumulation,
                 compute_dtype=self.dtype,
                 clip=arguments.max_grad_norm or None,
-                remat=None if told else arguments.gradient_checkpointing,
+                remat=None if has_own_remat else arguments.gradient_checkpointing,
             )
-            return telling(step)
+            return pack_metrics(step)
 
         evaluate = make_eval_step(self.compute_metrics, compute_dtype=self.dtype)
         mesh, sizes = self.mesh, self.batch_sizes
-        if self.leaves_out_padding:
+        if self.masks_padding:
             return TrainerConfigureFunctionOutput(
-                jit_train_step(train(sizes.accumulation), mesh, shardings), jit_eval_step(evaluate, mesh, shardings)
+                JittedStep(train(sizes.accumulation), mesh, shardings, train=True),
+                JittedStep(evaluate, mesh, shardings, train=False),
             )
         return TrainerConfigureFunctionOutput(
-            AnyRowsStep(train, mesh, shardings, per_device=sizes.per_device, train=True),
-            AnyRowsStep(lambda _: evaluate, mesh, shardings, per_device=sizes.per_device, train=False),
+            DynamicBatchStep(train, mesh, shardings, per_device=sizes.per_device, train=True),
+            DynamicBatchStep(lambda _: evaluate, mesh, shardings, per_device=sizes.per_device, train=False),
         )
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def on_step_start(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Before a step, with the number of steps done. A state that is returned is the one trained from."""
+        """Called before a step with the number of completed steps. May return a state to train from instead."""
 
     def on_step_end(self, state: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """After a step, with the number of steps done. Return nothing, another state, or (state, metrics).
+        """Called after a step with the number of completed steps. May return a state, or (state, metrics).
 
-        The values of `metrics` are on the device; reading one waits for it. Do not keep the state: the next step reuses
-        its memory.
+        The metrics are device scalars; reading one waits for the step. Do not keep the state: the next step donates its
+        buffers.
         """
 
     def on_log(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """When metrics are logged, with the number of steps done. Return nothing, or those to log instead."""
+        """Called when metrics are logged, with the number of completed steps. May return the metrics to log instead."""
 
     def _step_hooks(self) -> StepHooks:
-        """The hooks that a subclass defines; others cost nothing."""
+        """The hooks that a subclass overrides; the others cost nothing."""
         return StepHooks(
             checked_hook(self.on_step_start) if type(self).on_step_start is not BaseTrainer.on_step_start else None,
             checked_hook(self.on_step_end) if type(self).on_step_end is not BaseTrainer.on_step_end else None,
         )
 
     def listeners(self) -> dict[Event, Any]:
-        """What the session calls on events, before any callback."""
+        """Event handlers of the trainer itself, called before any callback."""
 
         def log(metrics: dict[str, float]) -> None:
             changed = self.on_log(metrics, self.state.step)
@@ -345,13 +341,13 @@ class BaseTrainer(TrainerApi):
 
         return {Event.LOG: log} if type(self).on_log is not BaseTrainer.on_log else {}
 
-    # -- what one does with a trainer ------------------------------------------------------------------------------
+    # -- train, evaluate, save -------------------------------------------------------------------------------------
 
     def train(self, ckpt_path: str | Path | None = None) -> Any:
-        """Train to the end, going on where an earlier run of the same command was. Returns the final state.
+        """Train to the end, resuming an earlier run of the same command. Returns the final state.
 
-        `ckpt_path` is a checkpoint, a run's folder, or what `save_pretrained` wrote, to go on from. One that cannot be
-        loaded is an error.
+        `ckpt_path` is a checkpoint, a run folder, or a folder from `save_pretrained` to resume from. It is an error if
+        it cannot be loaded.
         """
         run = self._run
         if ckpt_path is not None:
@@ -363,44 +359,44 @@ class BaseTrainer(TrainerApi):
         return self.model_state
 
     def eval(self, state: Any = None) -> dict[str, float]:
-        """Evaluate a state, by default the present one, on the evaluation data: metrics named ``eval_...``."""
+        """Evaluate a state (default: the current one) on the evaluation data. Returns metrics named ``eval_...``."""
         run, backend = self._run, self._run.backend
         if run.val_source is None:
-            raise BadArgument("There are no data to evaluate on. Pass dataset_eval.")
-        present = backend.state
+            raise BadArgument("There is no evaluation data. Pass dataset_eval.")
+        current = backend.state
         if state is not None:
-            check_usable(state, present)
+            check_state(state, current)
         try:
-            backend.state = present if state is None else state
+            backend.state = current if state is None else state
             metrics = run.validate()
         finally:
-            backend.state = present
+            backend.state = current
         return {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()}
 
     evaluate = eval
 
     def save_pretrained(self, ckpt_path: str | Path, state: Any = None) -> str:
-        """Write the state, the arguments and the model's weights to a folder, all or nothing.
+        """Write the state, the arguments and the model's weights to a folder, atomically.
 
-        `train(ckpt_path=...)` goes on from it. The weights of a model that came from HuggingFace open there again.
+        `train(ckpt_path=...)` resumes from it. The weights of a model that came from HuggingFace open there again.
         """
         return str(save_trainer(self, Path(ckpt_path), state))
 
-    save = save_pretrained  # what callbacks call it
+    save = save_pretrained  # the name that callbacks use
 
     def save_weights(self, folder: Path, state: Any) -> list[str]:
-        """Write the weights of a state to a folder; the names of the files."""
+        """Write the weights of a state to a folder. Returns the file names."""
         return save_weights(self, folder, state)
 
     def save_assets(self, folder: Path) -> list[str]:
-        """Write what belongs beside the state of a checkpoint; the names of the files."""
+        """Write the files that belong next to the state of a checkpoint. Returns their names."""
         return save_assets(self, folder)
 
     @property
     def model(self) -> Any:
-        """The module with the present weights; until there is a state, what was passed as `model`."""
-        is_made = self._model is None and "_run" in self.__dict__
-        return self.model_state.model if is_made else self._model
+        """The module with the current weights; before there is a state, the `model` argument."""
+        is_built = self._model is None and "_run" in self.__dict__
+        return self.model_state.model if is_built else self._model
 
     @model.setter
     def model(self, model: Any) -> None:
@@ -411,14 +407,16 @@ class BaseTrainer(TrainerApi):
         """The state that is trained."""
         return self._run.backend.state
 
+    # -- for callbacks ---------------------------------------------------------------------------------------------
+
     @property
     def task(self) -> BaseTrainer:
-        """What callbacks look for a model in."""
+        """Where callbacks find the model."""
         return self
 
     @property
     def lr(self) -> float:
-        """The learning rate that was asked for."""
+        """The `learning_rate` argument."""
         return self.arguments.learning_rate
 
     def was_set(self, name: str) -> bool:
@@ -426,7 +424,7 @@ class BaseTrainer(TrainerApi):
         return name in self._run.passed
 
     def __getattr__(self, name: str) -> Any:
-        """The settings of the run, by the names that all runs share: callbacks look for them."""
+        """The settings of the run, under the names that all entry points share."""
         run = self.__dict__.get("_run")
         if run is None or name not in run.settings.defaults():
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -434,23 +432,23 @@ class BaseTrainer(TrainerApi):
 
     @property
     def active_optimizer(self) -> Any:
-        """The optimizer at work."""
+        """The optax optimizer."""
         return self.tx
 
     @property
-    def active_scheduler(self) -> Any:
-        """The learning rate at work."""
-        return Rates(self)
+    def active_scheduler(self) -> LastLearningRate:
+        """The learning rate, with the interface of a torch scheduler."""
+        return LastLearningRate(self)
 
 
-class Rates:
-    """The learning rate, as callbacks of other libraries ask for it."""
+class LastLearningRate:
+    """The learning rate with `get_last_lr()`, which callbacks of other libraries call."""
 
     def __init__(self, trainer: BaseTrainer) -> None:
         self._trainer = trainer
 
     def get_last_lr(self) -> list[float]:
-        """The rate of the last step."""
+        """The learning rate of the last step."""
         schedule, step = self._trainer.scheduler, self._trainer.state.step
         return [] if schedule is None else [float(schedule(max(0, step - 1)))]
 
@@ -462,11 +460,7 @@ def _one_of(name: str, value: Any, other: str, second: Any) -> Any:
 
 
 def _unroll(asked: int | bool | None, mesh: Mesh) -> int | bool:
-    """How many layers are unrolled: on one GPU all (some 30 % faster), elsewhere none, which compiles faster."""
+    """How many layers to unroll: all on a single GPU (about 30 % faster), else none, which compiles faster."""
     if asked is not None:
         return asked
     return True if mesh.size == 1 and mesh.devices.flat[0].platform == "gpu" else 1
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,7 +1,7 @@
-"""Image classification on JAX: a small Vision Transformer, or any classifier of flax.
+"""Image classification on JAX: a small Vision Transformer, or any flax classifier.
 
-Owns the trainer: images and labels in whatever form they come, normalising on the device, the loss and the accuracy.
-The Vision Transformer itself is in `models.jax`. Reading image files is left to whoever passes the data.
+Accepts images and labels in many forms and normalises images on the device. Image files must be read by the caller. The
+Vision Transformer itself is in `models.jax`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trainformer.data.labels import is_stream, labels_of
 from trainformer.data.numpy_loader import as_data
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.losses.jax.tokens import IGNORE_INDEX, TokenLoss, row_sums
-from trainformer.models.jax.base import Model
+from trainformer.losses.jax import IGNORE_INDEX, TokenLoss, row_sums
+from trainformer.models.jax.block import Model
 from trainformer.models.jax.vit import ViT, ViTConfig
 
 _IMAGES = ("image", "img", "pixel_values", "images", "x")
@@ -37,18 +37,18 @@ _PREPROCESSOR = "preprocessor_config.json"
 
 
 class ImageClassificationTrainer(BaseTrainer):
-    """Trains a classifier of images.
+    """Trains an image classifier.
 
-    `model` is a `ViTConfig` (its `num_labels` is that of the data), the folder of a ViT in HuggingFace's format (which
-    gets a new head if it has another number of classes), any module that makes logits of images
-    ``(rows, height, width, channels)``, a function that builds one, or None: a small ViT that fits the images.
+    `model` is a `ViTConfig` (`num_labels` is taken from the data), the folder of a ViT in HuggingFace format (with a
+    new head if its number of classes differs), any module that maps images ``(rows, height, width, channels)`` to
+    logits, a function that builds one, or None for a small ViT.
 
-    Data are ``{"image": ..., "label": ...}`` of arrays, a tuple of both, a list or data set of such samples, or the
-    name of a built-in sample such as ``"digits"``. Images of bytes are scaled to 0..1 and normalised by `mean` and
-    `std`, on the device; those of floating-point numbers are taken as they are.
+    Datasets are ``{"image": ..., "label": ...}`` of arrays, a tuple of both, a list or dataset of such samples, or the
+    name of a built-in sample such as ``"digits"``. Integer images are scaled to 0..1 and normalised by `mean` and
+    `std` on the device; floating-point images are used as they are.
     """
 
-    leaves_out_padding = True
+    masks_padding = True
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ImageClassificationTrainer(BaseTrainer):
         if np.any(np.asarray(std, np.float32) <= 0):
             raise BadArgument(expected("std to be positive", std))
         if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 2):
-            raise BadArgument(expected("num_classes to be a whole number of at least 2", num_classes))
+            raise BadArgument(expected("num_classes to be an integer of at least 2", num_classes))
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
         self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
@@ -76,14 +76,15 @@ class ImageClassificationTrainer(BaseTrainer):
     # -- data --------------------------------------------------------------------------------------------------
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Samples of an image and a label; their classes are counted."""
-        data = _named(dataset)
+        """Samples with an image and a label. Infers the number of classes."""
+        data = _image_dataset(dataset)
         if is_stream(data):
-            raise DataError(expected("images with a length", type(data).__name__, "Pass arrays or a list of samples."))
-        labels = _labels(data)
+            do = "Pass arrays or a list of samples."
+            raise DataError(expected("a dataset with a length", type(data).__name__, do))
+        labels = _all_labels(data)
         if train:
             self.num_classes = self.num_classes or int(labels.max()) + 1
-            self._image_shape = pixels_of(np.asarray(data[0]["image"])[None]).shape[1:]
+            self._image_shape = channels_last(np.asarray(data[0]["image"])[None]).shape[1:]
         if self.num_classes is not None and labels.size and (labels.min() < 0 or labels.max() >= self.num_classes):
             wrong = int(labels.min() if labels.min() < 0 else labels.max())
             raise DataError(expected(f"labels from 0 to {self.num_classes - 1}", wrong, "Pass num_classes."))
@@ -92,58 +93,56 @@ class ImageClassificationTrainer(BaseTrainer):
     # -- model -------------------------------------------------------------------------------------------------
 
     def load_model(self, model: Any) -> Any:
-        """A module or a function that builds one, with as many classes as the data."""
         classes = self.num_classes
         if isinstance(model, (str, Path)):
             return self.read_folder(model, num_labels=classes)
         if model is None or isinstance(model, ViTConfig):
-            assert classes is not None, "counted with the data"
-            config = dataclasses.replace(model or _small(self._image_shape), num_labels=classes)
+            assert classes is not None, "set by prepare_dataset"
+            config = dataclasses.replace(model or _small_vit(self._image_shape), num_labels=classes)
             return lambda rngs: ViT(config, rngs=rngs)
         return super().load_model(model)
 
     # -- steps -------------------------------------------------------------------------------------------------
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
-        """Cross-entropy, summed over the images."""
-        return _measured(self._sums(model, batch, key, self.label_smoothing))
+        return _loss_and_accuracy(self._sums(model, batch, key, self.label_smoothing))
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
-        """The same without dropout and smoothing."""
-        return _measured(self._sums(model, batch, None, 0.0))
+        """Loss and accuracy without dropout and label smoothing."""
+        return _loss_and_accuracy(self._sums(model, batch, None, 0.0))
 
     def _sums(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> TokenLoss:
-        images, labels = self.normalised(batch["image"]), batch["label"].astype(jnp.int32)
+        images, labels = self.normalize(batch["image"]), batch["label"].astype(jnp.int32)
         options = {"deterministic": key is None, "key": key} if isinstance(model, Model) else {}
         logits = model(images, **options)
         if logits.ndim != 2 or logits.shape[-1] < (self.num_classes or 2):
             what = f"logits (rows, {self.num_classes}) from {type(model).__name__}"
-            raise BadArgument(expected(what, tuple(logits.shape), "Build it with one output for each class."))
+            raise BadArgument(expected(what, tuple(logits.shape), "Build it with one output per class."))
         if VALID in batch:
             labels = jnp.where(batch[VALID], labels, IGNORE_INDEX)
         return row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing).total()
 
-    def normalised(self, images: jax.Array) -> jax.Array:
-        """Images (rows, height, width, channels) of floating-point numbers."""
-        images = pixels_of(images)
+    def normalize(self, images: jax.Array) -> jax.Array:
+        """Images as float32 (rows, height, width, channels)."""
+        images = channels_last(images)
         if not jnp.issubdtype(images.dtype, jnp.integer):
             return images.astype(jnp.float32)
         return (images.astype(jnp.float32) / 255.0 - self.mean) / self.std
 
     def predict(self, images: Any) -> np.ndarray:
-        """Probabilities (rows, classes) of images, in any form that data have; all of them at once."""
+        """Class probabilities (rows, classes) of a batch of images."""
         with self._run.backend.run_context():
             return np.asarray(jax.jit(self._predict)(self.model_state, jnp.asarray(images)))
 
     def _predict(self, state: Any, images: jax.Array) -> jax.Array:
         model: Any = state.model
         model.eval()
-        return jax.nn.softmax(model(self.normalised(images)).astype(jnp.float32), axis=-1)
+        return jax.nn.softmax(model(self.normalize(images)).astype(jnp.float32), axis=-1)
 
     # -- files -------------------------------------------------------------------------------------------------
 
     def save_weights(self, folder: Path, state: Any) -> list[str]:
-        """The weights; beside those of a ViT, how images are made ready for it."""
+        """The weights; for a ViT also its image preprocessor config."""
         files = super().save_weights(folder, state)
         config = getattr(getattr(state, "model", None), "config", None)
         if isinstance(config, ViTConfig):
@@ -165,31 +164,31 @@ class ImageClassificationTrainer(BaseTrainer):
         }
 
 
-def _measured(found: TokenLoss) -> Loss:
-    return Loss(found.sum, found.weight, {"accuracy": (found.correct, found.weight)})
+def _loss_and_accuracy(total: TokenLoss) -> Loss:
+    return Loss(total.sum, total.weight, {"accuracy": (total.correct, total.weight)})
 
 
 # -- images and labels -----------------------------------------------------------------------------------------------
 
 
-def pixels_of(images: Any) -> Any:
-    """Images with the channels last; gray ones get a channel.
+def channels_last(images: Any) -> Any:
+    """Images with the channels last; grayscale images get a channel.
 
-    >>> pixels_of(np.zeros((2, 8, 8))).shape, pixels_of(np.zeros((2, 3, 8, 8))).shape
+    >>> channels_last(np.zeros((2, 8, 8))).shape, channels_last(np.zeros((2, 3, 8, 8))).shape
     ((2, 8, 8, 1), (2, 8, 8, 3))
     """
     if images.ndim == 3:
         return images[..., None]
     if images.ndim != 4:
         what = "images of shape (rows, height, width, channels)"
-        raise DataError(expected(what, tuple(images.shape), "Gray ones may lack the channels."))
+        raise DataError(expected(what, tuple(images.shape), "Grayscale images may omit the channels."))
     if images.shape[-1] in _CHANNELS or images.shape[1] not in _CHANNELS:
         return images
     return images.transpose(0, 2, 3, 1)
 
 
-def _named(data: Any) -> Any:
-    """Samples with an `image` and a `label`, whatever they are called in the data."""
+def _image_dataset(data: Any) -> Any:
+    """Samples with an `image` and a `label`, whatever the columns are called in the data."""
     if isinstance(data, (str, Path)):
         if Path(data).exists():
             do = "Read the files into arrays: {'image': (N, height, width, channels), 'label': (N,)}."
@@ -198,12 +197,12 @@ def _named(data: Any) -> Any:
     data = as_data(data)
     if not isinstance(data, ArrayDataset) or not isinstance(data.arrays, (Mapping, tuple)):
         return data if is_stream(data) else _ImageSamples(data)
-    images, labels = _parts(data.arrays)
+    images, labels = _image_and_label(data.arrays)
     return ArrayDataset({"image": images, "label": labels})
 
 
 class _ImageSamples(IndexedDataset):
-    """Samples of any data set as dicts of an `image` and a `label`."""
+    """Samples of any dataset as dicts with an `image` and a `label`."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -212,11 +211,11 @@ class _ImageSamples(IndexedDataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label = _parts(self.samples[index])
+        image, label = _image_and_label(self.samples[index])
         return {"image": np.asarray(image), "label": label}
 
 
-def _parts(sample: Any) -> tuple[Any, Any]:
+def _image_and_label(sample: Any) -> tuple[Any, Any]:
     if isinstance(sample, Mapping):
         found = [next((sample[name] for name in names if name in sample), None) for names in (_IMAGES, _LABELS)]
         if found[0] is not None and found[1] is not None:
@@ -227,21 +226,21 @@ def _parts(sample: Any) -> tuple[Any, Any]:
     raise DataError(expected("samples with an 'image' and a 'label', or tuples of both", received))
 
 
-def _labels(data: Any) -> np.ndarray:
-    """The label of every sample: as the data know it, or by reading them all."""
+def _all_labels(data: Any) -> np.ndarray:
+    """The label of every sample, from the dataset's metadata or by reading all samples."""
     known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)
     labels = np.asarray([data[i]["label"] for i in range(len(data))] if known is None else known)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         received = f"{labels.dtype} of shape {labels.shape}"
-        raise DataError(expected("labels that are whole numbers, one per image", received))
+        raise DataError(expected("integer labels, one per image", received))
     return labels
 
 
-def _small(shape: tuple[int, ...]) -> ViTConfig:
-    """A ViT of some 0.2 M parameters that sees about 8 x 8 patches of an image."""
+def _small_vit(shape: tuple[int, ...]) -> ViTConfig:
+    """A ViT with about 0.2 M parameters and 8 x 8 patches per image."""
     side, channels = shape[0], shape[-1]
     if shape[0] != shape[1]:
-        raise BadArgument(expected("square images for the model that is built by default", shape, "Pass a model."))
+        raise BadArgument(expected("square images for the default model", shape, "Pass a model."))
     patch = max(size for size in range(1, max(2, side // 8) + 1) if side % size == 0)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     return ViTConfig(image_size=side, patch_size=patch, num_channels=channels, **sizes)  # type: ignore[arg-type]

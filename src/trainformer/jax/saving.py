@@ -1,4 +1,4 @@
-"""What a trainer writes beside the state of a checkpoint, and a folder that holds everything."""
+"""Files that a trainer saves next to the state of a checkpoint, and `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from trainformer.backends.jax.processes import on_every_host
+from trainformer.backends.jax.processes import gather_to_host
 from trainformer.checkpointing import CheckpointStore, Retention, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.core.errors import BadArgument, expected
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def save_assets(trainer: BaseTrainer, folder: Path) -> list[str]:
-    """Write the arguments; the names of the files."""
+    """Write the arguments. Returns the file names."""
     trainer.arguments.save(folder / FILE_NAME)
     return [FILE_NAME]
 
@@ -31,18 +31,19 @@ def save_assets(trainer: BaseTrainer, folder: Path) -> list[str]:
 def save_trainer(
     trainer: BaseTrainer, path: Path, state: Any = None, write: Callable[[Path, Any], list[str]] | None = None
 ) -> Path:
-    """Write a folder that is a checkpoint to go on from, and holds the weights as files of their own.
+    """Write a folder that is both a checkpoint to resume from and a model with weight files.
 
-    `write` puts the weights of a state into a folder and tells the files' names; by default the trainer does.
+    `write(folder, state)` writes the weights and returns the file names; default: the trainer's `save_weights`.
     """
     run = trainer._run
     if "{" in path.name or "}" in path.name:
-        raise BadArgument(expected("a folder whose name has no braces", path.name))
+        raise BadArgument(expected("a folder name without braces", path.name))
     path = path.absolute()
-    chosen = on_every_host(run.backend.state if state is None else state)
+    chosen = gather_to_host(run.backend.state if state is None else state)
     # An existing folder is replaced by one rename; a folder with other content is not ours to replace.
     if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
-        raise BadArgument(expected("a new folder, or one that save_pretrained wrote", str(path), "Choose another one."))
+        do = "Choose another folder."
+        raise BadArgument(expected("a new folder, or one that save_pretrained wrote", str(path), do))
 
     def components() -> list[StateComponent]:
         found = run.components()
@@ -68,14 +69,14 @@ def save_trainer(
 
 
 class _OneFolder(CheckpointStore):
-    """A folder on its own, in a place that belongs to the user: nothing else is written there."""
+    """A single folder inside a folder of the user's, where no file `latest` is written."""
 
     def _update_latest(self, target: Path) -> None:
-        """No file `latest`."""
+        pass
 
 
 def save_weights(trainer: BaseTrainer, folder: Path, state: Any) -> list[str]:
-    """Write the weights: as the model itself does, or by the paths of its parameters."""
+    """Write the weights with the model's own `save_pretrained`, or else by parameter path. Returns the file names."""
     model: Any = getattr(state, "model", None)
     with new_files(folder) as written:
         if hasattr(model, "save_pretrained"):
@@ -93,7 +94,7 @@ def save_weights(trainer: BaseTrainer, folder: Path, state: Any) -> list[str]:
 
 @contextmanager
 def new_files(folder: Path) -> Iterator[list[str]]:
-    """A list that in the end holds the names of the files that were written to a folder meanwhile."""
+    """A list that on exit contains the names of the files written to a folder inside the block."""
     before = set(folder.iterdir())
     written: list[str] = []
     yield written

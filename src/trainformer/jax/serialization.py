@@ -1,4 +1,4 @@
-"""Arguments as JSON and back. Nothing of a file is ever executed."""
+"""Arguments to JSON and back. Reading never executes anything from the file."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ import optax
 
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
-from trainformer.jax.aliases import in_own_words
+from trainformer.jax.aliases import resolve_aliases
 
 FILE_NAME = "training_arguments.json"
-_OBJECT = "an object that JSON cannot hold"
+_OBJECT = "an object that JSON cannot represent"
 
 
-class Written:
-    """What lets a dataclass of arguments be written and read. It notes in `passed` what was not left to its default."""
+class JsonArguments:
+    """JSON for a dataclass of arguments. `passed` holds the names of the arguments that were not left to defaults."""
 
-    linked: ClassVar[tuple[str, ...]] = ()  # fields that decide about the defaults of one another
+    linked: ClassVar[tuple[str, ...]] = ()  # fields whose defaults depend on each other
     passed: frozenset[str]
 
     @classmethod
     def field_names(cls) -> list[str]:
-        """The names of all arguments."""
+        """Names of all arguments."""
         return [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other values for some fields. (`dataclasses.replace` would take all of them for passed.)"""
-        said = {name: getattr(self, name) for name in self.passed}
-        return type(self)(**{**said, **in_own_words(changes, self.field_names(), type(self).__name__)})
+        """A copy with some fields changed. (`dataclasses.replace` would mark all fields as passed.)"""
+        passed = {name: getattr(self, name) for name in self.passed}
+        return type(self)(**{**passed, **resolve_aliases(changes, self.field_names(), type(self).__name__)})
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields in types that JSON knows, and which of them were passed.
+        """All fields as JSON types, and which of them were passed.
 
-        An object in their place (a transformation of optax, a function, a logger) is described, not written.
+        Objects (an optax transformation, a function, a logger) are replaced by a description.
         """
         return {**{name: _plain(getattr(self, name)) for name in self.field_names()}, "passed": sorted(self.passed)}
 
     def to_json(self) -> str:
-        """The same as JSON."""
+        """`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], **changes: Any) -> Self:
-        """The arguments again; `changes` replace what was written.
+        """The arguments from `to_dict`, with `changes`.
 
-        Objects that were only described must be passed again. Without an entry `passed`, everything given was.
+        Objects that were only described must be passed again. Without a `passed` entry all values count as passed.
         """
         if not isinstance(values, Mapping):
-            raise BadArgument(expected("the arguments as names and values", values))
+            raise BadArgument(expected("the arguments as a mapping", values))
         names, kind = cls.field_names(), cls.__name__
-        own = in_own_words({name: value for name, value in values.items() if name != "passed"}, names, kind)
+        own = resolve_aliases({name: value for name, value in values.items() if name != "passed"}, names, kind)
         passed = values.get("passed", own)
-        # Whoever changed a default in the file has said it, too; but what follows from other fields was not said.
-        unsaid = cls(**{name: own[name] for name in cls.linked if name in own and name in passed}).to_dict()
-        said = {name: value for name, value in own.items() if name in passed or value != unsaid[name]}
-        said |= in_own_words(changes, names, kind)
-        for name, value in said.items():
+        # A default that was edited in the file counts as passed, but not one that follows from linked fields.
+        defaults = cls(**{name: own[name] for name in cls.linked if name in own and name in passed}).to_dict()
+        chosen = {name: value for name, value in own.items() if name in passed or value != defaults[name]}
+        chosen |= resolve_aliases(changes, names, kind)
+        for name, value in chosen.items():
             if isinstance(value, Mapping) and _OBJECT in value:
                 do = f"Pass it again: from_json(text, {name}=...)."
-                raise BadArgument(expected(f"{name} in a form that JSON can hold", value[_OBJECT], do))
-        return cls(**said)
+                raise BadArgument(expected(f"{name} as a JSON value", value[_OBJECT], do))
+        return cls(**chosen)
 
     @classmethod
     def from_json(cls, text: str, **changes: Any) -> Self:
-        """The arguments from `to_json`, or from JSON that somebody wrote by hand."""
+        """The arguments from `to_json`, or from hand-written JSON."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -77,7 +77,7 @@ class Written:
         return cls.from_dict(values, **changes)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write them to a file, or into a folder as ``training_arguments.json``."""
+        """Write to a file, or as ``training_arguments.json`` into a folder."""
         path = Path(path)
         path = path if path.suffix == ".json" else path / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,12 +90,12 @@ class Written:
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
         if not path.is_file():
-            raise BadArgument(expected("a file of arguments, or a folder with one", str(path)))
+            raise BadArgument(expected("an arguments file, or a folder with one", str(path)))
         return cls.from_json(path.read_text(encoding="utf-8"), **changes)
 
 
 def _plain(value: Any) -> Any:
-    """A value of JSON's types; an object is marked, so that its description is never taken for a value."""
+    """A JSON value; objects are marked, so that their description is never mistaken for a value."""
     if isinstance(value, (tuple, list)) and not isinstance(value, optax.GradientTransformation):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):

@@ -1,82 +1,131 @@
-"""What a user brings along, as a run wants it: a model in the format that is kept, a state on the mesh; and what does
-not go together with the arguments.
-"""
+"""What users pass to a trainer and return from its `configure_*` methods: types, conversions and checks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from trainformer.backends.jax.precision import cast_floating, resolve_dtype
-from trainformer.backends.jax.sharding import place, state_shardings
+from trainformer.backends.jax.sharding import copy_to_mesh, state_shardings
 from trainformer.backends.jax.state import TrainState
 from trainformer.core.errors import BadArgument, expected
+from trainformer.data.collate import stack_samples
+from trainformer.data.numpy_loader import numpy_source
+from trainformer.data.sharding import Shard
 from trainformer.jax.arguments import TrainingArguments
 
 logger = logging.getLogger("trainformer")
 
-_OF_THE_OPTIMIZER = ("learning_rate", "optimizer", "optimizer_kwargs", "scheduler", "weight_decay", "warmup_steps")
+_OPTIMIZER_ARGUMENTS = ("learning_rate", "optimizer", "optimizer_kwargs", "scheduler", "weight_decay", "warmup_steps")
 
 
-def kept_as(model: nnx.Module, arguments: TrainingArguments) -> nnx.Module:
-    """The model with its parameters in `param_dtype`, where that was asked for; the given one is left alone."""
+class TrainerConfigureModelOutput(NamedTuple):
+    """The model, and the state to train. `scheduler` is the learning rate as a function of the step."""
+
+    model: Any
+    state: Any
+    tx: Any = None
+    scheduler: Callable[[Any], Any] | None = None
+
+
+class TrainerConfigureDataloaderOutput(NamedTuple):
+    """Data loaders for training and evaluation: sources of ours, or any re-iterable of batches.
+
+    With `max_training_steps` the run ends after that many optimizer steps, whatever the arguments say.
+    """
+
+    dataloader_train: Any
+    dataloader_eval: Any = None
+    max_training_steps: int | None = None
+
+
+class TrainerConfigureFunctionOutput(NamedTuple):
+    """The step functions of a run: ``(state, batch) -> (state, metrics)`` and ``(state, batch) -> metrics``."""
+
+    train_step_fn: Callable[[Any, Any], Any]
+    eval_step_fn: Callable[[Any, Any], Any] | None = None
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def stacking_collate(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A collate function whose result is stacked if it is still a list of samples."""
+
+    def collate_and_stack(samples: list[Any]) -> Any:
+        batch = collate(samples)
+        return stack_samples(batch) if isinstance(batch, list) else batch
+
+    return collate_and_stack
+
+
+def as_source(loader: Any, batch_size: int, seed: int, shard: Shard) -> Any:
+    """A source as it is; any other loader wrapped as a source of its batches."""
+    if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
+        return loader
+    return numpy_source(loader, batch_size, seed=seed, batched=True, shard=shard, lookahead=2)
+
+
+def check_eval_arguments(arguments: TrainingArguments) -> None:
+    """For a run without evaluation data: refuse `metric_for_best_model`, warn about `evaluation_strategy`."""
+    if arguments.metric_for_best_model is not None:
+        what = f"evaluation data with metric_for_best_model={arguments.metric_for_best_model!r}"
+        raise BadArgument(expected(what, "none", "Pass dataset_eval."))
+    if arguments.evaluation_strategy != "no":
+        strategy = arguments.evaluation_strategy
+        logger.warning("evaluation_strategy=%r without evaluation data: pass dataset_eval", strategy)
+
+
+# -- model and state -------------------------------------------------------------------------------------------------
+
+
+def cast_parameters(model: nnx.Module, arguments: TrainingArguments) -> nnx.Module:
+    """The model with its parameters in `param_dtype`, if the user passed it. The original is not changed."""
     if "param_dtype" not in arguments.passed:
         return model
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
     return nnx.merge(graph, cast_floating(params, resolve_dtype(arguments.param_dtype)), *rest)
 
 
-def on_mesh(state: Any, mesh: Mesh) -> Any:
-    """A state on the mesh: as it is if it lies there already, or else a copy."""
-    leaves = jax.tree.leaves(state)
-    if not isinstance(state, TrainState) or all(_lies_on(leaf, mesh) for leaf in leaves):
+def state_on_mesh(state: Any, mesh: Mesh) -> Any:
+    """The state as it is if it lies on the mesh, else a copy on it."""
+    if not isinstance(state, TrainState) or all(_is_on(leaf, mesh) for leaf in jax.tree.leaves(state)):
         return state
     rules = getattr(state.model, "partition_rules", None)
-    return place(state, state_shardings(state, mesh, rules))
+    return copy_to_mesh(state, state_shardings(state, mesh, rules))
 
 
-def _lies_on(leaf: Any, mesh: Mesh) -> bool:
+def _is_on(leaf: Any, mesh: Mesh) -> bool:
     sharding = getattr(leaf, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def warn_of_two_optimizers(arguments: TrainingArguments) -> None:
-    """A state brings its optimizer along; what the arguments say of one is then not used."""
-    said = [name for name in _OF_THE_OPTIMIZER if name in arguments.passed]
-    if said:
+def warn_unused_optimizer_arguments(arguments: TrainingArguments) -> None:
+    """A `model_state` has its own optimizer: warn about optimizer arguments that are not used."""
+    unused = [name for name in _OPTIMIZER_ARGUMENTS if name in arguments.passed]
+    if unused:
         logger.warning(
-            "model_state brings its own optimizer: %s not used. Pass model=state.model to begin with a new one",
-            f"{', '.join(said)} {'is' if len(said) == 1 else 'are'}",
+            "model_state has its own optimizer: %s not used. Pass model=state.model to start with a new one",
+            f"{', '.join(unused)} {'is' if len(unused) == 1 else 'are'}",
         )
 
 
-def refuse_best_of_nothing(arguments: TrainingArguments) -> None:
-    """Without data to evaluate on nothing is evaluated, and nothing is best."""
-    if arguments.metric_for_best_model is not None:
-        what = f"data to evaluate on, with metric_for_best_model={arguments.metric_for_best_model!r}"
-        raise BadArgument(expected(what, "none", "Pass dataset_eval."))
-    if arguments.evaluation_strategy != "no":
-        logger.warning(
-            "evaluation_strategy=%r, and no data to evaluate on: pass dataset_eval", arguments.evaluation_strategy
-        )
-
-
-def check_usable(state: Any, like: Any) -> None:
-    """Raise if something is no state of this run, or one whose memory a step has taken."""
+def check_state(state: Any, like: Any) -> None:
+    """Raise if `state` is not a state of this run, or if a step has donated its buffers."""
     if not isinstance(state, type(like)):
         raise BadArgument(expected(f"a state ({type(like).__name__})", type(state).__name__, "train() returns one."))
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         do = "Use the state that train() returned last, or trainer.model_state."
-        raise BadArgument(expected("a state that is still there", "one that a later step has reused the memory of", do))
+        raise BadArgument(expected("a live state", "one whose buffers were donated to a later step", do))
 
 
 def checked_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of the user's that must give back a state, (state, metrics) or nothing."""
+    """A user's hook that must return a state, (state, metrics) or None."""
 
     def call(state: Any, *rest: Any) -> Any:
         returned = hook(state, *rest)
@@ -85,7 +134,7 @@ def checked_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
         if new is None:
             return (state, returned[1]) if is_pair else None
         if not isinstance(new, type(state)):
-            what = f"{hook.__name__} to return nothing, or a state ({type(state).__name__})"
+            what = f"{hook.__name__} to return None or a state ({type(state).__name__})"
             raise BadArgument(expected(what, type(new).__name__))
         return returned
 

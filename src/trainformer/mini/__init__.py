@@ -1,4 +1,4 @@
-"""The subclass-style way in: derive from `BaseTrainer`, say what to build, add hooks."""
+"""Subclass-style entry point: derive from `BaseTrainer`, implement `build_*()` and `forward()`, add hooks."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -7,10 +7,15 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.mini.trainer": ["BaseTrainer", "NonFiniteGradients"],
         "trainformer.callbacks.compat.mini": ["BaseHook"],
-        "trainformer.mini.hooks.metrics": ["CudaMaxMemoryHook", "LoggingHook", "ProgressHook"],
-        "trainformer.mini.hooks.checkpointing": ["CheckpointingHook"],
-        "trainformer.mini.hooks.ema": ["EmaHook"],
-        "trainformer.mini.hooks.images": ["ImageFileLoggerHook", "WandbHook"],
+        "trainformer.mini.checkpointing": ["CheckpointingHook"],
+        "trainformer.mini.hooks": [
+            "CudaMaxMemoryHook",
+            "EmaHook",
+            "ImageFileLoggerHook",
+            "LoggingHook",
+            "ProgressHook",
+            "WandbHook",
+        ],
         "trainformer.mini.utils": ["key_average", "map_nested_tensor"],
     },
 )

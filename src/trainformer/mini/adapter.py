@@ -1,7 +1,6 @@
-"""What a subclass of `BaseTrainer` looks like to a session: a task, a loader, and a schedule.
+"""Adapts a `BaseTrainer` subclass to a run: its `forward` as a task, its data as a loader, its schedule.
 
-Owns the translation and nothing else: what `forward` returns becomes a loss and metrics, and any iterable becomes a
-loader that can tell how long it was waited for.
+`forward`'s return value becomes a loss and metrics, and any iterable a loader that measures how long steps wait for it.
 """
 
 from __future__ import annotations
@@ -27,31 +26,29 @@ if TYPE_CHECKING:
     from trainformer.mini.trainer import BaseTrainer
 
 # Names that the engine logs itself.
-_TAKEN = ("loss", "grad_norm", "lr", "epoch", "bad_samples", "skipped_steps", "loss_scale")
+_RESERVED = ("loss", "grad_norm", "lr", "epoch", "bad_samples", "skipped_steps", "loss_scale")
 
-# What a session may ask a loader for.
-_OF_LOADERS = ("batch_size", "sampler", "batch_sampler", "dataset", "set_epoch", "state_dict", "load_state_dict")
+# Attributes of the inner loader that a run may use.
+_LOADER_ATTRIBUTES = ("batch_size", "sampler", "batch_sampler", "dataset", "set_epoch", "state_dict", "load_state_dict")
 
 
 class TrainerTask:
-    """The trainer as a task. Micro-batches count alike, however many samples they hold."""
+    """The trainer as a task. All micro-batches have the same weight, whatever their size."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self.owner = owner
         self._losses: list[Tensor] = []
         self._records: list[dict[str, Any]] = []
         if owner.no_sync_accumulate and owner.gradient_accumulation_steps > 1:
-            no_sync = without_sync(owner.model)
+            no_sync = no_sync_context(owner.model)
             if no_sync is not None:
                 self.no_sync = no_sync
 
     @property
     def model(self) -> nn.Module:
-        """The model, as the user built and wrapped it."""
         return self.owner.model
 
     def train_step(self, batch: Any) -> Mean:
-        """One call of `forward`."""
         output = self.owner.forward(batch)
         if not isinstance(output, tuple) or len(output) != 2:
             what = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
@@ -60,7 +57,7 @@ class TrainerTask:
         _check_loss(loss)
         self._records.append(records)
         metrics = {
-            f"records.{name}" if name in _TAKEN else name: (value, 1)
+            f"records.{name}" if name in _RESERVED else name: (value, 1)
             for name, value in flattened(records).items()
             if value is not None
         }
@@ -70,11 +67,11 @@ class TrainerTask:
         return Mean(loss, 1, metrics)
 
     def on_step_skipped(self) -> None:
-        """What was seen belongs to a step that is not made, and may come again."""
+        """Forget the micro-batches of a step that was dropped or will be retried."""
         self._losses, self._records = [], []
 
-    def take_window(self) -> tuple[Tensor | None, dict[str, Any]]:
-        """Loss and records of the step that was just made; nothing is read from the device."""
+    def pop_step(self) -> tuple[Tensor | None, dict[str, Any]]:
+        """Mean loss and records of the step that just ended, without a device sync."""
         losses, records = self._losses, self._records
         self._losses, self._records = [], []
         if len(losses) > 1:
@@ -84,11 +81,10 @@ class TrainerTask:
         return loss, records[0] if len(records) == 1 else _mean_records(records)
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
-        """A mini trainer has no evaluation of its own; hooks do that."""
-        raise BadArgument("Expected evaluation to be done in a hook, received a call of the engine's: there is none.")
+        raise BadArgument("Expected evaluation to be done in a hook, received an eval_step call; mini has none.")
 
     def count_samples(self, batch: Any) -> int:
-        """Samples of a batch; a batch that does not tell counts as one."""
+        """Samples of a batch; 1 if its length is unknown."""
         try:
             return batch_length(batch)
         except BadArgument:
@@ -97,14 +93,13 @@ class TrainerTask:
     # -- state ---------------------------------------------------------------------------------------------
 
     def model_state_dict(self) -> dict[str, Any]:
-        """The weights under the model's own names, whatever it is wrapped in."""
+        """The weights under the names of the unwrapped model."""
         options = state_options(self.owner)
         if options is not None:
             return get_model_state_dict(self.model, options=options)
         return self.owner.unwrapped_model.state_dict()
 
     def load_model_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
         options = state_options(self.owner)
         if options is not None:
             set_model_state_dict(self.model, state, options=options)
@@ -112,35 +107,34 @@ class TrainerTask:
             self.owner.unwrapped_model.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed of the data's order."""
         return {"seed": self.owner._data_seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the same order, however this process was seeded."""
-        self.owner._take_seed(state["seed"])
+        """Keep the data order of the checkpoint, however this process was seeded."""
+        self.owner._restore_data_seed(state["seed"])
 
 
 def state_options(owner: BaseTrainer) -> StateDictOptions | None:
-    """How models that are spread over ranks are saved; as whole ones, where the user does not say it."""
+    """`StateDictOptions` for sharded models; default: a full state dict."""
     if owner.state_dict_options is None and any(is_dtensor(p) for p in owner.model.parameters()):
         return StateDictOptions(full_state_dict=True)
     return owner.state_dict_options
 
 
-class UsersStrategy(Strategy):
-    """TorchProcessGroup, if there are any, are the user's: he wraps or divides the model, and divides the data."""
+class UserStrategy(Strategy):
+    """With several processes, the user wraps or shards the model and shards the data."""
 
     def __repr__(self) -> str:
         return self.name
 
     def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
-        """That of all gradients, also of those that are divided over ranks."""
+        """The norm of all gradients, sharded ones included."""
         norm: Any = super().total_norm(grads, uniform)
         return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def _mean_records(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The key-wise average of several micro-batches. Tensors are averaged where they are, without being read."""
+    """The key-wise mean over micro-batches. Tensors are averaged on their device."""
     average: dict[str, Any] = {}
     for key in dict.fromkeys(key for record in records for key in record):
         values = [record[key] for record in records if record.get(key) is not None]
@@ -155,12 +149,12 @@ def _check_loss(loss: Any) -> None:
     if loss is None or (isinstance(loss, Tensor) and loss.ndim == 0):
         return
     what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    do = "Take the mean over the batch; return None where there is nothing to learn."
+    do = "Take the mean over the batch; return None to skip the batch."
     raise BadArgument(expected("forward() to return a scalar tensor or None as its loss", what, do))
 
 
-def without_sync(model: nn.Module) -> Callable[[], Any] | None:
-    """The context in which ranks keep their gradients to themselves, for a model that exchanges them."""
+def no_sync_context(model: nn.Module) -> Callable[[], Any] | None:
+    """The `no_sync` context of a DDP or FSDP2 model, which skips the gradient all-reduce; None for other models."""
     if callable(getattr(model, "no_sync", None)):
         return model.no_sync  # type: ignore[return-value]
     switch: Any = getattr(model, "set_requires_gradient_sync", None)
@@ -168,114 +162,112 @@ def without_sync(model: nn.Module) -> Callable[[], Any] | None:
         return None
 
     @contextmanager
-    def off() -> Iterator[None]:
+    def no_sync() -> Iterator[None]:
         switch(False)
         try:
             yield
         finally:
             switch(True)
 
-    return off
+    return no_sync
 
 
 class Loader:
-    """Any iterable of batches as a loader. Knows when a step's data were first asked for, and how long that took."""
+    """Any iterable of batches as a loader that measures step time and data time."""
 
     def __init__(self, inner: Any, owner: BaseTrainer) -> None:
         self.inner = inner
-        self.asked_at: float | None = None
+        self.requested_at: float | None = None
         self.waited = 0.0
         self._owner = owner
-        self._given = 0
+        self._consumed = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_LOADERS:
+        if name in _LOADER_ATTRIBUTES:
             return getattr(self.inner, name)
         raise AttributeError(name)
 
     def __iter__(self) -> Iterator[Any]:
-        only_once = isinstance(self.inner, Iterator)
-        if only_once and self._given:
-            # Whoever goes on in the middle of an epoch passes over what was seen; a generator has done so already.
-            yield from [None] * min(self._given, self._owner._run_state.batch)
-        batches, before = iter(self.inner), self._given
+        is_iterator = isinstance(self.inner, Iterator)
+        if is_iterator and self._consumed:
+            # A run that continues in mid-epoch skips the batches it has seen; an iterator is past them already.
+            yield from [None] * min(self._consumed, self._owner._run_state.batch)
+        batches, before = iter(self.inner), self._consumed
         while True:
-            began = time.perf_counter()
-            if self.asked_at is None:
-                self.asked_at = began
+            start = time.perf_counter()
+            if self.requested_at is None:
+                self.requested_at = start
             try:
                 batch = next(batches)
             except StopIteration:
                 break
             finally:
-                self.waited += time.perf_counter() - began
-            self._given += 1
+                self.waited += time.perf_counter() - start
+            self._consumed += 1
             yield batch
-        if only_once and self._given == before:
-            self._complain()
+        if is_iterator and self._consumed == before:
+            self._raise_exhausted()
 
-    def _complain(self) -> None:
+    def _raise_exhausted(self) -> None:
         done, wanted = self._owner._run_state.step, self._owner.max_steps
         raise DataError(
             f"Expected data for {wanted} steps, received data for {done}: the iterable that build_data_loader() "
-            f"returned can be iterated only once, and it has ended after {self._given} batches. Return a DataLoader or "
-            "a list, which begin anew, or let the generator go on for ever."
+            f"returned can be iterated only once and ended after {self._consumed} batches. Return a DataLoader or "
+            "a list, which can be iterated again, or an endless generator."
         )
 
-    def take_times(self, now: float) -> tuple[float, float]:
-        """Seconds of the step that has just ended, and those of them that were spent waiting for data."""
-        times = now - (self.asked_at if self.asked_at is not None else now), self.waited
-        self.asked_at, self.waited = None, 0.0
+    def pop_times(self, now: float) -> tuple[float, float]:
+        """Seconds of the step that just ended, and how many of them were spent waiting for data."""
+        times = now - (self.requested_at if self.requested_at is not None else now), self.waited
+        self.requested_at, self.waited = None, 0.0
         return times
 
 
 class SizedLoader(Loader):
-    """One that knows how many batches there are."""
+    """A loader with a length."""
 
     def __len__(self) -> int:
         return len(self.inner)
 
 
 def as_loader(inner: Any, owner: BaseTrainer) -> Loader:
-    """What `build_data_loader` returned, as a loader."""
+    """The result of `build_data_loader` as a loader."""
     if isinstance(inner, (str, bytes)) or not isinstance(inner, Iterable):
         do = "Return a DataLoader, a list of batches, a generator, or any other iterable."
         raise BadArgument(expected("build_data_loader() to return an iterable", type(inner).__name__, do))
     try:
         len(inner)  # type: ignore[arg-type]
-    except TypeError:  # also of a DataLoader, if its data set is a stream
+    except TypeError:  # also a DataLoader of an iterable dataset
         return Loader(inner, owner)
     return SizedLoader(inner, owner)
 
 
-class StandingRates(LRScheduler):
-    """No schedule: the rates are left as they are, so that hooks may change them."""
+class NoSchedule(LRScheduler):
+    """Leaves the learning rates to the optimizer and to hooks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:
-        """Nothing."""
+        pass
 
     def get_last_lr(self) -> list[Any]:
-        """The rates in force."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the optimizer keeps its rates."""
-        return {}
+        return {}  # the optimizer saves its learning rates
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+        pass
 
 
 def checked_scheduler(scheduler: Any) -> LRScheduler | None:
-    """What `build_lr_scheduler` returned, if it can be stepped once per optimizer step."""
+    """The result of `build_lr_scheduler`. Raises if it cannot be stepped once per optimizer step."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise BadArgument(
-            "Expected build_lr_scheduler() to return a scheduler that needs nothing but the step, received "
-            "ReduceLROnPlateau, which waits for a metric. Return None, and call its step(metric) in a hook."
+            "Expected build_lr_scheduler() to return a scheduler that depends on the step only, received "
+            "ReduceLROnPlateau, which needs a metric. Return None, and call its step(metric) in a hook."
         )
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
         what = "build_lr_scheduler() to return a torch LRScheduler or None"
@@ -284,6 +276,6 @@ def checked_scheduler(scheduler: Any) -> LRScheduler | None:
 
 
 def _mean(losses: list[Tensor]) -> Tensor:
-    """In double precision where there is one, as everywhere else: a mean must not depend on who computes it."""
+    """In double precision (except on MPS), as everywhere: all paths must compute the same mean."""
     stacked = torch.stack(losses)
     return stacked.mean() if stacked.device.type == "mps" else stacked.double().mean()

@@ -1,4 +1,4 @@
-"""`BaseTrainer`: the subclass-style way in. Thin: what its methods build is handed to a session."""
+"""`BaseTrainer`: the subclass-style entry point. What its `build_*` methods return is passed to a `MiniRun`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from trainformer.core.errors import BadArgument, DataError, NonFiniteError, expe
 from trainformer.data.order import sample_key, seed_generators
 from trainformer.engine import RunState
 from trainformer.mini.adapter import checked_scheduler
-from trainformer.mini.hooks.checkpointing import CheckpointingHook
-from trainformer.mini.running import MiniRun, make_run
+from trainformer.mini.checkpointing import CheckpointingHook
+from trainformer.mini.run import MiniRun, make_run
+from trainformer.mini.utils import check_integer
 from trainformer.run.fit import fit
 from trainformer.run.logging import console_messages
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.utils.distributed import rank
 
-#: What is built, in this order, by the method `build_<name>`. What one of them uses of another is built before it.
+#: Built in this order by `build_<name>()`, or earlier if another part uses it.
 _PARTS = ("data_loader", "model", "optimizer", "lr_scheduler", "grad_scaler", "hooks")
 
 
 class NonFiniteGradients(NonFiniteError, RuntimeError):
-    """A loss or gradient was not finite, and no retry was left. The weights are those of the last good step."""
+    """A loss or gradient was not finite after all retries. The weights are those of the last good step."""
 
 
 class BaseTrainer:
@@ -80,14 +81,15 @@ class BaseTrainer:
     ) -> None:
         if hasattr(type(self), "_run_step"):
             raise BadArgument(
-                f"{type(self).__name__} overrides _run_step, but the steps of this library are those of its one loop. "
-                "Put what belongs around a step into hooks, and what belongs into it into forward()."
+                f"{type(self).__name__} overrides _run_step, which the training loop of this library does not call. "
+                "Move code around a step into hooks, and code inside a step into forward()."
             )
-        self.max_steps = _whole("max_steps", max_steps, least=1)
+        self.max_steps = check_integer("max_steps", max_steps, minimum=1)
         self.grad_clip = grad_clip
-        self.max_non_finite_grad_retries = _optional("max_non_finite_grad_retries", max_non_finite_grad_retries, 0)
+        retries, accumulation = max_non_finite_grad_retries, gradient_accumulation_steps
+        self.max_non_finite_grad_retries = _optional_integer("max_non_finite_grad_retries", retries, 0)
         self.mixed_precision = mixed_precision
-        self.gradient_accumulation_steps = _optional("gradient_accumulation_steps", gradient_accumulation_steps, 1) or 1
+        self.gradient_accumulation_steps = _optional_integer("gradient_accumulation_steps", accumulation, 1) or 1
         self.workspace = None if workspace is None else Path(workspace)
         self.device = _device(device)
         self.no_sync_accumulate = no_sync_accumulate
@@ -98,87 +100,86 @@ class BaseTrainer:
         self._data_seed = -1
         self._in_step = False
         self._restored = False
-        self._random: dict[str, Any] | None = None
-        self._under_way: list[str] = []
+        self._random_state: dict[str, Any] | None = None
+        self._building: list[str] = []
         if mixed_precision not in (None, "fp16", "bf16"):
             raise BadArgument(expected("mixed_precision to be 'fp16', 'bf16' or None", mixed_precision))
         if grad_clip is not None and (isinstance(grad_clip, bool) or not _is_positive(grad_clip)):
             raise BadArgument(expected("grad_clip to be a positive number or None", grad_clip))
 
-    # -- what a subclass says ------------------------------------------------------------------------------
+    # -- methods to implement or override ------------------------------------------------------------------------------
 
     def build_data_loader(self) -> Iterable[Any]:
-        """Return an iterable of batches. It begins anew when it has ended before `max_steps`."""
-        raise NotImplementedError(self._demand("build_data_loader(self)", "an iterable of batches"))
+        """Return an iterable of batches. It is iterated again if it ends before `max_steps`."""
+        raise NotImplementedError(self._missing_method("build_data_loader(self)", "an iterable of batches"))
 
     def build_model(self) -> nn.Module:
-        """Return the model, placed and wrapped as you want it."""
-        raise NotImplementedError(self._demand("build_model(self)", "the model"))
+        """Return the model, on its device and wrapped as needed."""
+        raise NotImplementedError(self._missing_method("build_model(self)", "the model"))
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer of ``self.model.parameters()``."""
-        raise NotImplementedError(self._demand("build_optimizer(self)", "the optimizer"))
+        """Return an optimizer for ``self.model.parameters()``."""
+        raise NotImplementedError(self._missing_method("build_optimizer(self)", "the optimizer"))
 
     def forward(self, input: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """The loss of a batch (None: learn nothing from it) and a nested dict of numbers to record."""
-        raise NotImplementedError(self._demand("forward(self, input)", "(loss, records)"))
+        """Return the loss of a batch (None: skip it) and a nested dict of numbers to record."""
+        raise NotImplementedError(self._missing_method("forward(self, input)", "(loss, records)"))
 
     def build_lr_scheduler(self) -> LRScheduler | None:
-        """Return a scheduler, which is stepped once per optimizer step."""
+        """Return a scheduler; it is stepped once per optimizer step."""
         return None
 
     def build_grad_scaler(self) -> torch.amp.GradScaler:
-        """Return the scaler of the loss; it is at work if it is enabled."""
+        """Return the gradient scaler; it is used if it is enabled."""
         return torch.amp.GradScaler(self.device.type, enabled=self.mixed_precision == "fp16")
 
     def build_hooks(self) -> list[Any]:
-        """Return hooks, in the order in which they run; native and HuggingFace callbacks may be among them."""
+        """Return hooks in the order in which they run; native and HuggingFace callbacks are allowed too."""
         return []
 
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
-        """Log metrics: tell the hooks. With `dry_run` nothing is written, as on ranks other than the first."""
+        """Pass metrics to the hooks. With `dry_run`, as on all ranks but rank 0, nothing is written."""
         for hook in self.hooks:
             if isinstance(hook, BaseHook):
                 hook.on_log(self, records, dry_run or rank() > 0)
 
     def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
-        """Log images (PIL images, arrays or tensors) by name: tell the hooks."""
+        """Pass images (PIL images, arrays or tensors) to the hooks, by name."""
         for hook in self.hooks:
             if isinstance(hook, BaseHook):
                 hook.on_log_images(self, records, dry_run or rank() > 0)
 
-    # -- doing ---------------------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train up to `max_steps`, from wherever the state is. Called again after raising `max_steps`, it goes on."""
-        with console_messages(Console(), enabled=rank() == 0), _speaking_mini():
+        """Train from the current state to `max_steps`. Raise `max_steps` and call it again to continue."""
+        with console_messages(Console(), enabled=rank() == 0), _mini_errors():
             self._build()
             run = self._built_run()
-            run.settings.max_steps = _whole("max_steps", self.max_steps, least=1)
+            run.settings.max_steps = check_integer("max_steps", self.max_steps, minimum=1)
             if not self._restored:
                 self._restored = True
-                done = False  # the newest of all files is taken, whichever hook wrote it
+                done = False  # load the newest file, whichever hook wrote it
                 for hook in sorted(self._checkpointing(), key=lambda hook: -hook.newest_step(self)):
                     done |= hook.restore(self, wanted=not done)
-            if self._random is not None:  # of the state that was loaded; much may have been drawn since
-                restore_random(self._random)
-                self._random = None
+            if self._random_state is not None:  # of the loaded state; generators may have been used since
+                restore_random(self._random_state)
+                self._random_state = None
             try:
                 fit(run)
             finally:
                 self._in_step = False
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
-        """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
+        """Validate the run in seconds. Model, optimizer, RNG state and position do not change."""
         if isinstance(self.data_loader, Iterator):
-            do = "Return a DataLoader or a list, which begin anew."
-            raise BadArgument(expected("data that can be looked at before they are trained on", "a generator", do))
-        with _speaking_mini():
+            do = "Return a DataLoader or a list."
+            raise BadArgument(expected("data that can be iterated more than once", "a generator", do))
+        with _mini_errors():
             self._build()
             return check_run(self._built_run(), raise_on_failure)
 
     def _build(self) -> None:
-        """Build everything that is not built yet."""
         if self._run is not None:
             return
         for name in _PARTS:
@@ -187,64 +188,64 @@ class BaseTrainer:
         self._run.connect()
 
     def __getattr__(self, name: str) -> Any:
-        # Only asked for what is not there yet: a part is built when it is first used, and is a plain attribute then.
-        if name not in _PARTS or "_under_way" not in self.__dict__:
+        # Called only for missing attributes: a part is built on first use and then set as a plain attribute.
+        if name not in _PARTS or "_building" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        under_way = self._under_way
-        if name in under_way:
-            around = " -> ".join(f"build_{part}()" for part in [*under_way[under_way.index(name) :], name])
-            raise BadArgument(f"Expected self.{name} to be used after it was built, received {around}.")
-        under_way.append(name)
-        if self._data_seed < 0:  # the order of the data is seeded as the program is before anything is built
+        building = self._building
+        if name in building:
+            cycle = " -> ".join(f"build_{part}()" for part in [*building[building.index(name) :], name])
+            raise BadArgument(f"Expected self.{name} to be used after it was built, received {cycle}.")
+        building.append(name)
+        if self._data_seed < 0:  # the data order uses the seed of the program before anything is built
             self._data_seed = torch.initial_seed() % 2**32
         try:
             built = _CHECKS[name](getattr(self, f"build_{name}")())
         finally:
-            under_way.remove(name)
+            building.remove(name)
         setattr(self, name, built)
         return built
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state of the run: model, optimizer, schedule, scaler, position, random numbers, hooks.
+        """The whole state of the run: model, optimizer, scheduler, scaler, position, RNG state, hooks.
 
-        Tensors and plain values only, so that `torch.load` reads it back as it is. As everywhere in torch, the tensors
-        are those at work, not copies.
+        Only tensors and plain values, so that `torch.load(weights_only=True)` reads it. As usual in torch, the tensors
+        are not copied.
         """
         self._build()
         return {c.key: c.stateful.state_dict() for c in self._built_run().components()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state: of `state_dict()`, or of a checkpoint's file."""
+        """Load a state from `state_dict()` or from a checkpoint file."""
         states = state_dict.get("components", state_dict)
         if not isinstance(states, Mapping) or "run" not in states:
-            do = "Weights alone go into trainer.unwrapped_model.load_state_dict()."
-            raise DataError(expected("the state of a run, as state_dict() gives it", sorted(map(str, state_dict)), do))
+            do = "Load weights alone with trainer.unwrapped_model.load_state_dict()."
+            raise DataError(expected("the state of a run from state_dict()", sorted(map(str, state_dict)), do))
         self._build()
         run = self._built_run()
         load_components(run.components(), dict(states))
-        run.state.stopped = []  # loaded on purpose, to go on
-        self._random = states.get("rng")
+        run.state.stopped = []  # loaded on purpose, to continue
+        self._random_state = states.get("rng")
         if rank() > 0:
-            # The file holds the random numbers of the first rank. The others draw their own.
+            # The file contains the RNG state of rank 0. The other ranks seed their own.
             seed_generators(sample_key(self._data_seed, self.step, rank()))
-            self._random = None
+            self._random_state = None
 
-    def _take_seed(self, seed: int) -> None:
+    def _restore_data_seed(self, seed: int) -> None:
         self._data_seed = seed
         source: Any = self._built_run().train_source
         source.seed = seed
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """The current step: 0 before training, 1 in the first `forward()`, and after a step its number."""
+        """The current step: 0 before training, 1 during the first `forward()`; after a step, its number."""
         return 0 if self._run is None else self._run.state.step + self._in_step
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model inside `torch.compile`, DDP, FSDP and averages."""
+        """The model inside `torch.compile`, DDP, FSDP and `AveragedModel`."""
         return unwrap(model)
 
     @property
@@ -254,7 +255,7 @@ class BaseTrainer:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal is ending this process; the run goes on in another one."""
+        """Whether a signal is ending this process; the run is to be resumed in another one."""
         return self._run is not None and self._run.control.ending_signal is not None
 
     def stop(self, reason: str = "the trainer was asked to") -> None:
@@ -272,14 +273,14 @@ class BaseTrainer:
     def _checkpointing(self) -> list[CheckpointingHook]:
         return [hook for hook in self.hooks if isinstance(hook, CheckpointingHook)]
 
-    def _demand(self, method: str, what: str) -> str:
+    def _missing_method(self, method: str, what: str) -> str:
         return f"Expected {type(self).__name__} to implement {method}, received none. It returns {what}."
 
 
 # -- checks ------------------------------------------------------------------------------------------------
 
 
-def _of_kind(method: str, kind: type) -> Callable[[Any], Any]:
+def _type_check(method: str, kind: type) -> Callable[[Any], Any]:
     def check(built: Any) -> Any:
         if not isinstance(built, kind):
             raise BadArgument(expected(f"{method}() to return a {kind.__name__}", type(built).__name__))
@@ -297,22 +298,16 @@ def _checked_hooks(hooks: Any) -> list[Any]:
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "data_loader": lambda loader: loader,
-    "model": _of_kind("build_model", nn.Module),
-    "optimizer": _of_kind("build_optimizer", torch.optim.Optimizer),
+    "model": _type_check("build_model", nn.Module),
+    "optimizer": _type_check("build_optimizer", torch.optim.Optimizer),
     "lr_scheduler": checked_scheduler,
     "grad_scaler": lambda scaler: scaler,
     "hooks": _checked_hooks,
 }
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadArgument(expected(f"{name} to be a whole number of at least {least}", value))
-    return value
-
-
-def _optional(name: str, value: Any, least: int) -> int | None:
-    return None if value is None else _whole(name, value, least)
+def _optional_integer(name: str, value: Any, minimum: int) -> int | None:
+    return None if value is None else check_integer(name, value, minimum)
 
 
 def _is_positive(value: Any) -> bool:
@@ -323,19 +318,19 @@ def _device(device: Any) -> torch.device:
     try:
         return resolve_device(device)
     except BadArgument as error:
-        do = "Pass device='cpu', or device='auto' for the best there is."
-        raise BadArgument(expected("device to be one this machine has", str(device), do)) from error.__cause__
+        do = "Pass device='cpu', or device='auto' to choose the best one."
+        raise BadArgument(expected("device to be available on this machine", str(device), do)) from error.__cause__
 
 
 @contextmanager
-def _speaking_mini() -> Iterator[None]:
-    """Errors about non-finite numbers in the words of this way in, and as the `RuntimeError` its users expect."""
+def _mini_errors() -> Iterator[None]:
+    """Raise non-finite errors as a `RuntimeError`, with advice in terms of the arguments of `BaseTrainer`."""
     try:
         yield
     except NonFiniteError as error:
         what = str(error).partition(" Lower lr,")[0]
         advice = (
-            "Lower the learning rate, pass grad_clip, look at the data of that step, use mixed_precision='bf16', or "
-            "pass max_non_finite_grad_retries to try such steps again."
+            "Lower the learning rate, pass grad_clip, inspect the data of that step, use mixed_precision='bf16', or "
+            "pass max_non_finite_grad_retries to retry such steps."
         )
         raise NonFiniteGradients(f"{what} {advice}") from error

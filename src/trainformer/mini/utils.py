@@ -1,4 +1,4 @@
-"""Nested records: averaging, flattening, reading them in one transfer, and mapping over tensors."""
+"""Helpers for nested records (averaging, flattening, one-transfer reads), tensors in structures, and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainformer.utils.distributed import world_size
 
 
 def map_nested_tensor(function: Callable[[Tensor], Any], input: Any) -> Any:
-    """The same structure with `function` applied to every tensor in it. Mappings become dicts.
+    """Apply `function` to every tensor in a nested structure. Mappings become dicts.
 
     >>> map_nested_tensor(lambda t: t.sum(), {"x": torch.ones(3), "y": [torch.ones(2), "name"]})
     {'x': tensor(3.), 'y': [tensor(2.), 'name']}
@@ -26,9 +26,9 @@ def map_nested_tensor(function: Callable[[Tensor], Any], input: Any) -> Any:
 
 
 def key_average(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of every value over those records that have it, as nested as the records are.
+    """The mean of every value over the records that have it, with the same nesting.
 
-    Values are numbers or tensors with one element; None counts as not there. Tensors are read in one transfer.
+    Values are numbers or one-element tensors; None counts as missing. Tensors are read in one transfer.
 
     >>> key_average([{"loss": 1.0, "metrics": {"f1": 0.5}}, {"loss": 2.0}])
     {'loss': 1.5, 'metrics': {'f1': 0.5}}
@@ -42,14 +42,14 @@ def key_average(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     average: dict[str, Any] = {}
     for path, kept in found.items():
         numbers = [next(values) for _ in kept]
-        # fsum is exact but refuses inf - inf; plain addition gives the NaN that should be seen.
+        # fsum is exact but raises for inf - inf, where plain addition gives NaN.
         total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
         put(average, path, total / len(numbers))
     return average
 
 
 def leaves(record: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of a nested record, with the keys that lead to it."""
+    """All values of a nested record with their key paths."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from leaves(value, (*above, key))
@@ -58,7 +58,7 @@ def leaves(record: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 
 def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Put a value where the keys lead. A key that is a value in one record and a mapping in another is refused."""
+    """Set a value at a key path. Raises if a key is a value in one record and a mapping in another."""
     place = tree
     for key in path[:-1]:
         place = place.setdefault(key, {})
@@ -70,7 +70,7 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def flattened(record: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """One level of names.
+    """A nested record with joined names.
 
     >>> flattened({"loss": 1.0, "metrics": {"f1": 0.5}})
     {'loss': 1.0, 'metrics.f1': 0.5}
@@ -79,12 +79,12 @@ def flattened(record: Mapping[str, Any], separator: str = ".") -> dict[str, Any]
 
 
 def as_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with plain floats, all tensors read in one transfer; what is None is left out."""
+    """The record as floats, with all tensors read in one transfer; None values are dropped."""
     return key_average([record])
 
 
 def as_floats(values: Sequence[Any]) -> list[float]:
-    """Plain floats of numbers and tensors with one element. Tensors of one kind come over in one transfer."""
+    """Numbers and one-element tensors as floats. Tensors of one dtype and device are read in one transfer."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for value in values:
         if isinstance(value, Tensor):
@@ -95,19 +95,19 @@ def as_floats(values: Sequence[Any]) -> list[float]:
 
 
 def mean_over_ranks(record: dict[str, Any]) -> dict[str, Any]:
-    """The mean over all ranks of a record of numbers; the record itself where there is one rank only.
+    """The mean of a record over all ranks, which must all call this.
 
-    Every rank has to call this. A value that some ranks lack is averaged over those that have it.
+    A value that some ranks lack is averaged over those that have it.
     """
     if world_size() == 1:
         return record
-    everybody: list[Any] = [None] * world_size()
-    dist.all_gather_object(everybody, record)
-    return key_average(everybody)
+    records: list[Any] = [None] * world_size()
+    dist.all_gather_object(records, record)
+    return key_average(records)
 
 
-def from_first_rank(value: Any) -> Any:
-    """What the first rank has; the value itself where there is one rank only."""
+def broadcast(value: Any) -> Any:
+    """The value of rank 0."""
     if world_size() == 1:
         return value
     box = [value]
@@ -115,14 +115,14 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
-def wait_for_all() -> None:
-    """Go on when all ranks are here."""
+def barrier() -> None:
+    """Wait for all ranks."""
     if world_size() > 1:
         dist.barrier()
 
 
 def checked_records(records: Any) -> dict[str, Any]:
-    """The records a `forward` returned, without gradients; refused if they are not nested dicts of numbers."""
+    """The records of `forward`, detached. Raises if they are not nested dicts of numbers."""
     if records is None:
         return {}
     if not isinstance(records, Mapping):
@@ -139,5 +139,12 @@ def _checked(name: str, value: Any) -> Any:
     if isinstance(value, (Real, type(None))):
         return value
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    do = "Take a mean, or log it with self.log_images() or a logger of your own."
-    raise BadArgument(expected(f"the record {name!r} to be a number or a tensor with one element", what, do))
+    do = "Take a mean, or log it with self.log_images() or your own logger."
+    raise BadArgument(expected(f"the record {name!r} to be a number or a one-element tensor", what, do))
+
+
+def check_integer(name: str, value: Any, minimum: int) -> int:
+    """The value, if it is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise BadArgument(expected(f"{name} to be an integer of at least {minimum}", value))
+    return value

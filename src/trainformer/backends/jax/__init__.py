@@ -1,6 +1,6 @@
-"""JAX: meshes and shardings, the training state, the jitted step, placing batches, state in and out of files.
+"""JAX backend: mesh and sharding rules, the train state, jitted steps, batch placement.
 
-Nothing here imports torch. Names are taken from their modules, so that importing one does not bring the others.
+Never imports torch. Import names from the submodules, so that one does not pull in the others.
 """
 
 from trainformer.core.optional import require

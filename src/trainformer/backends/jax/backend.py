@@ -1,16 +1,15 @@
-"""Training with JAX, as the engine's loop sees it: the state on the mesh, and two functions that read and change it.
+"""`JaxBackend`: the train state on the mesh and the two step functions, behind the protocol of the engine's loop.
 
-A batch of the loop holds a whole optimizer step; the step function divides it into micro-batches itself. So the loop
-accumulates nothing, and a step is one call that returns before the devices are done. Values are read at log points.
-What the functions compute is the business of `step`, or of whoever wrote them.
+A batch holds a whole optimizer step, and the step function splits it into micro-batches itself. So the loop accumulates
+nothing, and a step is one asynchronous call. Values are read at log points only.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,43 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from trainformer.backends.jax.dynamic_batch import AnyRowsStep
-from trainformer.backends.jax.orbax_import import quiet
+from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
 from trainformer.backends.jax.placement import Placer
-from trainformer.backends.jax.processes import Asking
-from trainformer.backends.jax.step import JittedStep
-from trainformer.backends.jax.step_metrics import added_up, read_parts, told_by
+from trainformer.backends.jax.processes import RequestPoll
+from trainformer.backends.jax.step_metrics import read_scalars, sum_scalars, unpack_metrics
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
 from trainformer.engine.metrics import LazyScalar
 
 logger = logging.getLogger("trainformer")
 
-_MOST_FLAGS = 512  # steps without a log point after which their flags are looked at all the same
+_MAX_FLAGS = 512  # steps without a log point after which their finite flags are read anyway
 _ADVICE = (
-    "Lower learning_rate, set max_grad_norm, or look at the data of that step; nonfinite='skip' leaves such steps out "
-    "and goes on."
+    "Lower learning_rate, set max_grad_norm, or inspect the data of that step; nonfinite='skip' skips such steps "
+    "and continues."
 )
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What a user wants done around a step; None where nothing is."""
+    """User hooks around a step; None where there is none."""
 
     on_start: Callable[[Any, int], Any] | None = None
     on_end: Callable[[Any, dict[str, Any], int], Any] | None = None
 
 
-@dataclass
-class _Watched:
-    """Whether the steps since the last look were finite, still on the device."""
-
-    flags: list[tuple[int, Any]] = field(default_factory=list)
-    skipped: int = 0
-
-
 class JaxBackend:
-    """The JAX side of a run. `state` is what is trained; `learning_rate` is a function of the step, if it is known."""
+    """The JAX side of a run. `state` is what is trained; `learning_rate` is a schedule (step -> lr), if known."""
 
     may_repeat = False
     wants_lookahead = False
@@ -76,59 +65,59 @@ class JaxBackend:
         self.learning_rate = learning_rate
         self.nonfinite = nonfinite
         self.grad_norm: Any = None
+        self.skipped_steps = 0  # as of the last check of the finite flags
         self.has_request: Callable[[], bool] = lambda: False
         self._train_step = train_step
         self._eval_step = eval_step
         self._hooks = hooks or StepHooks()
-        self._guards = isinstance(train_step, JittedStep)
-        # A step that is told which rows count (`_valid`) has one size of batch; others get every batch as it is.
-        fixed = self._guards and not isinstance(train_step, AnyRowsStep)
-        self._placer = Placer(mesh, accumulation if fixed else 1, whole_shards=fixed, on_host=self._guards)
-        self._batch: DeviceBatch | None = None
-        self._watched = _Watched()
-        self._asking = Asking(mesh) if jax.process_count() > 1 else None
+        self._guards = isinstance(train_step, JittedStep)  # our own step skips non-finite updates
+        # A step that masks padding rows (`_valid`) has one batch size; any other receives batches as they are.
+        fixed = self._guards and not isinstance(train_step, DynamicBatchStep)
+        self._placer = Placer(mesh, accumulation if fixed else 1, require_even=fixed, keep_on_host=self._guards)
+        self.batch: DeviceBatch | None = None  # of the current step
+        self._finite_flags: list[tuple[int, Any]] = []
+        self._requests = RequestPoll(mesh) if jax.process_count() > 1 else None
 
     # -- batches -------------------------------------------------------------------------------------------
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
-        """Batches on the mesh, one ahead of the step."""
         return self._placer.feed(batches, train)
 
     @property
     def batches_ahead(self) -> int:
-        """Training batches that were taken from their source and have not been trained on."""
-        return self._placer.waiting
+        """Training batches that were taken from their source but not trained on yet."""
+        return self._placer.pending
 
     # -- the step ------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
-        """A function has no mode."""
+        """Nothing to do: a pure function has no training mode."""
 
     def accumulate(self, batch: DeviceBatch) -> bool:
-        """Take the batch of the step."""
-        self._batch = batch
+        self.batch = batch
         return True
 
     def finish(self) -> bool:
-        """The step function does everything at once."""
+        """Nothing to do: the step function runs forward, backward and update in one call."""
         return True
 
     def update(self, step: int) -> StepResult:
-        """Take the step. Returns before the devices are done."""
-        batch, hooks = self._batch, self._hooks
+        """Dispatch the step. Returns before the devices have finished."""
+        batch, hooks = self.batch, self._hooks
         assert batch is not None
         state = self.state
         if hooks.on_start is not None:
-            state = _unless_none(hooks.on_start(state, step), state)
-        state, output = _pair(self._train_step(state, batch.data))
+            changed = hooks.on_start(state, step)
+            state = state if changed is None else changed
+        state, output = _state_and_metrics(self._train_step(state, batch.data))
         entries = self._entries(output, batch.size, step)
         if hooks.on_end is not None:
-            state, entries = self._after(state, output, step, entries)
+            state, entries = self._call_end_hook(state, output, step, entries)
         self.state = state
-        rate = self.learning_rate
+        schedule = self.learning_rate
         return StepResult(
             entries,
-            None if rate is None else LazyScalar(lambda: float(rate(step))),
+            None if schedule is None else LazyScalar(lambda: float(schedule(step))),
             batch.size if batch.global_size is None else batch.global_size,
             batch.tokens,
             batch.bad,
@@ -136,136 +125,137 @@ class JaxBackend:
         )
 
     def _entries(self, output: Mapping[str, Any], size: int, step: int) -> list[Entry]:
-        """What a step says of itself, as values to average; and a note of whether it was finite."""
+        """The metrics of a step as entries to average. Also records whether the step was finite."""
+        self.grad_norm = output.get("grad_norm")
         if not self._guards:
-            entries = _plain_entries(output, size)
+            entries = _user_entries(output, size)
             losses = [e.value for e in entries if e.name == "loss"]
             if losses:
-                self._note(step, jnp.isfinite(losses[0]))
-            self.grad_norm = output.get("grad_norm")
+                self._record_finite(step, jnp.isfinite(losses[0]))
             return entries
-        finite, norm, pairs = told_by(output)
-        self._note(step, finite)
-        self.grad_norm = output["grad_norm"]
-        entries = [Entry(name, total, weight, False) for name, (total, weight) in pairs.items()]
-        return [*entries, Entry("grad_norm", norm, 1, True)]
+        finite, norm, pairs = unpack_metrics(output)
+        self._record_finite(step, finite)
+        return [*_pair_entries(pairs), Entry("grad_norm", norm, 1, True)]
 
-    def _after(self, state: Any, output: Mapping[str, Any], step: int, entries: list[Entry]) -> tuple[Any, list[Entry]]:
-        """Let the user's hook see, and change, what the step gave."""
+    def _call_end_hook(
+        self, state: Any, output: Mapping[str, Any], step: int, entries: list[Entry]
+    ) -> tuple[Any, list[Entry]]:
+        """Call the user's `on_step_end`, which may replace the state and the metrics."""
         assert self._hooks.on_end is not None
-        metrics = means_of(output) if self._guards else dict(output)
+        metrics = _metric_means(output) if self._guards else dict(output)
         returned = self._hooks.on_end(state, metrics, step + 1)
         if returned is None:
             return state, entries
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             changed = {name: value for name, value in returned[1].items() if metrics.get(name) is not value}
             kept = [entry for entry in entries if entry.name not in changed]
-            return returned[0], kept + _plain_entries(changed, 1)
+            return returned[0], kept + _user_entries(changed, 1)
         return returned, entries
 
     def end_step(self) -> None:
-        """Let go of the batch."""
-        self._batch = None
+        self.batch = None
 
-    def drop_step(self) -> None:
-        """After a failure."""
-        self._batch = None
+    drop_step = end_step
 
     def any_rank_has_request(self) -> bool:
-        """Whether a process has a request: what was asked with the step before, the same answer on all of them."""
-        return self._asking is not None and self._asking(self.has_request())
+        """Whether any process has a request. All processes get the same answer, one step late."""
+        return self._requests is not None and self._requests(self.has_request())
 
-    # -- whether it was finite -------------------------------------------------------------------------------
+    # -- non-finite steps ------------------------------------------------------------------------------------
 
-    def _note(self, step: int, flag: Any) -> None:
-        self._watched.flags.append((step + 1, flag))
-        if len(self._watched.flags) >= _MOST_FLAGS:
-            self._look()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps left out so far, as far as was looked."""
-        return self._watched.skipped
+    def _record_finite(self, step: int, flag: Any) -> None:
+        self._finite_flags.append((step + 1, flag))
+        if len(self._finite_flags) >= _MAX_FLAGS:
+            self._check_finite()
 
     def verify(self, step: int) -> dict[str, float]:
-        """Raise if a step was not finite, or count those that were left out; how often steps were compiled again."""
-        self._look()
-        counts: dict[str, float] = {"skipped_steps": self._watched.skipped} if self._watched.skipped else {}
+        """Raise for a non-finite step, or count the skipped ones. Returns the counters to log."""
+        self._check_finite()
+        counts: dict[str, float] = {"skipped_steps": self.skipped_steps} if self.skipped_steps else {}
         compilations = getattr(self._train_step, "compilations", None)
         if compilations is not None:
             counts["recompilations"] = max(0, compilations.count - 1)
         return counts
 
-    def _look(self) -> None:
-        flags, self._watched.flags = self._watched.flags, []
+    def _check_finite(self) -> None:
+        flags, self._finite_flags = self._finite_flags, []
         values = self.read([flag for _, flag in flags])
         bad = [step for (step, _), finite in zip(flags, values, strict=True) if not finite]
         if not bad:
             return
         if self.nonfinite == "raise":
-            fate = "It was left out; the steps after it were taken." if self._guards else "It reached the weights."
+            fate = "That update was skipped; later ones were made." if self._guards else "It reached the weights."
             raise NonFiniteError(f"Loss or gradients became non-finite at step {bad[0]}. {fate} {_ADVICE}")
-        self._watched.skipped += len(bad)
-        what = "were skipped" if self._guards else "were taken, since the step function is not ours"
-        logger.warning(
-            "%d steps with a non-finite loss or gradient %s (%d in all)", len(bad), what, self._watched.skipped
-        )
+        self.skipped_steps += len(bad)
+        what = "were skipped" if self._guards else "were not skipped, since the step function is the user's"
+        total = self.skipped_steps
+        logger.warning("%d steps with a non-finite loss or gradient %s (%d in total)", len(bad), what, total)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def eval_step(self, batch: DeviceBatch) -> EvalResult:
-        """Metrics of one batch."""
         if self._eval_step is None:
             raise BadArgument("There is no eval_step_fn to evaluate with. Let configure_functions return one.")
         output = self._eval_step(self.state, batch.data)
         if isinstance(self._eval_step, JittedStep):
-            return EvalResult(_own_entries(output), {})
-        return EvalResult(_plain_entries(output, batch.size, prefix="eval_"), {})
+            return EvalResult(_pair_entries({"loss": output["loss"], **output["metrics"]}), {})
+        return EvalResult(_user_entries(output, batch.size, prefix="eval_"), {})
 
     # -- values --------------------------------------------------------------------------------------------
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
-        """Values of device scalars and plain numbers, in one transfer."""
-        return read_parts(scalars)
+        return read_scalars(scalars)
 
     def fold(self, scalars: Sequence[Any]) -> Any:
-        """Their sum, on the device."""
-        return added_up(scalars)
+        return sum_scalars(scalars)
 
     def join_rows(self, pieces: list[Any]) -> Any:
-        """Rows of several batches as one array of the host."""
         return np.concatenate([np.asarray(piece) for piece in pieces])
 
     # -- the run -------------------------------------------------------------------------------------------
 
     def schedule_for(self, total_steps: int | None) -> None:
-        """The learning rate was planned with the optimizer."""
+        """Nothing to do: the schedule was built with the optimizer."""
 
     def run_context(self) -> AbstractContextManager[Any]:
-        """The mesh is in use meanwhile, also for functions of the user's; orbax and grain leave the logging alone."""
+        """Sets the mesh, also for the user's functions, and keeps absl from reconfiguring the root logger."""
         stack = ExitStack()
         stack.enter_context(jax.set_mesh(self.mesh))
-        stack.enter_context(quiet())
+        stack.enter_context(root_logger_untouched())
         return stack
 
 
-# -- what functions return -------------------------------------------------------------------------------------------
+@contextmanager
+def root_logger_untouched() -> Iterator[None]:
+    """Keep orbax and grain from configuring the root logger.
+
+    They log through absl, which adds a stderr handler to a root logger without handlers. From then on the messages of
+    all libraries would appear there, also those that are already shown elsewhere.
+    """
+    root, handler = logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
-def means_of(output: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step of ours gives, as plain means on the device."""
+# -- outputs of step functions ---------------------------------------------------------------------------------------
+
+
+def _metric_means(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The output of our own step as plain means, on the device."""
     pairs = {"loss": output["loss"], **output["metrics"]}
     means = {name: total / jnp.where(weight == 0, 1, weight) for name, (total, weight) in pairs.items()}
     return means | {name: output[name] for name in ("grad_norm",) if name in output}
 
 
-def _own_entries(output: Mapping[str, Any]) -> list[Entry]:
-    pairs = {"loss": output["loss"], **output["metrics"]}
+def _pair_entries(pairs: Mapping[str, tuple[Any, Any]]) -> list[Entry]:
     return [Entry(name, total, weight, False) for name, (total, weight) in pairs.items()]
 
 
-def _plain_entries(metrics: Any, size: int, prefix: str = "") -> list[Entry]:
-    """Metrics of a function that is not ours: scalars, which are means over the batch's rows, or pairs."""
+def _user_entries(metrics: Any, size: int, prefix: str = "") -> list[Entry]:
+    """Metrics of a user's step function: scalars (means over the rows of the batch) or (sum, weight) pairs."""
     entries = []
     for name, value in _as_mapping(metrics).items():
         name = str(name).removeprefix(prefix)
@@ -282,21 +272,16 @@ def _plain_entries(metrics: Any, size: int, prefix: str = "") -> list[Entry]:
 def _as_mapping(metrics: Any) -> Mapping[str, Any]:
     if isinstance(metrics, Mapping):
         return metrics
-    fields = getattr(metrics, "_asdict", None)
-    if callable(fields):
-        return fields()
+    if callable(as_dict := getattr(metrics, "_asdict", None)):
+        return as_dict()
     if hasattr(metrics, "__dataclass_fields__"):
         return {name: getattr(metrics, name) for name in metrics.__dataclass_fields__}
     raise BadArgument(expected("metrics as a dict of scalars by name", type(metrics).__name__))
 
 
-def _pair(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+def _state_and_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
     if not isinstance(returned, tuple) or len(returned) != 2:
         what = "train_step_fn to return (state, metrics)"
         raise BadArgument(expected(what, type(returned).__name__, "Return the new state and a dict of scalars."))
     state, metrics = returned
     return state, _as_mapping(metrics)
-
-
-def _unless_none(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainformer.backends.jax.mesh import data_shards
-from trainformer.backends.jax.processes import rows_of_process
-from trainformer.backends.jax.sharding import batch_sharding, check_rows
+from trainformer.backends.jax.processes import process_shard
+from trainformer.backends.jax.sharding import batch_sharding, check_rows, data_shards
 from trainformer.core.errors import DataError, expected
 from trainformer.core.types import DeviceBatch, HostBatch
 
@@ -21,74 +20,70 @@ logger = logging.getLogger("trainformer")
 
 
 class Placer:
-    """Puts batches of NumPy arrays onto the mesh, rows divided over its data axes, one batch ahead of the step.
+    """Copies batches of NumPy arrays to the mesh, rows sharded over its data axes, one batch ahead of the step.
 
-    Copying does not wait: while the devices compute a step, the next batch is already on its way. With several
-    processes each brings its own rows, and together they are one batch.
+    Copies are asynchronous: the next batch is transferred while the devices compute. With several processes each one
+    contributes its own rows of the global batch.
 
-    With `on_host` the arrays of a run with one process stay NumPy's, and none is taken ahead: for a jitted function
-    that knows where they belong. Calling it copies them just as well, at a tenth of the cost on the host.
+    With `keep_on_host`, the arrays of a single-process run stay NumPy arrays and none is prefetched: a jitted function
+    that knows its input shardings copies them itself, at a tenth of the host time.
 
-    With `whole_shards` a batch whose rows do not divide over the devices is an error; without, it goes to all of them.
-    `waiting` is the number of training batches that were taken from their source and not yet handed out.
+    With `require_even`, a batch whose rows do not divide evenly over the devices is an error; otherwise it is
+    replicated. `pending` is the number of training batches taken from their source but not yet handed out.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         accumulation: int = 1,
-        ahead: int = 1,
+        prefetch: int = 1,
         *,
-        whole_shards: bool = True,
-        on_host: bool = False,
+        require_even: bool = True,
+        keep_on_host: bool = False,
     ) -> None:
         self.mesh = mesh
-        self._on_host = on_host and jax.process_count() == 1
-        self.waiting = 0
-        self._whole_shards = whole_shards
+        self.pending = 0
+        self._keep_on_host = keep_on_host and jax.process_count() == 1
+        self._require_even = require_even
         self._accumulation = accumulation
-        self._ahead = 0 if self._on_host else ahead
-        self._rows = batch_sharding(mesh)
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._noted: set[str] = set()
-        self._checked: tuple[Any, bool] = (None, False)  # the last shapes that were looked at, and what was found
+        self._prefetch = 0 if self._keep_on_host else prefetch
+        self._sharded = batch_sharding(mesh)
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._logged: set[str] = set()
+        self._last_shapes: tuple[Any, bool] = (None, False)  # checked last, and whether they were even
 
     def feed(self, batches: Iterable[HostBatch], train: bool = True) -> Iterator[DeviceBatch]:
-        """Batches on the device, in order. Training batches have to divide into the step's micro-batches."""
-        waiting: deque[DeviceBatch] = deque()
+        """Batches on the devices, in order. Training batches must divide into the micro-batches of a step."""
+        queue: deque[DeviceBatch] = deque()
         for batch in batches:
-            waiting.append(self.place(batch, self._accumulation if train else 1))
-            if len(waiting) > self._ahead:
-                yield self._next(waiting, train)
-        while waiting:
-            yield self._next(waiting, train)
+            queue.append(self.place(batch, self._accumulation if train else 1))
+            if len(queue) > self._prefetch:
+                yield self._next(queue, train)
+        while queue:
+            yield self._next(queue, train)
 
-    def _next(self, waiting: deque[DeviceBatch], train: bool) -> DeviceBatch:
-        batch = waiting.popleft()
+    def _next(self, queue: deque[DeviceBatch], train: bool) -> DeviceBatch:
+        batch = queue.popleft()
         if train:
-            self.waiting = len(waiting)
+            self.pending = len(queue)
         return batch
 
     def place(self, batch: HostBatch, accumulation: int = 1) -> DeviceBatch:
-        """One batch. The copy has begun when this returns, and may still be under way."""
-        data = self._arrays(batch.data)
-        if batch.global_size is not None and not self._whole_shards and jax.process_count() > 1:
-            check_rows(
-                batch.global_size, self.mesh
-            )  # processes whose parts differ in size would not agree on the shape
-        divides = self._divides(data, accumulation)
+        """Start copying one batch; the copy may still be in progress when this returns."""
+        data = self._numeric_columns(batch.data)
+        if batch.global_size is not None and not self._require_even and jax.process_count() > 1:
+            # Processes with parts of different sizes would disagree on the shape.
+            check_rows(batch.global_size, self.mesh)
+        even = self._is_even(data, accumulation)
         tokens = count_tokens(data) if batch.size else 0
-        placed = {name: self._put(array, divides) for name, array in data.items()}
+        placed = {name: self._put(array, even) for name, array in data.items()}
         return DeviceBatch(placed, batch.size, tokens, batch.bad, False, batch.global_size, batch.consumed)
 
-    def _arrays(self, data: Any) -> dict[str, np.ndarray | jax.Array]:
-        """The columns of a batch that a device can hold; texts and other objects stay behind."""
+    def _numeric_columns(self, data: Any) -> dict[str, np.ndarray | jax.Array]:
+        """The columns of a batch that a device can hold; strings and other objects stay on the host."""
         if not isinstance(data, Mapping):
-            raise DataError(
-                expected(
-                    "a batch that is a mapping of names to arrays", type(data).__name__, "Let the collator name them."
-                )
-            )
+            what = "a batch that is a mapping of names to arrays"
+            raise DataError(expected(what, type(data).__name__, "Let the collate function name them."))
         arrays: dict[str, Any] = {}
         left: list[str] = []
         for name, value in data.items():
@@ -99,42 +94,38 @@ class Placer:
                 arrays[name] = array
         if not arrays:
             raise DataError(expected("a batch with at least one column of numbers", list(data)))
-        new = sorted(set(left) - self._noted)
+        new = sorted(set(left) - self._logged)
         if new:
-            self._noted.update(new)
-            logger.info("Columns that are no numbers stay on the host: %s", ", ".join(new))
+            self._logged.update(new)
+            logger.info("Non-numeric columns stay on the host: %s", ", ".join(new))
         return arrays
 
-    def _divides(self, data: Mapping[str, Any], accumulation: int) -> bool:
-        """Whether the rows of a batch divide over the devices; raises if they have to and do not."""
+    def _is_even(self, data: Mapping[str, Any], accumulation: int) -> bool:
+        """Whether the rows of a batch divide evenly over the devices; raises if they must and do not."""
         shapes = [array.shape[:1] for array in data.values()], accumulation
-        if shapes != self._checked[0]:
-            self._checked = shapes, self._find_out(data, accumulation)
-        return self._checked[1]
+        if shapes != self._last_shapes[0]:
+            self._last_shapes = shapes, self._check_shapes(data, accumulation)
+        return self._last_shapes[1]
 
-    def _find_out(self, data: Mapping[str, Any], accumulation: int) -> bool:
+    def _check_shapes(self, data: Mapping[str, Any], accumulation: int) -> bool:
         rows = {name: array.shape[0] for name, array in data.items() if array.ndim}
         if len(set(rows.values())) > 1:
-            raise DataError(expected("columns of a batch with equally many rows", rows))
-        whole = {count * processes_of_rows(self.mesh) for count in rows.values()}
-        if not self._whole_shards and jax.process_count() == 1 and any(n % data_shards(self.mesh) for n in whole):
+            raise DataError(expected("the columns of a batch to have the same number of rows", rows))
+        # Processes that hold the same rows (tp, sp) contribute them once.
+        total = {count * process_shard(self.mesh).count for count in rows.values()}
+        if not self._require_even and jax.process_count() == 1 and any(n % data_shards(self.mesh) for n in total):
             return False
-        for count in whole:
+        for count in total:
             check_rows(count, self.mesh, accumulation)
         return True
 
-    def _put(self, array: Any, divides: bool) -> Any:
-        if self._on_host:
+    def _put(self, array: Any, even: bool) -> Any:
+        if self._keep_on_host:
             return array
-        sharding = self._rows if array.ndim and divides else self._everywhere
+        sharding = self._sharded if array.ndim and even else self._replicated
         if jax.process_count() == 1 or isinstance(array, jax.Array):
             return jax.device_put(array, sharding)
         return jax.make_array_from_process_local_data(sharding, array)
-
-
-def processes_of_rows(mesh: Mesh) -> int:
-    """Over how many processes the rows of a batch are divided; those that share rows bring the same ones."""
-    return rows_of_process(mesh).count
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:
@@ -142,12 +133,13 @@ def _as_array(name: str, value: Any) -> np.ndarray:
         return np.asarray(value)
     except ValueError as error:  # lists of unequal length
         raise DataError(
-            f"Expected column {name!r} to be an array, received {type(value).__name__} that cannot be made one: {error}"
+            f"Expected column {name!r} to be an array, received {type(value).__name__} that numpy cannot convert: "
+            f"{error}"
         ) from error
 
 
 def count_tokens(data: Mapping[str, Any]) -> int:
-    """Tokens of a batch on the host: those of `input_ids` that the attention mask does not leave out, else none.
+    """Tokens of `input_ids` on the host that the attention mask does not exclude; 0 for other batches.
 
     >>> count_tokens({"input_ids": np.ones((2, 3)), "attention_mask": np.array([[1, 1, 1], [1, 0, 0]])})
     4
@@ -158,4 +150,4 @@ def count_tokens(data: Mapping[str, Any]) -> int:
     mask = data.get("attention_mask")
     if isinstance(mask, np.ndarray) and mask.shape == ids.shape:
         return int(mask.sum())
-    return int(ids.size)  # from the shape alone: no device is asked
+    return int(ids.size)  # from the shape alone, without a device sync

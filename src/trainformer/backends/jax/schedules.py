@@ -1,7 +1,7 @@
-"""Learning-rate schedules of the JAX side: functions of the optimizer step, and of nothing else.
+"""Learning-rate schedules by name, as pure functions of the optimizer step.
 
-Owns the names and their formulas, which are those of the torch side. A schedule takes a number of the host, and answers
-with one, or a step inside a jitted function.
+The formulas are those of the torch backend. A schedule takes a Python number and returns one, or a traced step inside a
+jitted function.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ import numpy as np
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 Schedule = Callable[[Any], Any]
-Factor = Callable[[Any, Any], Any]  # of the step and of the array module that suits it: numpy or jax.numpy
+Factor = Callable[[Any, Any], Any]  # (step, numpy or jax.numpy) -> fraction of the peak learning rate
 
 
 def constant(total: float, warmup: float) -> Factor:
-    """Linear warm-up, then the full rate."""
+    """Linear warmup, then the full learning rate."""
     return lambda step, xp: _after_warmup(step, warmup, 1.0, xp)
 
 
 def linear(total: float, warmup: float, end: float = 0.0) -> Factor:
-    """Linear warm-up, then a straight line to `end`."""
-    return lambda step, xp: _after_warmup(step, warmup, 1.0 - (1.0 - end) * _share(step, total, warmup, xp), xp)
+    """Linear warmup, then linear decay to `end`."""
+    return lambda step, xp: _after_warmup(step, warmup, 1.0 - (1.0 - end) * _progress(step, total, warmup, xp), xp)
 
 
 def cosine(total: float, warmup: float, end: float = 0.0) -> Factor:
-    """Linear warm-up, then half a cosine to `end`."""
-    return lambda step, xp: _after_warmup(step, warmup, _half_cosine(1.0, end, _share(step, total, warmup, xp), xp), xp)
+    """Linear warmup, then cosine decay to `end`."""
+    return lambda step, xp: _after_warmup(
+        step, warmup, _half_cosine(1.0, end, _progress(step, total, warmup, xp), xp), xp
+    )
 
 
 def onecycle(total: float, warmup: float, end: float = 1 / 25e4, start: float = 1 / 25) -> Factor:
-    """Half a cosine up from 1/25 of the rate, then one down to 1/250,000 of it (Smith's one-cycle policy)."""
+    """Cosine up from 1/25 of the learning rate, then cosine down to 1/250,000 of it (Smith's one-cycle policy)."""
     peak = warmup - 1.0
     last = max(total - 1.0, 1.0)
 
@@ -49,20 +51,20 @@ def onecycle(total: float, warmup: float, end: float = 1 / 25e4, start: float = 
 
 
 def inverse_sqrt(total: float, warmup: float, timescale: float | None = None) -> Factor:
-    """Linear warm-up, then the rate falls as the square root of the steps grows, on and on."""
+    """Linear warmup, then decay with the inverse square root of the step, without end."""
     scale = timescale or warmup or 10_000.0
     return lambda step, xp: _after_warmup(step, warmup, xp.sqrt(scale / xp.maximum(step - warmup + scale, scale)), xp)
 
 
 def wsd(total: float, warmup: float, end: float = 0.0, decay_ratio: float = 0.2) -> Factor:
-    """Linear warm-up, the full rate, and a straight line to `end` in the last fifth of the run."""
+    """Warmup, stable, decay: linear warmup, the full learning rate, linear decay to `end` in the last fifth."""
     begin = max(total - math.ceil(decay_ratio * total), warmup)
     return lambda step, xp: _after_warmup(
-        step, warmup, 1.0 - (1.0 - end) * xp.maximum(_share(step, total, begin, xp), 0.0), xp
+        step, warmup, 1.0 - (1.0 - end) * xp.maximum(_progress(step, total, begin, xp), 0.0), xp
     )
 
 
-# name: how it is made, and the options it takes besides the length, the warm-up and the end
+# name: factory, and its options besides total steps, warmup and end
 SCHEDULES: dict[str, tuple[Callable[..., Factor], tuple[str, ...]]] = {
     "constant": (constant, ()),
     "linear": (linear, ()),
@@ -92,44 +94,44 @@ def make_schedule(
     end: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """The learning rate as a function of the steps done so far, from a name or a function that is one already.
+    """The learning rate as a function of the completed steps, from a name or a function.
 
-    `end` is the rate at the end of the run. Where the length of the run is not known (None), only schedules that do not
-    need it can be made.
+    `end` is the learning rate at the end of the run. With `total_steps=None` (unknown) only schedules without an end
+    are possible.
 
-    >>> rate = make_schedule("linear", 0.1, 10, warmup_steps=2)
-    >>> [round(float(rate(step)), 4) for step in (0, 1, 2, 6, 10)]
+    >>> schedule = make_schedule("linear", 0.1, 10, warmup_steps=2)
+    >>> [round(float(schedule(step)), 4) for step in (0, 1, 2, 6, 10)]
     [0.05, 0.1, 0.1, 0.05, 0.0]
     """
     if spec is not None and not isinstance(spec, str):
-        return _own(spec, bool(warmup_steps or warmup_ratio), end, options)
+        return _check_function(spec, bool(warmup_steps or warmup_ratio), end, options)
     name = _canonical(spec or "constant")
     if warmup_steps and warmup_ratio:
         raise BadArgument("Expected warmup_steps or warmup_ratio, received both. Keep the one you mean.")
     if total_steps is None and (name not in _ENDLESS or warmup_ratio):
         raise BadArgument(
-            f"The {spec!r} schedule needs the number of steps, but the data have no length. "
+            f"The {spec!r} schedule needs the number of steps, but the length of the dataset is unknown. "
             "Pass max_steps=..., or scheduler='constant' with warmup_steps instead of warmup_ratio."
         )
     total = total_steps or 1
-    # torch's OneCycleLR takes a share of the total that need not be whole; the others count whole warm-up steps.
+    # torch's OneCycleLR accepts a fractional number of warmup steps; the others round down.
     warmup = warmup_steps or (warmup_ratio * total if name == "onecycle" else int(warmup_ratio * total))
-    factor = SCHEDULES[name][0](total, warmup, **_checked(spec, name, lr, end, options))
+    factor = SCHEDULES[name][0](total, warmup, **_check_options(spec, name, lr, end, options))
 
-    def rate(step: Any) -> Any:
-        # Asked by the host, the answer must not wait for a device; inside jit it must be traced.
+    def schedule(step: Any) -> Any:
+        # On the host the result must not wait for a device; inside jit it must be traced.
         return lr * factor(step, jnp if isinstance(step, jax.Array) else np)
 
-    return rate
+    return schedule
 
 
-def _own(spec: Any, warms_up: bool, end: float | None, options: Mapping[str, Any] | None) -> Schedule:
+def _check_function(spec: Any, has_warmup: bool, end: float | None, options: Mapping[str, Any] | None) -> Schedule:
     if not callable(spec):
         raise BadArgument(expected(f"scheduler to be one of {', '.join(NAMES)}, or a function of the step", spec))
-    if warms_up or end is not None or options:
+    if has_warmup or end is not None or options:
         raise BadArgument(
-            "Expected a scheduler that is a function to come alone, received a warm-up, an end or options as well. "
-            "They belong into the function."
+            "Expected no warmup, learning_rate_end or options with a scheduler that is a function. "
+            "Put them into the function."
         )
     return spec
 
@@ -143,18 +145,18 @@ def _canonical(spec: str) -> str:
     return name
 
 
-def _checked(
+def _check_options(
     spec: str | None, name: str, lr: float, end: float | None, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Options of a schedule by name; the end is a rate here, and a share of the full one to the formulas."""
+    """The options of a schedule; `end` is converted from a learning rate to a fraction of the peak."""
     given = dict(options or {})
     known = SCHEDULES[name][1]
     for unknown in sorted(given.keys() - set(known)):
         takes = f"It takes {', '.join(known)}." if known else "It takes none."
         raise BadArgument(expected(f"options that the schedule {spec!r} takes", unknown, takes))
     for option, value in given.items():
-        least_fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        if not least_fits or (option == "decay_ratio" and value > 1):
+        is_positive = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        if not is_positive or (option == "decay_ratio" and value > 1):
             raise BadArgument(expected(f"{option} of the schedule {spec!r} to be a positive number", value))
     if end is None:
         return given
@@ -165,13 +167,13 @@ def _checked(
 
 
 def _after_warmup(step: Any, warmup: float, after: Any, xp: Any) -> Any:
-    # The first step already moves: a rate of zero would waste it.
+    # A learning rate of zero would waste the first step.
     return xp.where(step < warmup, (step + 1) / max(warmup, 1), after)
 
 
-def _share(step: Any, total: float, begin: float, xp: Any) -> Any:
+def _progress(step: Any, total: float, begin: float, xp: Any) -> Any:
     return xp.minimum((step - begin) / max(total - begin, 1), 1.0)
 
 
-def _half_cosine(low: float, high: float, share: Any, xp: Any) -> Any:
-    return high + (low - high) / 2.0 * (1.0 + xp.cos(math.pi * share))
+def _half_cosine(low: float, high: float, progress: Any, xp: Any) -> Any:
+    return high + (low - high) / 2.0 * (1.0 + xp.cos(math.pi * progress))

@@ -1,8 +1,9 @@
-"""Where each array of a run lies on the mesh: rules for parameters, the same for what the optimizer keeps of them.
+"""The device mesh, and where each array of a run lies on it.
 
-A rule is a regular expression, searched for in the path of a parameter, and what its dimensions are divided over. The
-first that matches counts. Rules speak of a single layer's weight; where layers are stacked, the leading dimensions are
-not divided. Building the state where it belongs, without any device ever holding the whole, happens here too.
+The mesh always has four axes; the rows of a batch are sharded over the first two. A sharding rule is a regex, searched
+for in the path of a parameter, and a PartitionSpec; the first match wins. Rules describe the weight of a single layer:
+if layers are stacked, leading dimensions are not sharded. Optimizer state is sharded like the parameters. States are
+created directly in their shards, so that no device ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -18,52 +19,110 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from trainformer.backends.jax.mesh import DATA_AXES, data_shards
-from trainformer.backends.jax.state import TrainState, Tree, as_key, flat, joined, nested, partition, take_apart
+from trainformer.backends.jax.state import TrainState, as_key, partition, path_string, split_model
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 
 logger = logging.getLogger("trainformer")
 
+AXES = ("dp", "fsdp", "tp", "sp")
+"""Data parallel, fully sharded data parallel, tensor parallel, sequence parallel."""
+DATA_AXES = ("dp", "fsdp")
+"""The axes over which the rows of a batch are sharded."""
 Rules = Sequence[tuple[str, Sequence[Any]]]
-"""Regular expression and, for each dimension, an axis, several of them, or None."""
-SMALL = 1024
-"""Parameters with fewer elements are not worth dividing where no rule says so."""
+"""Regex, and for each dimension an axis, several axes, or None."""
+MIN_SHARDED_SIZE = 1024
+"""Smaller parameters are replicated unless a rule matches."""
+
+
+# -- the mesh ----------------------------------------------------------------------------------------------------
+
+
+def resolve_dims(sharding_array: Sequence[int], n_devices: int) -> tuple[int, int, int, int]:
+    """The size of each mesh axis; one of them may be -1 and gets the remaining devices.
+
+    >>> resolve_dims((1, -1, 2, 1), 8)
+    (1, 4, 2, 1)
+    """
+    dims = _check_dims(sharding_array)
+    known = math.prod(d for d in dims if d != -1)
+    if -1 in dims:
+        if n_devices % known:
+            raise BadArgument(
+                f"Expected the axes {dims} to divide {n_devices} devices, received a product of {known}. "
+                f"Use sizes whose product divides {n_devices}."
+            )
+        dims = [n_devices // known if d == -1 else d for d in dims]
+    elif known != n_devices:
+        raise BadArgument(
+            f"Expected the axes {dims} to multiply to the {n_devices} available devices, received {known}. "
+            "Write -1 for the axis that takes the remaining devices."
+        )
+    dp, fsdp, tp, sp = dims
+    return dp, fsdp, tp, sp
+
+
+def _check_dims(sharding_array: Sequence[int]) -> list[int]:
+    advice = f"Give one size for each of {', '.join(AXES)}; one of them may be -1, as in (1, -1, 1, 1)."
+    what = "sharding_array to hold four positive integers"
+    try:
+        dims = [int(d) for d in sharding_array if int(d) == d and not isinstance(d, (str, bool))]
+    except (TypeError, ValueError) as error:
+        raise BadArgument(expected(what, sharding_array, advice)) from error
+    if len(dims) != len(AXES) or len(sharding_array) != len(AXES) or any(d < 1 and d != -1 for d in dims):
+        raise BadArgument(expected(what, sharding_array, advice))
+    if dims.count(-1) > 1:
+        raise BadArgument(expected("at most one -1 in sharding_array", sharding_array, advice))
+    return dims
+
+
+def make_mesh(sharding_array: Sequence[int] = (1, -1, 1, 1), devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over all devices, or over the given ones. Use it with ``with jax.set_mesh(mesh):``."""
+    devices = list(jax.devices() if devices is None else devices)
+    dims = resolve_dims(sharding_array, len(devices))
+    # Auto axes: the compiler chooses the shardings it is not given. jax's default (Explicit) would put them into types.
+    return jax.make_mesh(dims, AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def data_shards(mesh: Mesh) -> int:
+    """Over how many devices the rows of a batch are sharded."""
+    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------
 
 
-def param_shardings(params: Tree, mesh: Mesh, rules: Rules | None = None) -> dict[Any, Any]:
-    """A sharding for every parameter (or shape) of a nested dictionary.
+def param_shardings(params: dict[Any, Any], mesh: Mesh, rules: Rules | None = None) -> dict[Any, Any]:
+    """A sharding for every parameter (or shape) of a nested dict.
 
-    Axes that do not divide a dimension are left out, which one log record says of all parameters together. What no rule
-    matches is divided over ``fsdp`` along its largest dimension that can be, if it is large enough to bother.
+    Axes that do not divide a dimension are dropped, and one log record lists them. A parameter that no rule matches is
+    sharded over ``fsdp`` along its largest divisible dimension, unless it is small.
     """
-    checked = [(_pattern(pattern), _axes(spec, mesh)) for pattern, spec in rules or ()]
+    checked = [(_compile(pattern), _axes(spec, mesh)) for pattern, spec in rules or ()]
     dropped: dict[str, list[str]] = {}
-    shardings = []
-    for path, leaf in flat(params):
-        name, shape = joined(path), tuple(leaf.shape)
+    shardings = {}
+    for path, leaf in flatten_dict(params).items():
+        name, shape = path_string(path), tuple(leaf.shape)
         wanted = next((spec for pattern, spec in checked if pattern.search(name)), None)
         if wanted is None:
-            spec = _largest(shape, mesh)
+            spec = _default_spec(shape, mesh)
         else:
             spec, left_out = _fit(name, wanted, shape, mesh)
             for axis in left_out:
                 dropped.setdefault(axis, []).append(name)
-        shardings.append((path, NamedSharding(mesh, PartitionSpec(*spec))))
-    for axis, names in dropped.items():
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        dropped[axis] = [f"{axis} ({mesh.shape[axis]}): {', '.join(names[:4])}{more}"]
+        shardings[path] = NamedSharding(mesh, PartitionSpec(*spec))
     if dropped:
-        notes = "; ".join(text for texts in dropped.values() for text in texts)
-        logger.info("These parameters are not divided over these axes, which do not divide their size: %s", notes)
-    return nested(shardings)
+        notes = []
+        for axis, names in dropped.items():
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            notes.append(f"{axis} ({mesh.shape[axis]}): {', '.join(names[:4])}{more}")
+        logger.info("Not sharded over axes that do not divide their size: %s", "; ".join(notes))
+    return unflatten_dict(shardings)
 
 
-def _pattern(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -71,7 +130,7 @@ def _pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _axes(spec: Sequence[Any], mesh: Mesh) -> list[tuple[str, ...]]:
-    """The axes of each dimension, as tuples; those that are not of the mesh are an error."""
+    """The axes of each dimension as tuples; raises for axes that the mesh does not have."""
     if isinstance(spec, str):
         raise BadArgument(expected("a sharding rule with a tuple of axes", spec, f"Write ({spec!r},)."))
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
@@ -83,7 +142,7 @@ def _axes(spec: Sequence[Any], mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def _fit(name: str, wanted: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> tuple[list[Any], list[str]]:
-    """What of a rule a shape can have, and the axes that do not divide it. Axes of size 1 divide nothing: left out."""
+    """The part of a rule that fits a shape, and the axes that do not divide it. Axes of size 1 are left out."""
     if len(wanted) > len(shape):
         raise BadArgument(
             f"Expected a sharding rule for {name!r} with at most {len(shape)} dimensions, as its shape {shape} has, "
@@ -100,60 +159,48 @@ def _fit(name: str, wanted: list[tuple[str, ...]], shape: tuple[int, ...], mesh:
                 left_out.append(axis)
             else:
                 kept.append(axis)
-        spec.append(_entry(kept))
+        spec.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
     return spec, left_out
 
 
-def _entry(axes: Sequence[str]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
-
-
-def _largest(shape: tuple[int, ...], mesh: Mesh) -> list[Any]:
-    """Divided over ``fsdp`` along the largest dimension that can be; small ones and those that cannot be are not."""
-    pieces = mesh.shape["fsdp"]
+def _default_spec(shape: tuple[int, ...], mesh: Mesh) -> list[Any]:
+    fsdp = mesh.shape["fsdp"]
     spec: list[Any] = [None] * len(shape)
-    fitting = [dim for dim, size in enumerate(shape) if size % pieces == 0]
-    if pieces > 1 and math.prod(shape) >= SMALL and fitting:
-        spec[max(fitting, key=lambda dim: shape[dim])] = "fsdp"
+    divisible = [dim for dim, size in enumerate(shape) if size % fsdp == 0]
+    if fsdp > 1 and math.prod(shape) >= MIN_SHARDED_SIZE and divisible:
+        spec[max(divisible, key=lambda dim: shape[dim])] = "fsdp"
     return spec
 
 
-# -- the whole state ---------------------------------------------------------------------------------------------
+# -- the train state ---------------------------------------------------------------------------------------------
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None = None) -> TrainState:
     """A sharding for every array of a state, or of its shapes (`jax.eval_shape`).
 
-    What an optimizer keeps for a parameter, in its shape, lies where the parameter lies. Everything else (counters,
-    factored moments, batch statistics) is on every device.
+    Optimizer state with the path and shape of a parameter is sharded like it. Everything else (counters, factored
+    moments, batch statistics) is replicated.
     """
     params = param_shardings(state.params, mesh, rules)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    known = {
-        tuple(str(part) for part in path): (tuple(leaf.shape), sharding)
-        for (path, leaf), (_, sharding) in zip(flat(state.params), flat(params), strict=True)
-    }
+    replicated = NamedSharding(mesh, PartitionSpec())
+    shapes, flat = flatten_dict(state.params), flatten_dict(params)
+    known = {tuple(map(str, path)): (tuple(leaf.shape), flat[path]) for path, leaf in shapes.items()}
 
     def follow(path: Any, leaf: Any) -> NamedSharding:
-        parts = tuple(name_of(part) for part in path)
+        parts = tuple(jax.tree_util.keystr((part,), simple=True) for part in path)
         for start in range(len(parts)):
-            shape, sharding = known.get(parts[start:], (None, everywhere))
+            shape, sharding = known.get(parts[start:], (None, replicated))
             if shape is not None:
-                return sharding if shape == tuple(leaf.shape) else everywhere
-        return everywhere
+                return sharding if shape == tuple(leaf.shape) else replicated
+        return replicated
 
     return state.replace(
-        step=everywhere,
-        rng=everywhere,
+        step=replicated,
+        rng=replicated,
         params=params,
         opt_state=jax.tree_util.tree_map_with_path(follow, state.opt_state),
-        variables=jax.tree.map(lambda _: everywhere, state.variables),
+        variables=jax.tree.map(lambda _: replicated, state.variables),
     )
-
-
-def name_of(key: Any) -> str:
-    """One part of a path in any tree: a key, a field or a position."""
-    return jax.tree_util.keystr((key,), simple=True)
 
 
 def init_sharded(
@@ -167,8 +214,8 @@ def init_sharded(
 ) -> tuple[TrainState, TrainState]:
     """A new state and its shardings, from a function that builds the model.
 
-    The weights are drawn under `jax.jit`, each device its own part. They are the same on every mesh. Rules are those of
-    the model if none are given.
+    The weights are initialised under `jax.jit`, each device its own shard; they are the same on every mesh. `rules`
+    default to the model's `partition_rules`.
     """
     key = as_key(rng)
     found: list[Rules | None] = []
@@ -182,7 +229,7 @@ def init_sharded(
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(create, key)
         shardings = state_shardings(shapes, mesh, rules or found[0])
-        # Leaves only: the static graph of a second building need not be equal to that of the first.
+        # Leaves only: building the model a second time need not give an equal static graph.
         leaves = jax.jit(lambda key: jax.tree.leaves(create(key)), out_shardings=jax.tree.leaves(shardings))(key)
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), shardings
 
@@ -196,8 +243,8 @@ def create_sharded(
     rules: Rules | None = None,
     frozen: str | Sequence[str] | None = None,
 ) -> tuple[TrainState, TrainState]:
-    """The same from a model that has its weights already. They are copied: the model can be used on."""
-    graphdef, params, variables, streams = take_apart(model)
+    """The same from a model that has its weights. They are copied: the model stays usable."""
+    graphdef, params, variables, streams = split_model(model)
 
     def assemble(params: Any, variables: Any, key: Any) -> TrainState:
         return TrainState.assemble((graphdef, params, variables, streams), tx, key, frozen)
@@ -205,57 +252,54 @@ def create_sharded(
     key = as_key(rng)
     shapes = jax.eval_shape(assemble, params, variables, key)
     shardings = state_shardings(shapes, mesh, rules or getattr(model, "partition_rules", None))
-    params = place(params, shardings.params)
+    params = copy_to_mesh(params, shardings.params)
     trained, _ = partition(params, shapes.trainable)
     with jax.set_mesh(mesh):
         opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(trained)
     state = shapes.replace(
-        step=place(np.zeros((), np.int32), shardings.step),
+        step=copy_to_mesh(np.zeros((), np.int32), shardings.step),
         params=params,
         opt_state=opt_state,
-        variables=place(variables, shardings.variables),
-        rng=place(jax.random.key_data(key), shardings.rng),
+        variables=copy_to_mesh(variables, shardings.variables),
+        rng=copy_to_mesh(jax.random.key_data(key), shardings.rng),
     )
     return state, shardings
 
 
-def place(tree: Any, shardings: Any) -> Any:
-    """Arrays of the host or of a device, copied to where they belong. Each device is sent its own part only."""
-    return jax.tree.map(_place, tree, shardings)
+def copy_to_mesh(tree: Any, shardings: Any) -> Any:
+    """Arrays of the host or of a device, copied to their shardings. Each device receives its own shard only."""
 
+    def copy(array: Any, sharding: NamedSharding) -> Any:
+        if isinstance(array, jax.Array):
+            # `device_put` alone may share a buffer, and donating the state would delete it for both.
+            return jnp.copy(jax.device_put(array, sharding))
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-place_params = place
-
-
-def _place(array: Any, sharding: NamedSharding) -> Any:
-    if isinstance(array, jax.Array):
-        # A copy, since what a device has already would be shared, and donating the state would delete it there too.
-        return jnp.copy(jax.device_put(array, sharding))
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+    return jax.tree.map(copy, tree, shardings)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------
 
 
-def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
-    """Rows divided over the data axes; `leading` dimensions before them are not."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * leading, DATA_AXES))
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows sharded over the data axes."""
+    return NamedSharding(mesh, PartitionSpec(DATA_AXES))
 
 
 def check_rows(rows: int, mesh: Mesh, accumulation: int = 1) -> None:
-    """Raise if a batch of so many rows cannot be divided over the devices and micro-batches."""
+    """Raise if a batch does not divide evenly over the devices and micro-batches."""
     shards = data_shards(mesh)
     if rows % (shards * accumulation):
         parts = f"{shards} devices (dp * fsdp)" + (f" times {accumulation} micro-batches" if accumulation > 1 else "")
         raise DataError(
             f"Expected a batch whose rows divide over {parts}, received {rows} rows. Use a batch size that is a "
-            f"multiple of {shards * accumulation}, and drop or fill up the last batch of an epoch."
+            f"multiple of {shards * accumulation}, and drop or pad the last batch of an epoch."
         )
 
 
 def constrain_rows(tree: Any, axis: int = 0) -> Any:
-    """Keep the rows of arrays divided over the data axes of the mesh in use; without one, nothing is asked."""
+    """Keep the rows of arrays sharded over the data axes of the current mesh, if there is one."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(DATA_AXES) <= set(mesh.axis_names):
         return tree

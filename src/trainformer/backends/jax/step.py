@@ -1,8 +1,8 @@
-"""The training step and the evaluation step: pure functions of (state, batch), and their jitted versions.
+"""The train step and the eval step as pure functions of (state, batch); `compilation` jits them.
 
-A step sums losses, gradients and weights over its micro-batches and divides once, so that its result does not depend
-on how the batch was sliced or on how many devices share it. What the optimizer does with the gradients is the business
-of the state's `tx`; clipping happens here, where the gradient of the whole step is known.
+A step sums losses, gradients and weights over its micro-batches and divides once, so that the result does not depend on
+gradient accumulation or the number of devices. Gradient clipping happens here, where the gradient of the whole step is
+known; the optimizer is the state's `tx`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainformer.backends.jax.compiling import Compilations
-from trainformer.backends.jax.precision import cast_floating, compute_in
-from trainformer.backends.jax.remat import resolve_remat
-from trainformer.backends.jax.sharding import batch_sharding, constrain_rows
-from trainformer.backends.jax.state import TrainState, combine, partition, variables_of
-from trainformer.core.errors import BadArgument, expected
+from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
+from trainformer.backends.jax.sharding import constrain_rows
+from trainformer.backends.jax.state import TrainState, combine, partition, variables_after
+from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import Loss, Mean
 
 LossFunction = Callable[[nnx.Module, Mapping[str, Any], Any], Any]
 """``loss(model, batch, key)``: a mean over the batch's rows, a `Loss` or a `Mean`."""
 VALID = "_valid"
-"""Key of a batch that says which rows count; the others are there to make up its size."""
+"""Key of a batch that marks its valid rows; the others are padding."""
 
 
 class StepOutput(TypedDict):
-    """What a step says of itself; all values are scalars on the device. Pairs are (sum, weight)."""
+    """The output of a train step: scalars on the device. Pairs are (sum, weight)."""
 
     loss: tuple[Any, Any]
     metrics: dict[str, tuple[Any, Any]]
@@ -40,7 +37,7 @@ class StepOutput(TypedDict):
 
 
 class _Sums(TypedDict):
-    """What micro-batches add up."""
+    """Summed over micro-batches."""
 
     loss: Any
     weight: Any
@@ -53,17 +50,15 @@ def make_train_step(
     accumulation: int = 1,
     compute_dtype: Any = None,
     clip: float | None = None,
-    skip_nonfinite: bool = True,
     remat: Any = None,
 ) -> Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, StepOutput]]:
     """A pure function ``(state, batch) -> (state, output)`` for a batch that holds a whole optimizer step.
 
-    With `skip_nonfinite`, a step whose loss or gradient is not finite leaves parameters, optimizer state and variables
-    as they were; its number is counted all the same. So does a step whose weight is 0. `clip` bounds the norm of all
-    trained parameters' gradients together.
+    A step with a non-finite loss or gradient leaves parameters, optimizer state and variables unchanged, but still
+    increments the step counter. So does a step whose weight is 0. `clip` is the maximum global gradient norm.
     """
     if not isinstance(accumulation, int) or accumulation < 1:
-        raise BadArgument(expected("accumulation to be a positive whole number", accumulation))
+        raise BadArgument(expected("accumulation to be a positive integer", accumulation))
     if clip is not None and not clip > 0:
         raise BadArgument(expected("clip to be positive, or None for no clipping", clip))
     forward = _forward(loss, compute_dtype, remat)
@@ -86,8 +81,7 @@ def make_train_step(
         grads = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), grads, trained)
         new = state.apply_gradients(grads=grads, variables=variables)
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-        if skip_nonfinite:
-            new = _keep_unless(finite & (sums["weight"] != 0), new, state)
+        new = _select_state(finite & (sums["weight"] != 0), new, state)
         return new, {
             "loss": (sums["loss"], sums["weight"]),
             "metrics": sums["metrics"],
@@ -101,7 +95,7 @@ def make_train_step(
 def make_eval_step(
     loss: LossFunction, *, compute_dtype: Any = None
 ) -> Callable[[TrainState, Mapping[str, Any]], dict[str, Any]]:
-    """A pure function ``(state, batch) -> {"loss": (sum, weight), "metrics": {...}}``, the model in evaluation mode."""
+    """A pure function ``(state, batch) -> {"loss": (sum, weight), "metrics": {...}}``, with the model in eval mode."""
     forward = _forward(loss, compute_dtype, remat=None, train=False)
 
     def eval_step(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,25 +119,25 @@ def _forward(loss: LossFunction, compute_dtype: Any, remat: Any, train: bool = T
             params = cast_floating(params, dtype)
         model = state.merge(params, variables, key)
         if dtype is not None and dtype != jnp.float32:
-            compute_in(model, dtype)
+            set_compute_dtype(model, dtype)
         model.train() if train else model.eval()
         sums = _sums(loss(model, batch, key), batch)
-        return sums["loss"], (sums, variables_of(model, variables))
+        return sums["loss"], (sums, variables_after(model, variables))
 
     if policy is None:
         return forward
 
-    def forward_again(trained: Any, frozen: Any, variables: Any, state: TrainState, batch: Any, key: Any) -> Any:
-        # The state only lends its static parts; closed over, it is no argument that `jax.checkpoint` would keep.
-        again = jax.checkpoint(lambda t, f, v, b, k: forward(t, f, v, state, b, k), policy=policy)
-        return again(trained, frozen, variables, batch, key)
+    def rematerialised(trained: Any, frozen: Any, variables: Any, state: TrainState, batch: Any, key: Any) -> Any:
+        # Only static fields of the state are used. Closing over it keeps its arrays out of the checkpoint's residuals.
+        checkpointed = jax.checkpoint(lambda t, f, v, b, k: forward(t, f, v, state, b, k), policy=policy)
+        return checkpointed(trained, frozen, variables, batch, key)
 
-    return forward_again
+    return rematerialised
 
 
 def _sums(output: Any, batch: Any) -> _Sums:
-    """Sum, weight and metrics of what a loss function returned."""
-    rows = rows_of(batch)
+    """Sum, weight and metrics from the return value of a loss function."""
+    rows = valid_rows(batch)
     if isinstance(output, Loss):
         total, weight = output.sum, output.weight
     elif isinstance(output, Mean):
@@ -157,7 +151,7 @@ def _sums(output: Any, batch: Any) -> _Sums:
             expected("the loss to be a scalar, or a Loss(sum, weight) of scalars", shapes, "Take its mean or sum.")
         )
     metrics = {name: _pair(name, value, rows) for name, value in (getattr(output, "metrics", None) or {}).items()}
-    return {"loss": _wide(total), "weight": jax.lax.stop_gradient(_wide(weight)), "metrics": metrics}
+    return {"loss": _float32(total), "weight": jax.lax.stop_gradient(_float32(weight)), "metrics": metrics}
 
 
 def _pair(name: str, value: Any, rows: Any) -> tuple[Any, Any]:
@@ -165,19 +159,19 @@ def _pair(name: str, value: Any, rows: Any) -> tuple[Any, Any]:
     if not _is_scalar(total) or not _is_scalar(weight):
         shape = getattr(total, "shape", type(total).__name__)
         raise BadArgument(expected(f"metric {name!r} to be a scalar or a (sum, weight) pair", shape))
-    return jax.lax.stop_gradient(_wide(total)), jax.lax.stop_gradient(_wide(weight))
+    return jax.lax.stop_gradient(_float32(total)), jax.lax.stop_gradient(_float32(weight))
 
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
 
 
-def _wide(value: Any) -> Any:
+def _float32(value: Any) -> Any:
     return jnp.asarray(value, jnp.float32)
 
 
-def rows_of(batch: Any) -> Any:
-    """How many rows of a batch count: all of them, or those that `VALID` marks."""
+def valid_rows(batch: Any) -> Any:
+    """The number of rows of a batch, or of those that `VALID` marks."""
     if isinstance(batch, Mapping) and VALID in batch:
         return jnp.sum(batch[VALID], dtype=jnp.float32)
     for leaf in jax.tree.leaves(batch):
@@ -190,7 +184,7 @@ def rows_of(batch: Any) -> Any:
 
 
 def _accumulate(micro_step: Callable[..., Any], variables: Any, batch: Any, accumulation: int) -> tuple[Any, Any, Any]:
-    """Add up what micro-batches give; variables (batch statistics) go from one to the next."""
+    """Sum over micro-batches in a scan; variables (batch statistics) are carried from one to the next."""
     pieces = jax.tree.map(lambda leaf: _split_rows(leaf, accumulation), batch)
     first = jax.tree.map(lambda leaf: leaf[0], pieces)
     _, *shapes = jax.eval_shape(micro_step, variables, 0, first)
@@ -207,9 +201,9 @@ def _accumulate(micro_step: Callable[..., Any], variables: Any, batch: Any, accu
 
 
 def _split_rows(leaf: Any, accumulation: int) -> Any:
-    """(rows, ...) as (accumulation, rows / accumulation, ...), each piece spread over all devices that share the rows.
+    """(rows, ...) as (accumulation, rows / accumulation, ...), each micro-batch sharded over all data shards.
 
-    The rows of a device are neighbours. Taking every n-th row into a piece leaves each device its own rows.
+    The rows of a device are contiguous. Strided micro-batches (every n-th row) need no communication.
     """
     if not jnp.ndim(leaf):
         return jnp.broadcast_to(leaf, (accumulation,))
@@ -218,12 +212,12 @@ def _split_rows(leaf: Any, accumulation: int) -> Any:
             f"Expected the {leaf.shape[0]} rows of a batch to divide into {accumulation} micro-batches. "
             "Choose a batch size that is a multiple of the accumulation."
         )
-    pieces = leaf.reshape(leaf.shape[0] // accumulation, accumulation, *leaf.shape[1:]).swapaxes(0, 1)
-    return constrain_rows(pieces, axis=1)
+    micro_batches = leaf.reshape(leaf.shape[0] // accumulation, accumulation, *leaf.shape[1:]).swapaxes(0, 1)
+    return constrain_rows(micro_batches, axis=1)
 
 
 def _norm_and_factor(grads: Any, weight: Any, clip: float | None) -> tuple[Any, Any]:
-    """The norm of the mean gradient, and what turns summed gradients into those of the clipped mean."""
+    """The norm of the mean gradient, and the factor from summed gradients to the clipped mean."""
     factor = jnp.where(weight == 0, 0.0, 1.0 / jnp.where(weight == 0, 1.0, weight))
     norm = optax.global_norm(grads) * factor
     if clip is not None:
@@ -231,11 +225,11 @@ def _norm_and_factor(grads: Any, weight: Any, clip: float | None) -> tuple[Any, 
     return norm, factor
 
 
-def _keep_unless(good: Any, new: TrainState, old: TrainState) -> TrainState:
-    """The new state if the step was good, else the old one with the step counted."""
+def _select_state(good: Any, new: TrainState, old: TrainState) -> TrainState:
+    """The new state, or if the step was not good the old one with an incremented step counter."""
 
     def choose(a: Any, b: Any) -> Any:
-        # The learning rate goes by the steps of the run, also by those that changed nothing.
+        # The learning-rate schedule counts skipped steps too.
         return a if _counts_steps(a) else jnp.where(good, a, b)
 
     return new.replace(
@@ -249,73 +243,43 @@ def _counts_steps(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
-# -- jitted ------------------------------------------------------------------------------------------------------
+# -- rematerialisation -------------------------------------------------------------------------------------------
+
+_POLICIES = (
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+)
+_POLICY_ALIASES = {
+    "nothing": "nothing_saveable",
+    "full": "nothing_saveable",
+    "everything": "everything_saveable",
+    "dots": "dots_saveable",
+    "dots_no_batch": "dots_with_no_batch_dims_saveable",
+}
 
 
-class JittedStep:
-    """A jitted step on a mesh. It knows how often it was compiled (`compilations.count`), and warns when it is again.
+def resolve_remat(policy: Any) -> Callable[..., Any] | None:
+    """A remat policy of `jax.checkpoint` by name; None for no rematerialisation. Functions pass through.
 
-    A step that returns a state gives up the memory of the one it was given; do not use that one again.
+    ``nothing_saveable`` (also: True) saves the most memory, ``dots_saveable`` keeps the results of matmuls.
+
+    >>> resolve_remat("dots") is jax.checkpoint_policies.dots_saveable, resolve_remat("none")
+    (True, None)
     """
-
-    def __init__(
-        self, step: Callable[..., Any], mesh: Mesh, shardings: TrainState, *, train: bool, name: str | None = None
-    ) -> None:
-        self.mesh = mesh
-        self.compilations = Compilations(name or ("train step" if train else "eval step"))
-        self._train = train
-        self._watched = self.compilations.watch(step)
-        self._shardings = shardings
-        self._jitted = self._with_shardings()
-
-    def _with_shardings(self) -> Any:
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(
-            self._watched,
-            in_shardings=(self._shardings, batch_sharding(self.mesh)),
-            out_shardings=(self._shardings, everywhere) if self._train else everywhere,
-            donate_argnums=0 if self._train else (),
-        )
-
-    def __call__(self, state: TrainState, batch: Any) -> Any:
-        """Take the step. It returns before the device is done."""
-        known = self._shardings
-        if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
-            self._adapt(state)
-        with jax.set_mesh(self.mesh):
-            return self._for(batch)(state, batch)
-
-    def _for(self, batch: Any) -> Any:
-        """The compiled function for a batch: one for all."""
-        return self._jitted
-
-    def _adapt(self, state: TrainState) -> None:
-        """Take shardings over to a state with other static parts; what that costs is logged when it is compiled."""
-        structure: Any = jax.tree.structure(state)
-        places = jax.tree.leaves(self._shardings)
-        is_equal = structure == jax.tree.structure(self._shardings)
-        if structure.num_leaves != len(places):
-            raise BadArgument(
-                expected(
-                    f"a state with {len(places)} arrays, as at the beginning", structure.num_leaves, "Make a new step."
-                )
-            )
-        self._shardings = jax.tree.unflatten(structure, places)
-        if not is_equal:
-            self._jitted = self._with_shardings()
-
-    def lower(self, state: TrainState, batch: Any) -> Any:
-        """What `jax.jit` lowers: for its memory and cost analysis. Counted as a compilation, and not kept by jit."""
-        self._adapt(state)
-        with jax.set_mesh(self.mesh):
-            return self._for(batch).lower(state, batch)
-
-
-def jit_train_step(step: Callable[..., Any], mesh: Mesh, shardings: TrainState) -> JittedStep:
-    """A train step with its shardings, that reuses the memory of the state it is given."""
-    return JittedStep(step, mesh, shardings, train=True)
-
-
-def jit_eval_step(step: Callable[..., Any], mesh: Mesh, shardings: TrainState) -> JittedStep:
-    """An eval step with its shardings."""
-    return JittedStep(step, mesh, shardings, train=False)
+    if policy is None or policy is False:
+        return None
+    if callable(policy):
+        return policy
+    lowered = "nothing_saveable" if policy is True else str(policy).lower()
+    if lowered in ("", "none", "no", "off", "false"):
+        return None
+    name = _POLICY_ALIASES.get(lowered, lowered)
+    if name not in _POLICIES:
+        known = ("none", *_POLICIES, *_POLICY_ALIASES)
+        advice = did_you_mean(lowered, known) or f"Use one of {', '.join(known)}."
+        raise BadArgument(expected("the name of a checkpoint policy", policy, advice))
+    return getattr(jax.checkpoint_policies, name)

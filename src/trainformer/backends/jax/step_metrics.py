@@ -1,7 +1,7 @@
-"""What a train step says of itself, as one array beside the scalars.
+"""Metrics of train steps packed into one device array per step, so that a log point reads few arrays.
 
-To read a scalar costs some ten microseconds, whatever it holds, and those of every step are read at a log point. One
-array per step is read instead. Which of its numbers is which is known here, and nowhere else.
+Reading a device scalar costs about 10 µs whatever it holds, and the scalars of every step are read at log points.
+This module alone knows the layout of the packed array.
 """
 
 from __future__ import annotations
@@ -13,111 +13,102 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TOLD = "told"
-"""The array's name in the output of a step."""
-_FINITE, _NORM, _FIRST = range(3)
+PACKED = "packed"
+"""Name of the packed array in the output of a step."""
+_FINITE, _GRAD_NORM, _FIRST_PAIR = range(3)
+_STACK_SIZE = 32  # fixed: a stack as long as the log interval would be compiled for every interval
 
 
-class Part(NamedTuple):
-    """One number of an array that is still on the device."""
+class PackedScalar(NamedTuple):
+    """One element of a packed array, still on the device."""
 
-    array: Any
-    place: int
+    array: jax.Array
+    position: int
 
     def __mul__(self, factor: Any) -> Any:  # type: ignore[override]
-        """On the device."""
-        return self.array[self.place] * factor
+        return self.array[self.position] * factor
 
 
-def telling(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The same train step, whose output has everything once more as one array."""
+def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a train step: its output also contains all of its scalars as one array."""
 
     def train_step(state: Any, batch: Any) -> Any:
         state, output = step(state, batch)
         pairs = _pairs(output)
-        values = [value for name in _names(output["metrics"]) for value in pairs[name]]
-        numbers = [jnp.asarray(value, jnp.float32) for value in (output["finite"], output["grad_norm"], *values)]
-        return state, {**output, TOLD: jnp.stack(numbers)}
+        values = [value for name in _ordered_names(output["metrics"]) for value in pairs[name]]
+        scalars = [jnp.asarray(value, jnp.float32) for value in (output["finite"], output["grad_norm"], *values)]
+        return state, {**output, PACKED: jnp.stack(scalars)}
 
     return train_step
 
 
-def told_by(output: Mapping[str, Any]) -> tuple[Any, Any, dict[str, tuple[Any, Any]]]:
-    """Whether a step was finite, the norm of its gradient, sums and weights: parts of the array, if there is one."""
-    array = output.get(TOLD)
+def unpack_metrics(output: Mapping[str, Any]) -> tuple[Any, Any, dict[str, tuple[Any, Any]]]:
+    """The finite flag, the gradient norm and the (sum, weight) pairs of a step, from its packed array if it has one."""
+    array = output.get(PACKED)
     if array is None:
         return output["finite"], output["grad_norm"], _pairs(output)
-    metrics = output["metrics"]
-    pairs = {"loss": (Part(array, _FIRST), Part(array, _FIRST + 1))}
-    if metrics:
-        places = enumerate(_names(metrics))
-        pairs = {name: (Part(array, _FIRST + 2 * n), Part(array, _FIRST + 2 * n + 1)) for n, name in places}
-    return Part(array, _FINITE), Part(array, _NORM), pairs
+    pairs = {
+        name: (PackedScalar(array, position), PackedScalar(array, position + 1))
+        for name, position in zip(_ordered_names(output["metrics"]), range(_FIRST_PAIR, array.shape[0], 2), strict=True)
+    }
+    return PackedScalar(array, _FINITE), PackedScalar(array, _GRAD_NORM), pairs
 
 
-def read_parts(scalars: Sequence[Any]) -> list[float]:
-    """Values of parts, other device scalars and plain numbers, in few transfers; of each array only once."""
+def read_scalars(scalars: Sequence[Any]) -> list[float]:
+    """Values of packed scalars, device scalars and Python numbers. Each array is transferred once."""
     arrays: dict[int, Any] = {}
     for scalar in scalars:
-        array = scalar[0] if type(scalar) is Part else scalar
+        array = scalar[0] if type(scalar) is PackedScalar else scalar
         if isinstance(array, jax.Array):
             arrays[id(array)] = array
-    found = _values(arrays)
+    values = _transfer(arrays)
     return [
-        found[id(scalar[0])][scalar[1]] if type(scalar) is Part else float(found.get(id(scalar), scalar))
+        values[id(scalar[0])][scalar[1]] if type(scalar) is PackedScalar else float(values.get(id(scalar), scalar))
         for scalar in scalars
     ]
 
 
-def _values(arrays: dict[int, Any]) -> dict[int, Any]:
-    """Arrays as lists, and scalars as numbers. Each transfer costs 50 µs from a GPU: many arrays are read as one."""
-    found: dict[int, Any] = {}
-    alone = dict(arrays)
-    if len(arrays) >= _TOGETHER and jax.process_count() == 1:
+def _transfer(arrays: dict[int, Any]) -> dict[int, Any]:
+    """Arrays as lists, scalars as numbers. A transfer from a GPU costs 50 µs, so equal arrays are stacked first."""
+    values: dict[int, Any] = {}
+    rest = dict(arrays)
+    if len(arrays) >= _STACK_SIZE and jax.process_count() == 1:
         kinds: dict[tuple[Any, ...], list[int]] = {}
-        for name, array in arrays.items():
-            kinds.setdefault((array.shape, array.dtype, array.sharding), []).append(name)
-        for names in kinds.values():
-            for first in range(0, len(names) - _TOGETHER + 1, _TOGETHER):
-                chosen = names[first : first + _TOGETHER]
-                rows = np.asarray(_stacked(*[alone.pop(name) for name in chosen])).tolist()
-                found |= dict(zip(chosen, rows, strict=True))
-    for name, array in alone.items():
-        alone[name] = array = _visible(array)
-        array.copy_to_host_async()  # all of them are on their way before the first is waited for
-    return found | {name: np.asarray(array).tolist() for name, array in alone.items()}
-
-
-_TOGETHER = 32  # so many, since a number of its own for every log record would be compiled anew
+        for key, array in arrays.items():
+            kinds.setdefault((array.shape, array.dtype, array.sharding), []).append(key)
+        for keys in kinds.values():
+            for first in range(0, len(keys) - _STACK_SIZE + 1, _STACK_SIZE):
+                chosen = keys[first : first + _STACK_SIZE]
+                rows = np.asarray(_stack(*[rest.pop(key) for key in chosen])).tolist()
+                values |= dict(zip(chosen, rows, strict=True))
+    for key, array in rest.items():
+        rest[key] = array = array if array.is_fully_addressable else array.addressable_data(0)
+        array.copy_to_host_async()  # start all copies before waiting for the first
+    return values | {key: np.asarray(array).tolist() for key, array in rest.items()}
 
 
 @jax.jit
-def _stacked(*arrays: Any) -> Any:
+def _stack(*arrays: Any) -> Any:
     return jnp.stack(arrays)
 
 
-def added_up(scalars: Sequence[Any]) -> Any:
-    """Their sum, on the device."""
-    parts = [scalar for scalar in scalars if isinstance(scalar, Part)]
-    others = [jnp.asarray(scalar, jnp.float32) for scalar in scalars if not isinstance(scalar, Part)]
-    if parts:
-        # All of them are in the same place of arrays of the same step function, but for steps of another kind.
-        by_kind: dict[tuple[int, int], list[Any]] = {}
-        for part in parts:
-            by_kind.setdefault((part.place, part.array.shape[0]), []).append(part.array)
-        others += [jnp.sum(jnp.stack(arrays)[:, place]) for (place, _), arrays in by_kind.items()]
-    return jnp.sum(jnp.stack(others))
+def sum_scalars(scalars: Sequence[Any]) -> Any:
+    """The sum of scalars, computed on the device."""
+    by_layout: dict[tuple[int, int], list[Any]] = {}
+    terms = []
+    for scalar in scalars:
+        if isinstance(scalar, PackedScalar):
+            by_layout.setdefault((scalar.position, scalar.array.shape[0]), []).append(scalar.array)
+        else:
+            terms.append(jnp.asarray(scalar, jnp.float32))
+    terms += [jnp.sum(jnp.stack(arrays)[:, position]) for (position, _), arrays in by_layout.items()]
+    return jnp.sum(jnp.stack(terms))
 
 
 def _pairs(output: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {"loss": output["loss"], **output["metrics"]}
 
 
-def _names(metrics: Iterable[str]) -> list[str]:
-    """In an order that does not depend on how a dict came out of a jitted function."""
+def _ordered_names(metrics: Iterable[str]) -> list[str]:
+    """Sorted: a dict that comes out of a jitted function may have another order."""
     return ["loss", *sorted(set(metrics) - {"loss"})]
-
-
-def _visible(array: Any) -> Any:
-    """What this process can see of an array that all of them have."""
-    return array if array.is_fully_addressable else array.addressable_data(0)

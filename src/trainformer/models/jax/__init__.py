@@ -1,6 +1,6 @@
 """Models on JAX: a decoder for the Llama family and GPT-2, a Vision Transformer, LoRA; HF folders in and out.
 
-Nothing here imports torch. What a training run does with a model is left to the backend and the trainers.
+Never imports torch.
 """
 
 from trainformer.core.lazy import lazy_exports
@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.models.jax.decoder": ["Decoder", "DecoderConfig", "generate"],
         "trainformer.models.jax.huggingface": ["load_model", "model_from_config", "save_model"],
-        "trainformer.models.jax.layout": ["constrain"],
+        "trainformer.models.jax.layers": ["constrain"],
         "trainformer.models.jax.lora": ["apply_lora", "load_lora", "merge_lora", "save_lora"],
         "trainformer.models.jax.vit": ["ViT", "ViTConfig"],
     },

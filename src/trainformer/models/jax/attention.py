@@ -1,8 +1,4 @@
-"""Attention over (batch, sequence, heads, width): who sees whom, rotary positions, and the kernel that runs.
-
-Owns what is shared by all models. Projections are the block's; how a configuration of HF spells its rotary scaling is
-read by the name maps.
-"""
+"""Attention over (batch, sequence, heads, head_dim): masks, rotary position embeddings, and the choice of kernel."""
 
 from __future__ import annotations
 
@@ -13,15 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.layers import Key, dropout
-from trainformer.models.jax.layout import axis_size
+from trainformer.models.jax.layers import Key, axis_size, dropout
 
 IMPLEMENTATIONS = ("xla", "cudnn")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base, and how the wave lengths were stretched for longer texts ("linear" or "llama3")."""
+    """Rotary position embeddings: the base, and the scaling for longer contexts ("linear" or "llama3")."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -32,16 +27,16 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.kind not in ("default", "linear", "llama3"):
-            do = "The JAX models compute 'default', 'linear' and 'llama3'; others would give wrong positions silently."
-            raise BadArgument(expected("a known kind of rotary scaling (rope_type)", self.kind, do))
+            do = "The JAX models support 'default', 'linear' and 'llama3'."
+            raise BadArgument(expected("a supported rotary scaling (rope_type)", self.kind, do))
 
     def frequencies(self, width: int) -> jax.Array:
-        """One per pair of features, in float32."""
+        """One frequency per pair of features, in float32."""
         base = 1.0 / (self.theta ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width))
         if self.kind == "linear":
             return base / self.factor
         if self.kind == "llama3":
-            # Short waves stay, long ones are stretched, between the two limits they are blended.
+            # Keep high frequencies, scale low ones, and interpolate between the two limits.
             turns = self.original_positions * base / (2 * math.pi)
             blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             blend = jnp.clip(blend, 0.0, 1.0)
@@ -49,22 +44,22 @@ class Rope:
         return base
 
     def tables(self, positions: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines of shape (batch, sequence, 1, width / 2)."""
+        """Cosines and sines (batch, sequence, 1, width / 2)."""
         angles = positions[..., None, None].astype(jnp.float32) * self.frequencies(width)
         return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The first half of the features is turned against the second, as in HF's checkpoints."""
+    """Apply rotary embeddings to (first half, second half) pairs, as in HF checkpoints."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def segments_of(attention_mask: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
-    """One number per token: tokens see only those of their own number. Padding is a segment of its own, 0.
+    """Segment ids: tokens attend within their segment only. Padding is segment 0.
 
-    So no row of the attention is ever empty, and padding needs no rule of its own.
+    So no attention row is empty, and padding needs no special case.
     """
     if attention_mask is None:
         return None if segment_ids is None else segment_ids.astype(jnp.int32)
@@ -75,11 +70,11 @@ def segments_of(attention_mask: jax.Array | None, segment_ids: jax.Array | None)
 def positions_of(
     shape: tuple[int, ...], attention_mask: jax.Array | None = None, segment_ids: jax.Array | None = None
 ) -> jax.Array:
-    """Where each token stands: from the start of its segment, else among the tokens that are not padding."""
+    """Position ids: counted within each segment, or else over the tokens that are not padding."""
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     if segment_ids is not None:
-        begins = jnp.concatenate([jnp.ones_like(index[:, :1]), jnp.diff(segment_ids.astype(jnp.int32), axis=1)], axis=1)
-        return index - jax.lax.cummax(jnp.where(begins != 0, index, 0), axis=1)
+        starts = jnp.concatenate([jnp.ones_like(index[:, :1]), jnp.diff(segment_ids.astype(jnp.int32), axis=1)], axis=1)
+        return index - jax.lax.cummax(jnp.where(starts != 0, index, 0), axis=1)
     if attention_mask is not None:
         real = attention_mask.astype(jnp.bool_).astype(jnp.int32)
         return jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
@@ -98,9 +93,9 @@ def attend(
     rate: float = 0.0,
     key: Key = None,
 ) -> jax.Array:
-    """Softmax attention in float32; `k` and `v` may have fewer heads. `window` counts the token itself, as HF does.
+    """Softmax attention in float32; `k` and `v` may have fewer heads. `window` includes the token itself, as in HF.
 
-    cuDNN takes over only what it can: 16-bit types, no dropout, whole sequences on a device, even lengths with a mask.
+    cuDNN is used only where it is supported: 16-bit dtypes, no dropout, no sequence sharding, even lengths with a mask.
     """
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     if rate > 0.0 and key is not None:
@@ -115,19 +110,19 @@ def attend(
 
 
 def _full_mask(mask: jax.Array | None, length: int, causal: bool, window: int | None) -> jax.Array:
-    behind = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    seen = behind >= 0 if causal else jnp.ones_like(behind, dtype=jnp.bool_)
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    visible = distance >= 0 if causal else jnp.ones_like(distance, dtype=jnp.bool_)
     if window is not None:
-        seen = seen & (jnp.abs(behind) < window)
-    return seen[None, None] if mask is None else mask & seen
+        visible = visible & (jnp.abs(distance) < window)
+    return visible[None, None] if mask is None else mask & visible
 
 
 def _attend_with_dropout(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, rate: float, key: jax.Array
 ) -> jax.Array:
-    """What jax's own attention does not offer: dropout on the weights."""
-    shared = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, shared, axis=2), jnp.repeat(v, shared, axis=2)
+    """Attention with dropout on the weights, which `jax.nn.dot_product_attention` lacks."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     logits = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
     weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min), axis=-1).astype(q.dtype)
     return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)

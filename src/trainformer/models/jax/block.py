@@ -1,14 +1,16 @@
-"""The transformer block that the decoder and the Vision Transformer share, and the run through a stack of them.
+"""The transformer block that the decoder and the Vision Transformer share, the scan over its layers, and `Model`.
 
-Owns pre-norm blocks (attention, then a feed-forward part) with their weights stacked over layers, the scan over layers,
-and what is computed again in the backward pass. Embeddings and heads are the models' own.
+Blocks are pre-norm (attention, then feed-forward), with weights stacked over layers. `Execution` says how a model
+computes: remat policy, attention kernel, unrolled layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,20 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import IMPLEMENTATIONS, attend, rotate
-from trainformer.models.jax.layers import ACTIVATIONS, NORMS, Key, Linear, check_activation, dropout, key_source
-from trainformer.models.jax.layout import constrain
+from trainformer.models.jax.layers import (
+    ACTIVATIONS,
+    NORMS,
+    Key,
+    Linear,
+    check_activation,
+    constrain,
+    dropout,
+    key_source,
+)
 
 Rules = tuple[tuple[str, tuple], ...]
 
-# For the weight of one layer; whoever places stacked weights pads on the left.
+# PartitionSpecs for the weights of one layer; leading dimensions of stacked weights are not sharded.
 BLOCK_RULES: Rules = (
     (r"(q|k|v|qkv|gate|up)_proj/kernel$", ("fsdp", "tp")),
     (r"(o|down)_proj/kernel$", ("tp", "fsdp")),
@@ -35,7 +45,7 @@ BLOCK_RULES: Rules = (
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What a block needs to know, in the words of HF's configurations where they have one."""
+    """Configuration of a block, named as in HF configs where possible."""
 
     hidden_size: int
     intermediate_size: int
@@ -61,7 +71,7 @@ class BlockConfig:
     def __post_init__(self) -> None:
         check_activation(self.hidden_act)
         if self.num_attention_heads % self.kv_heads:
-            do = "Each head of keys serves the same number of query heads."
+            do = "Each key-value head is shared by the same number of query heads."
             raise BadArgument(expected(f"num_key_value_heads to divide {self.num_attention_heads}", self.kv_heads, do))
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             what = f"hidden_size to be a multiple of num_attention_heads ({self.num_attention_heads})"
@@ -77,8 +87,8 @@ class BlockConfig:
 
 
 @dataclass(frozen=True)
-class Running:
-    """How a model computes, as opposed to what: `remat` is a policy of `jax.checkpoint`, None to keep everything."""
+class Execution:
+    """How a model computes: `remat` is a `jax.checkpoint` policy (None: keep all activations)."""
 
     remat: Callable[..., Any] | None = None
     attention: str = "xla"
@@ -91,13 +101,8 @@ class Running:
         if self.attention not in IMPLEMENTATIONS:
             raise BadArgument(expected(f"attention to be one of {', '.join(IMPLEMENTATIONS)}", self.attention))
         if not isinstance(self.unroll, int) or self.unroll < 1:
-            do = "It is the number of layers written out per turn of the scan; True for all of them."
+            do = "It is the number of layers per scan iteration; True for all of them."
             raise BadArgument(expected("unroll to be a positive integer or True", self.unroll, do))
-
-
-def running(depth: int, remat: Any, attention: str, unroll: int | bool) -> Running:
-    """`unroll=True` writes out all layers. It is kept as a number: to a cache of compiled functions True would be 1."""
-    return Running(remat, attention, depth if unroll is True else unroll)
 
 
 class Attention(nnx.Module):
@@ -117,7 +122,7 @@ class Attention(nnx.Module):
             self.q_norm = NORMS[config.norm](width, config.norm_eps, stack)
             self.k_norm = NORMS[config.norm](width, config.norm_eps, stack)
 
-    def __call__(self, x: jax.Array, segments: Any, rope: Any, running: Running, key: Key) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
         config, keys = self.config, key_source(key)
         if config.fused_qkv:
             width, kv = config.head_width, config.kv_heads
@@ -130,7 +135,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        # Over "sp" each device keeps its queries and sees the keys and values of all.
+        # With sequence parallelism a device keeps its queries and attends to the keys and values of all.
         q = constrain(q, "batch", "sequence", "heads", None)
         k, v = constrain(k, "batch", None, "heads", None), constrain(v, "batch", None, "heads", None)
         mixed = attend(
@@ -140,7 +145,7 @@ class Attention(nnx.Module):
             segments,
             causal=config.causal,
             window=config.sliding_window,
-            implementation=running.attention,
+            implementation=execution.attention,
             rate=config.attention_dropout,
             key=next(keys),
         )
@@ -165,7 +170,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer, or a stack of them; only a slice of a stack can be called."""
+    """One layer, or a stack of layers; only a slice of a stack can be called."""
 
     def __init__(self, config: BlockConfig, rngs: nnx.Rngs, stack: tuple[int, ...]) -> None:
         self.rate = config.hidden_dropout
@@ -174,26 +179,69 @@ class Block(nnx.Module):
         self.post_norm = NORMS[config.norm](config.hidden_size, config.norm_eps, stack)
         self.mlp = FeedForward(config, rngs, stack)
 
-    def __call__(self, x: jax.Array, segments: Any, rope: Any, running: Running, key: Key) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
         keys = key_source(key)
-        mixed = self.attention(self.input_norm(x), segments, rope, running, next(keys))
+        mixed = self.attention(self.input_norm(x), segments, rope, execution, next(keys))
         x = x + dropout(mixed, self.rate, next(keys))
         x = x + dropout(self.mlp(self.post_norm(x), next(keys)), self.rate, next(keys))
         return constrain(x, "batch", "sequence", None)
 
 
-def run_layers(layers: Block, x: jax.Array, segments: Any, rope: Any, running: Running, key: Key) -> jax.Array:
-    """`x` through all layers of the stack, each with a key of its own."""
+def run_layers(layers: Block, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
+    """Apply all layers of the stack in a scan, each with its own key."""
     graph, weights = nnx.split(layers)
     depth = jax.tree.leaves(weights)[0].shape[0]
 
     def one(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
         weights, number = layer
         own = None if key is None else jax.random.fold_in(key, number)
-        return nnx.merge(graph, weights)(x, segments, rope, running, own), None
+        return nnx.merge(graph, weights)(x, segments, rope, execution, own), None
 
-    if running.remat is not None:
-        # Inside a scan nothing can be merged with the forward pass; the barrier against that would only be in the way.
-        one = jax.checkpoint(one, policy=running.remat, prevent_cse=running.unroll > 1)
-    x, _ = jax.lax.scan(one, x, (weights, jnp.arange(depth)), unroll=running.unroll)
+    if execution.remat is not None:
+        # A scan already prevents common subexpression elimination; the extra barrier would only cost time.
+        one = jax.checkpoint(one, policy=execution.remat, prevent_cse=execution.unroll > 1)
+    x, _ = jax.lax.scan(one, x, (weights, jnp.arange(depth)), unroll=execution.unroll)
     return x
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The LoRA of a model, as in an adapter folder; layers are given by path."""
+
+    r: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    modules_to_save: tuple[str, ...] = ()
+
+
+class Model(nnx.Module):
+    """Base class of the models. `partition_rules` are the sharding rules for the weights of one layer."""
+
+    partition_rules: Rules = ()
+    config: Any
+
+    def __init__(self, config: BlockConfig) -> None:
+        self.config = config
+        self.execution = Execution()
+        self.lora: LoraSettings | None = None
+
+    def configure(
+        self, remat: Callable[..., Any] | None = None, attention: str = "xla", unroll: int | bool = 1
+    ) -> None:
+        """Set the remat policy, the attention kernel, and the number of layers per scan iteration (True: all)."""
+        # Stored as a number: a compilation cache would treat True and 1 as equal.
+        self.execution = Execution(remat, attention, self.config.num_hidden_layers if unroll is True else unroll)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], params: Mapping[str, Any] | None = None) -> Path:
+        """Write ``config.json`` and ``model.safetensors`` for transformers; `params` replace the model's own."""
+        from trainformer.models.jax.huggingface import save_model
+
+        return save_model(self, folder, params)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], dtype: Any = jnp.float32, **options: Any) -> Self:
+        """Load a model from an HF folder or hub name. Options as for `load_model`."""
+        from trainformer.models.jax.huggingface import load_model
+
+        return load_model(folder, dtype, kind=cls, **options)

@@ -1,7 +1,6 @@
-"""One decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3) and GPT-2; a configuration tells them apart.
+"""One decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3) and GPT-2, distinguished by configuration.
 
-Owns embeddings, the stack of blocks and the head. It keeps no random state and no cache: a key for dropout is passed
-with each call. Reading and writing HF's folders is left to `huggingface`.
+It has no RNG state and no KV cache: the PRNG key for dropout is an argument. HF folders are in `huggingface`.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import Rope, positions_of, segments_of
-from trainformer.models.jax.base import Model
-from trainformer.models.jax.block import BLOCK_RULES, NORMS, Block, BlockConfig, Rules, run_layers
-from trainformer.models.jax.layers import Embedding, Key, Linear, dropout, key_source
-from trainformer.models.jax.layout import constrain
+from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
+from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(BlockConfig):
-    """A decoder. ``rope=None`` means learned positions. `source` is the text of the ``config.json`` it was read from.
+    """Configuration of a decoder. ``rope=None`` means learned positions. `source` is the original ``config.json`` text.
 
     >>> DecoderConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     ...     num_attention_heads=4).head_width
@@ -41,11 +38,11 @@ class DecoderConfig(BlockConfig):
 
 
 class Decoder(Model):
-    """``model(input_ids)`` gives logits of shape (batch, sequence, vocabulary).
+    """``model(input_ids)`` returns logits (batch, sequence, vocabulary).
 
-    `attention_mask` marks padding (0), on either side; a causal model whose batches are padded on the right needs none,
-    since no token sees what comes after it. `segment_ids` keeps packed texts apart; positions restart in each. Dropout
-    is on only with ``deterministic=False`` and a `key`.
+    `attention_mask` marks padding (0) on either side; right-padded batches need none, since attention is causal.
+    `segment_ids` separates packed texts; positions restart in each. Dropout is active only with
+    ``deterministic=False`` and a `key`.
     """
 
     partition_rules: Rules = (
@@ -100,9 +97,9 @@ class Decoder(Model):
         deterministic: bool = True,
         key: Key = None,
     ) -> jax.Array:
-        """What the head is applied to: after the last norm, (batch, sequence, hidden_size)."""
+        """The input of the head, after the last norm: (batch, sequence, hidden_size)."""
         config = self.config
-        self._check(input_ids, counted=position_ids is None and segment_ids is None)
+        self._check(input_ids, consecutive=position_ids is None and segment_ids is None)
         keys = key_source(None if deterministic else key)
         if position_ids is None:
             position_ids = positions_of(input_ids.shape, attention_mask, segment_ids)
@@ -112,32 +109,32 @@ class Decoder(Model):
         x = constrain(dropout(x, config.embedding_dropout, next(keys)), "batch", "sequence", None)
         tables = None if config.rope is None else config.rope.tables(position_ids, config.head_width)
         segments = segments_of(attention_mask, segment_ids)
-        return self.norm(run_layers(self.layers, x, segments, tables, self.running, next(keys)))
+        return self.norm(run_layers(self.layers, x, segments, tables, self.execution, next(keys)))
 
     def head(self, states: jax.Array) -> jax.Array:
-        """Logits of hidden states, in their type; cast before a softmax."""
+        """Logits in the dtype of the hidden states; cast them before a softmax."""
         logits = self.embed_tokens.logits(states) if self.lm_head is None else self.lm_head(states)
         return constrain(logits, "batch", "sequence", "features")
 
-    def _check(self, input_ids: jax.Array, counted: bool) -> None:
+    def _check(self, input_ids: jax.Array, consecutive: bool) -> None:
         if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
             received = f"{input_ids.dtype}{list(input_ids.shape)}"
-            raise BadArgument(expected("input_ids of whole numbers, (batch, sequence)", received))
+            raise BadArgument(expected("integer input_ids (batch, sequence)", received))
         limit = self.config.max_position_embeddings
-        # Beyond the table jax would give NaN. Positions that restart may be within it all the same.
-        if counted and self.embed_positions is not None and input_ids.shape[1] > limit:
-            do = "Cut the texts, or pack them with segment_ids."
+        # Beyond the embedding table jax returns NaN. Positions that restart may still be inside it.
+        if consecutive and self.embed_positions is not None and input_ids.shape[1] > limit:
+            do = "Truncate the texts, or pack them with segment_ids."
             raise BadArgument(
-                expected(f"at most {limit} tokens, as many as positions were learned", input_ids.shape[1], do)
+                expected(f"at most {limit} tokens, the number of learned positions", input_ids.shape[1], do)
             )
 
 
 def generate(
     model: Decoder, input_ids: jax.Array, max_new_tokens: int, attention_mask: jax.Array | None = None
 ) -> jax.Array:
-    """The likeliest continuation, with the prompt: (batch, prompt + max_new_tokens). Pad prompts on the left.
+    """Greedy decoding; returns prompts and continuations (batch, prompt + max_new_tokens). Pad prompts on the left.
 
-    It keeps no cache and reads the whole text for every token: for looking at samples, not for serving.
+    Without a KV cache, each token costs a full forward pass: for inspecting samples, not for serving.
     """
     graph, state = nnx.split(model)
     if attention_mask is None:

@@ -1,7 +1,7 @@
-"""Models out of HF folders and back into them: ``config.json`` and ``model.safetensors``, opened by transformers too.
+"""Load models from HF folders and save them: ``config.json`` and ``model.safetensors``, compatible with transformers.
 
-Owns the way between a folder and a model with stacked layers. Families know the names, `weight_files` the files. A name
-of the hub is looked up through huggingface_hub; nothing here imports torch or transformers.
+Converts between the separate layers of a file and our stacked layers. Weight names are in the families, files in
+`weight_files`. Hub names are resolved by huggingface_hub; torch and transformers are never imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
@@ -40,59 +41,60 @@ def load_model(
     seed: int = 0,
     kind: type | None = None,
 ) -> Any:
-    """The model of an HF folder, or of a name of the hub, with its weights in `dtype` (None: as they were saved).
+    """Load a model from an HF folder or hub name, with its weights in `dtype` (None: as saved).
 
-    `place` is given each parameter (its path and a NumPy array) and puts it onto the devices, so that no device ever
-    holds more than its part. `num_labels` gives a classifier a new head where the saved one has another size, or there
-    is none.
+    `place(path, array)` puts a parameter onto the devices, so that no device ever holds more than its shard.
+    `num_labels` gives a classifier a new head if the saved one is missing or has another size.
     """
     path = find_folder(folder)
     config = read_json(path / CONFIG)
     family = family_of(config.get("model_type"))
     if kind is not None and family.build is not kind:
         raise BadArgument(expected(f"a model for {kind.__name__}", config["model_type"], "Use load_model instead."))
-    made = family.read_config(config)
-    replaced: tuple[str, ...] = ()
+    ours = family.read_config(config)
+    new_head: tuple[str, ...] = ()
     if num_labels is not None:
-        made, replaced = _with_labels(made, num_labels)
-    model = nnx.eval_shape(lambda: family.build(made, rngs=nnx.Rngs(params=seed)))
+        ours, new_head = _with_labels(ours, num_labels)
+    model = nnx.eval_shape(lambda: family.build(ours, rngs=nnx.Rngs(params=seed)))
     graph, state = nnx.split(model)
     shapes = nnx.to_flat_state(state)
     place = place or (lambda _, array: jnp.asarray(array))
-    fresh = _Fresh(made, seed)
+    initial = _InitialWeights(ours, seed)
     with open_weights(path) as weights:
-        read = _reader(weights, family, made, replaced, dtype)
+        read = _reader(weights, family, ours, new_head, dtype)
         filled = []
         for parts, variable in shapes:
-            own = "/".join(map(str, parts))
-            array = read(own, variable.shape)
-            filled.append((parts, variable.replace(place(own, fresh[own] if array is None else array))))
+            name = "/".join(map(str, parts))
+            array = read(name, variable.shape)
+            filled.append((parts, variable.replace(place(name, initial[name] if array is None else array))))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-class _Fresh:
-    """Random weights of a new model, made when one is asked for."""
+class _InitialWeights:
+    """Randomly initialised weights, created on first use."""
 
     def __init__(self, config: Any, seed: int) -> None:
-        self._make = lambda: flat_params(model_from_config(config, seed))
-        self._made: dict[str, Any] | None = None
+        self._config, self._seed = config, seed
+
+    @cached_property
+    def _params(self) -> dict[str, Any]:
+        return flat_params(model_from_config(self._config, self._seed))
 
     def __getitem__(self, path: str) -> np.ndarray:
-        if self._made is None:
-            self._made = self._make()
-        return np.asarray(self._made[path])
+        return np.asarray(self._params[path])
 
 
 def _reader(
-    weights: Weights, family: Family, config: Any, replaced: tuple[str, ...], dtype: Any
+    weights: Weights, family: Family, config: Any, new_head: tuple[str, ...], dtype: Any
 ) -> Callable[[str, tuple[int, ...]], np.ndarray | None]:
-    """A function that reads a parameter of ours; None for one of a head that is to be new."""
+    """A function that reads a parameter by our path; it returns None for a head that does not fit."""
     table = {weight.path: weight for weight in family.weights(config)}
-    spelled = _spelling(weights, family, table)
-    names = {path: _names(weight, config, spelled) for path, weight in table.items()}
-    missing = [name for path, found in names.items() for name in found if name not in weights and path not in replaced]
+    has_prefix = any(name.startswith(family.prefix) for name in weights)
+    prefix = "" if has_prefix else family.prefix  # a base model without a head (GPT-2 on the hub) has none
+    names = {path: _hf_names(weight, config, prefix) for path, weight in table.items()}
+    missing = [name for path, found in names.items() for name in found if name not in weights and path not in new_head]
     known = {name for found in names.values() for name in found}
-    # A tied model's file may hold its embedding twice, and a body may bring what its own head alone uses.
+    # Files of tied models may contain the embedding twice.
     ignored = [*family.ignored, *([r"^lm_head\.weight$"] if getattr(config, "tie_word_embeddings", False) else [])]
     extra = [name for name in weights if name not in known and not any(re.search(rule, name) for rule in ignored)]
     if missing or extra:
@@ -100,35 +102,29 @@ def _reader(
 
     def read(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
         weight = table[path]
-        if path in replaced and not _fits(weights, names[path], weight, shape):
+        if path in new_head and not _fits(weights, names[path], weight, shape):
             return None
         return _read(weights, weight, names[path], shape, dtype)
 
     return read
 
 
-def _spelling(weights: Weights, family: Family, table: Mapping[str, Weight]) -> Callable[[str], str]:
-    """How the file spells a name: one of the body alone has no prefix (as GPT-2's on the hub)."""
-    inside = any(name.startswith(family.prefix) for name in weights)
-    return (lambda name: name) if inside else (lambda name: name.removeprefix(family.prefix))
-
-
-def _names(weight: Weight, config: Any, spelled: Callable[[str], str]) -> list[str]:
+def _hf_names(weight: Weight, config: Any, removed_prefix: str) -> list[str]:
     layers = range(config.num_hidden_layers) if weight.stacked else [0]
-    return [spelled(weight.name.format(number)) for number in layers]
+    return [weight.name.format(number).removeprefix(removed_prefix) for number in layers]
 
 
 def _fits(weights: Weights, names: list[str], weight: Weight, shape: tuple[int, ...]) -> bool:
-    return names[0] in weights and weight.ours(weights[names[0]]).shape == shape
+    return names[0] in weights and weight.from_hf(weights[names[0]]).shape == shape
 
 
 def _read(weights: Weights, weight: Weight, names: list[str], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     out: np.ndarray | None = None
     for number, name in enumerate(names):
-        array = weight.ours(weights[name])
+        array = weight.from_hf(weights[name])
         wanted = shape[1:] if weight.stacked else shape
         if array.shape != wanted:
-            what = f"{name} of shape {list(weight.theirs(np.broadcast_to(0, wanted)).shape)}, as config.json says"
+            what = f"{name} of shape {list(weight.to_hf(np.broadcast_to(0, wanted)).shape)}, as in config.json"
             raise DataError(
                 expected(what, list(weights[name].shape), "Do config.json and the weights belong together?")
             )
@@ -141,12 +137,12 @@ def _read(weights: Weights, weight: Weight, names: list[str], shape: tuple[int, 
 
 def _mismatch(folder: Path, missing: list[str], extra: list[str]) -> str:
     parts = []
-    for what, names in (("missing", missing), ("not expected", extra)):
+    for what, names in (("missing", missing), ("unexpected", extra)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             parts.append(f"{what}: {', '.join(names[:3])}{more}")
     hint = did_you_mean(missing[0], extra) if missing and extra else ""
-    text = f"The weights in {folder} are not those that its {CONFIG} describes ({'; '.join(parts)})."
+    text = f"The weights in {folder} do not match its {CONFIG} ({'; '.join(parts)})."
     return f"{text} {hint}".rstrip()
 
 
@@ -157,7 +153,7 @@ def _with_labels(config: Any, count: int) -> tuple[Any, tuple[str, ...]]:
 
 
 def model_from_config(config: Any, seed: int = 0, dtype: Any = jnp.float32) -> Any:
-    """A model with random weights, from the content of a ``config.json`` (a dict) or one of our configurations."""
+    """A model with random weights, from the content of a ``config.json`` (a dict), `DecoderConfig` or `ViTConfig`."""
     if isinstance(config, Mapping):
         config = family_of(config.get("model_type")).read_config(config)
     elif not hasattr(config, "model_type"):
@@ -165,12 +161,12 @@ def model_from_config(config: Any, seed: int = 0, dtype: Any = jnp.float32) -> A
         raise BadArgument(expected("a configuration", config, do))
     build = family_of(config.model_type).build
     graph, _ = nnx.split(nnx.eval_shape(lambda: build(config, rngs=nnx.Rngs(params=seed))))
-    return nnx.merge(graph, _random(build, config, jnp.dtype(dtype), jax.random.key(seed)))
+    return nnx.merge(graph, _init_weights(build, config, jnp.dtype(dtype), jax.random.key(seed)))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _random(build: Callable[..., Any], config: Any, dtype: Any, key: jax.Array) -> Any:
-    """Compiled as one: op by op it takes seconds even for a small model."""
+def _init_weights(build: Callable[..., Any], config: Any, dtype: Any, key: jax.Array) -> Any:
+    """Jitted: op by op it takes seconds even for a small model."""
     state = nnx.state(build(config, rngs=nnx.Rngs(params=key)))
     return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
 
@@ -178,61 +174,62 @@ def _random(build: Callable[..., Any], config: Any, dtype: Any, key: jax.Array) 
 def save_model(
     model: Any, folder: AnyFolder, params: Mapping[str, Any] | None = None, *, largest_shard: int | None = None
 ) -> Path:
-    """Write a folder that transformers and `load_model` open; `params` (a nested dict) instead of the model's own.
+    """Write a folder that transformers and `load_model` open; `params` (a nested dict) replace the model's own.
 
-    Weights keep their types. LoRA must be merged first. On several processes all must call it; the first one writes.
+    Weights keep their dtype. LoRA must be merged first. All processes must call this; process 0 writes.
     """
-    flat = flat_params(model) if params is None else flatten(params)
+    flat = flat_params(model) if params is None else flatten_dict(dict(params), sep="/")
     lora = [path for path in flat if path.endswith(("/lora_a", "/lora_b"))]
     if lora:
         do = "Call merge_lora first for a plain model, or save_lora for the adapter alone."
         raise BadArgument(expected("a model without LoRA", lora[0], do))
     config, family = model.config, family_of(model.config.model_type)
     table = family.weights(config)
-    unknown = _amiss(table, flat)
+    unknown = _mismatched_paths(table, flat)
     if unknown:
-        raise BadArgument(expected(f"the parameters of this {type(model).__name__}", unknown[:4], "Which are amiss."))
+        what = f"the parameters of this {type(model).__name__}"
+        raise BadArgument(expected(what, f"missing or unknown ones: {unknown[:4]}"))
     target, first = Path(folder), jax.process_index() == 0
     options = {} if largest_shard is None else {"largest": largest_shard}
     if first:
         target.mkdir(parents=True, exist_ok=True)
-    write_weights(_saved(table, flat), target, write=first, **options)
+    write_weights(_hf_weights(table, flat), target, write=first, **options)
     if first:
         text = json.dumps(saved_config(config, family, str(flat[table[0].path].dtype)), indent=2, sort_keys=True)
         (target / CONFIG).write_text(text + "\n", encoding="utf-8")
     return target
 
 
-def _amiss(table: Sequence[Weight], flat: Mapping[str, Any]) -> list[str]:
+def _mismatched_paths(table: Sequence[Weight], flat: Mapping[str, Any]) -> list[str]:
     return sorted({weight.path for weight in table} ^ set(flat))
 
 
 def check_family(config: Any) -> None:
-    """Raise if a model of this configuration has not the parameters of its `model_type`: it could never be saved."""
+    """Raise if a model of this config lacks parameters of its `model_type`: it could not be saved."""
     family = family_of(config.model_type)
     shape = nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(params=0)))
-    unknown = _amiss(family.weights(config), flat_params(shape))
+    unknown = _mismatched_paths(family.weights(config), flat_params(shape))
     if unknown:
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         kind = config.model_type
-        what = f"a configuration that makes the parameters of {kind!r}"
-        do = f"Pass model_from_config({{'model_type': {kind!r}, ...}}), which reads what a config.json says."
+        what = f"a configuration with the parameters of {kind!r}"
+        do = f"Pass model_from_config({{'model_type': {kind!r}, ...}}), which reads a config.json."
         raise BadArgument(expected(what, f"one that differs in {', '.join(unknown[:4])}{more}", do))
 
 
-def _saved(table: Any, flat: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and arrays as HF has them, one parameter on the host at a time."""
+def _hf_weights(table: Sequence[Weight], flat: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """HF names and arrays, with one parameter on the host at a time."""
     for weight in table:
         array = to_host(flat[weight.path])
         if not weight.stacked:
-            yield weight.name, weight.theirs(array)
+            yield weight.name, weight.to_hf(array)
             continue
         for number, layer in enumerate(array):
-            yield weight.name.format(number), weight.theirs(layer)
+            yield weight.name.format(number), weight.to_hf(layer)
 
 
 def saved_config(config: Any, family: Family, dtype: str) -> dict[str, Any]:
-    """The configuration as it was read, with every field of its own, but for what has changed since."""
+    """The original config with all its fields, updated with what has changed since."""
     described = family.write_config(config)
     if config.source:
         source = json.loads(config.source)
@@ -247,7 +244,7 @@ def saved_config(config: Any, family: Family, dtype: str) -> dict[str, Any]:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """The whole of an array as NumPy, also of one that other processes hold parts of."""
+    """The whole array as NumPy, gathered if it is sharded over processes."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         from jax.experimental import multihost_utils
 
@@ -256,33 +253,25 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def flat_params(model: nnx.Module) -> dict[str, jax.Array]:
-    """Parameters by path, as rules and frozen patterns see them: ``layers/attention/q_proj/kernel``."""
-    return flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-
-
-def flatten(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{before}{name}"
-        found.update(flatten(value, f"{path}/") if isinstance(value, Mapping) else {path: value})
-    return found
+    """Parameters by path, as in sharding rules and frozen patterns: ``layers/attention/q_proj/kernel``."""
+    return flatten_dict(nnx.to_pure_dict(nnx.state(model, nnx.Param)), sep="/")
 
 
 def find_folder(source: AnyFolder) -> Path:
-    """A folder as it is; anything else is a name of the hub, downloaded or found in its cache."""
+    """A local folder, or else the download (or cache) of a hub name."""
     path = Path(source)
     if path.is_dir():
         return path
     if path.exists() or not _HUB_NAME.fullmatch(str(source)):
-        raise DataError(expected("a folder with a model, or a name of the Hugging Face hub", str(source)))
-    hub = require("huggingface_hub", "jax", "to fetch a model by its name")
+        raise DataError(expected("a model folder, or a model name on the Hugging Face hub", str(source)))
+    hub = require("huggingface_hub", "jax", "to download a model by name")
     try:
         return Path(hub.snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # of the network, the hub, or the file system: many types
+    except Exception as error:  # network, hub or file system: many types
         raise DataError(
             f"Expected a folder or a model of the Hugging Face hub, received {str(source)!r} "
-            f"({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}). Is the name right, and can the hub "
-            "be reached? What was loaded once is found without it."
+            f"({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}). Check the name and the connection "
+            "to the hub. A cached model is found offline."
         ) from error
 
 
@@ -290,8 +279,6 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError(
-            f"Expected {path.name} in {path.parent}, which has none. Is this the folder of a model?"
-        ) from error
+        raise DataError(f"Expected {path.name} in {path.parent}, which has none. Is this a model folder?") from error
     except ValueError as error:
-        raise DataError(f"{path} is no valid JSON: it is damaged. ({error})") from error
+        raise DataError(f"{path} is not valid JSON ({error}); the file is damaged.") from error

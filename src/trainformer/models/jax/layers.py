@@ -1,12 +1,13 @@
-"""The layers that all models here are made of: linear maps (with LoRA where asked for), tables, norms, dropout.
+"""Layers of all models: linear (with LoRA), embedding, norms, dropout; and sharding constraints for activations.
 
-A layer is built for one place in the network or, with ``stack=(layers,)``, for all layers of it at once: its weights
-then have a leading axis, and whoever runs it takes the slices. Kernels are (in, out). Norms compute in float32 and give
-back the type they were given; a linear map computes in the type of its input. Drawing keys is left to the caller.
+With ``stack=(layers,)`` a layer holds the weights of all layers of the network, with a leading axis that a scan slices.
+Kernels are (in, out). Norms compute in float32 and return the dtype of their input; linear layers compute in the dtype
+of their input. PRNG keys are passed by the caller.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 Key = jax.Array | None
 Stack = tuple[int, ...]
 
-# By the names of HF configurations. "gelu" is the exact one there; "gelu_new" and others are its tanh form.
+# Named as in HF configs. "gelu" is exact, "gelu_new" and the others are the tanh approximation.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
@@ -34,12 +36,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 def check_activation(name: str) -> None:
     if name not in ACTIVATIONS:
-        do = did_you_mean(str(name), ACTIVATIONS) or f"The JAX models know {', '.join(sorted(ACTIVATIONS))}."
+        do = did_you_mean(str(name), ACTIVATIONS) or f"The JAX models support {', '.join(sorted(ACTIVATIONS))}."
         raise BadArgument(expected("a known activation (hidden_act)", name, do))
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``, and what LoRA adds to it once `apply_lora` has given it ``lora_a`` and ``lora_b``."""
+    """``x @ kernel + bias``, plus LoRA once `apply_lora` has set ``lora_a`` and ``lora_b``."""
 
     def __init__(
         self, inputs: int, outputs: int, *, rngs: nnx.Rngs, bias: bool, scale: float = 0.02, stack: Stack = ()
@@ -62,8 +64,6 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of vectors."""
-
     def __init__(self, rows: int, width: int, *, rngs: nnx.Rngs, scale: float = 0.02) -> None:
         self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (rows, width)))
 
@@ -71,7 +71,7 @@ class Embedding(nnx.Module):
         return jnp.take(self.embedding[...], ids, axis=0)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """The table as the output layer of a language model."""
+        """The tied output layer of a language model."""
         return x @ self.embedding[...].T.astype(x.dtype)
 
 
@@ -81,9 +81,9 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -93,17 +93,17 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 NORMS: dict[str, Callable[..., nnx.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
 def dropout(x: jax.Array, rate: float, key: Key) -> jax.Array:
-    """Without a key, or at rate 0, `x` as it is."""
+    """Dropout; the identity without a key or at rate 0."""
     if key is None or rate == 0.0:
         return x
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -111,8 +111,47 @@ def dropout(x: jax.Array, rate: float, key: Key) -> jax.Array:
 
 
 def key_source(key: Key) -> Iterator[Key]:
-    """Keys without end, each for one use; Nones if there is no key."""
+    """An endless supply of keys for one use each; Nones without a key."""
     count = 0
     while True:
         yield None if key is None else jax.random.fold_in(key, count)
         count += 1
+
+
+# -- sharding constraints --------------------------------------------------------------------------------------------
+
+_MESH_AXES = {"batch": ("dp", "fsdp"), "sequence": ("sp",), "heads": ("tp",), "features": ("tp",)}
+
+
+def axis_size(name: str) -> int:
+    """The size of an axis of the current mesh; 1 without it."""
+    return _auto_axes().get(name, 1)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Constrain the sharding of an activation: "batch", "sequence", "heads", "features" or None per dimension.
+
+    An axis that does not divide its dimension is dropped. Without a current mesh this is the identity, so that a model
+    runs the same code on one device.
+    """
+    sizes = _auto_axes()
+    if not sizes:
+        return x
+    spec = [_dividing_axes(sizes, name, size) for name, size in zip(names, x.shape, strict=False)]
+    if not any(spec):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def _auto_axes() -> dict[str, int]:
+    """The Auto axes of the current mesh; inside `shard_map` there are none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto}
+
+
+def _dividing_axes(sizes: dict[str, int], name: str | None, size: int) -> tuple[str, ...] | None:
+    axes = [axis for axis in _MESH_AXES[name] if sizes.get(axis, 1) > 1] if name else []
+    while axes and size % math.prod(sizes[axis] for axis in axes):
+        axes.pop()
+    return tuple(axes) or None

@@ -1,8 +1,8 @@
-"""LoRA: small trainable matrices beside frozen linear layers, in peft's folders.
+"""LoRA: trainable low-rank matrices on frozen linear layers, in peft's file format.
 
-`apply_lora` puts them in, `merge_lora` adds them to the kernels, `save_lora` and `load_lora` write and read what
-`peft.PeftModel` opens on the same model of transformers. What is frozen is told as a regular expression over paths; it
-is for whoever trains to heed it.
+`apply_lora` adds them, `merge_lora` merges them into the kernels, `save_lora` and `load_lora` write and read folders
+that `peft.PeftModel` opens on the same transformers model. The frozen parameters are returned as a regex over paths,
+for the caller to freeze.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
-from trainformer.models.jax.base import LoraSettings, Model
+from trainformer.models.jax.block import LoraSettings, Model
 from trainformer.models.jax.families import Family, Weight, family_of
-from trainformer.models.jax.huggingface import find_folder, flat_params, flatten, read_json, to_host
+from trainformer.models.jax.huggingface import find_folder, flat_params, read_json, to_host
 from trainformer.models.jax.layers import Linear
 from trainformer.models.jax.weight_files import Weights, open_weights, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-# As peft: the queries and values.
+# As in peft: queries and values.
 DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
 _HEADS = ("lm_head", "classifier")
-# What would have to be computed otherwise.
+# Options of peft adapters that are not supported.
 _VARIANTS = (
     *("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication"),
     *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
@@ -55,20 +56,20 @@ def apply_lora(
     modules_to_save: Sequence[str] = (),
     seed: int = 0,
 ) -> str:
-    """Put LoRA onto chosen linear layers of `model`, in place; the regular expression of what is frozen then.
+    """Add LoRA to linear layers of `model`, in place. Returns the regex of the frozen parameters.
 
-    `targets` are names of layers, ours or HF's (``["q_proj", "v_proj"]``, ``["c_attn"]``), a regular expression over
-    paths (``"layers/mlp/.*"``), or "all-linear" for all but the head. `modules_to_save` names layers outside the stack
-    that are trained in full, such as a new ``classifier``. The model computes what it did before, until it is trained.
+    `targets` are layer names, ours or HF's (``["q_proj", "v_proj"]``, ``["c_attn"]``), a regex over paths
+    (``"layers/mlp/.*"``), or "all-linear" for all but the head. `modules_to_save` names layers outside the stack that
+    are trained in full, such as a new ``classifier``. The output of the model does not change until it is trained.
     """
     if not isinstance(r, int) or r < 1:
         raise BadArgument(expected("r to be a positive integer", r))
     if not 0.0 <= dropout < 1.0:
         raise BadArgument(expected("dropout to be at least 0 and below 1", dropout))
-    _check_plain(model)
+    _check_no_lora(model)
     layers = _linear_layers(model)
-    chosen = _chosen(model, layers, targets)
-    full = tuple(_named(model, layers, name, "modules_to_save")[0] for name in modules_to_save)
+    chosen = _select_layers(model, layers, targets)
+    full = tuple(_layers_by_name(model, layers, name, "modules_to_save")[0] for name in modules_to_save)
     settings = LoraSettings(r, float(alpha), float(dropout), tuple(chosen), full)
     for number, path in enumerate(chosen):
         kernel = layers[path].kernel[...]
@@ -82,13 +83,13 @@ def apply_lora(
 
 
 def frozen_pattern(model: Model) -> str:
-    """Matches the path of every parameter that LoRA leaves as it is."""
+    """A regex that matches the path of every frozen parameter."""
     full = "".join(f"|{re.escape(path)}/(?:kernel|bias)" for path in (model.lora.modules_to_save if model.lora else ()))
     return rf"^(?!(?:.*/lora_[ab]{full})$).*$"
 
 
 def merge_lora(model: Model) -> Model:
-    """Add the products to the kernels and take the small matrices out, in place; the same model, for chaining."""
+    """Merge LoRA into the kernels and remove it, in place. Returns the model."""
     for layer in _linear_layers(model).values():
         if layer.lora_a is None:
             continue
@@ -103,24 +104,24 @@ def merge_lora(model: Model) -> Model:
 def save_lora(
     model: Model, folder: AnyFolder, params: Mapping[str, Any] | None = None, *, base_model: str | None = None
 ) -> Path:
-    """Write the adapter alone, as a folder of peft; `base_model` is where the model under it comes from.
+    """Write the adapter as a peft folder; `base_model` is recorded as the name or path of the base model.
 
-    `params` (a nested dict, trained elsewhere) are taken instead of the model's own.
+    `params` (a nested dict) replace the model's own parameters.
     """
     settings = model.lora
     if settings is None:
         raise BadArgument(expected("a model with LoRA", type(model).__name__, "Call apply_lora first."))
-    flat = flat_params(model) if params is None else flatten(params)
+    flat = flat_params(model) if params is None else flatten_dict(dict(params), sep="/")
     family, names = _family(model), _module_names(model)
     arrays: dict[str, np.ndarray] = {}
     for path in settings.targets:
-        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            array = to_host(flat[f"{path}/{ours}"])
+        for own, hf in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+            array = to_host(flat[f"{path}/{own}"])
             stacked = "{}" in names[path]
             for number, layer in enumerate(array if stacked else [array]):
-                arrays[f"{_PREFIX}{names[path].format(number)}.{theirs}.weight"] = np.ascontiguousarray(layer.T)
-    for weight in _saved_in_full(family, model, settings.modules_to_save):
-        array = weight.theirs(to_host(flat[weight.path]))
+                arrays[f"{_PREFIX}{names[path].format(number)}.{hf}.weight"] = np.ascontiguousarray(layer.T)
+    for weight in _full_weights(family, model, settings.modules_to_save):
+        array = weight.to_hf(to_host(flat[weight.path]))
         arrays[f"{_PREFIX}{weight.name}"] = np.ascontiguousarray(array)
     target = Path(folder)
     if jax.process_index() == 0:
@@ -132,36 +133,37 @@ def save_lora(
 
 
 def load_lora(model: Model, folder: AnyFolder) -> str:
-    """Put the adapter of a peft folder onto a plain `model`, in place; the pattern of what is frozen then."""
-    _check_plain(model)
+    """Add the adapter of a peft folder to a plain model, in place. Returns the regex of the frozen parameters."""
+    _check_no_lora(model)
     path = find_folder(folder)
     config = read_json(path / CONFIG)
     _check_config(config)
     alpha, r = float(config["lora_alpha"]), int(config["r"])
     scale = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
     layers, names, family = _linear_layers(model), _module_names(model), _family(model)
-    full = tuple(_named(model, layers, name, "modules_to_save")[0] for name in config.get("modules_to_save") or ())
+    saved = config.get("modules_to_save") or ()
+    full = tuple(_layers_by_name(model, layers, name, "modules_to_save")[0] for name in saved)
     settings = LoraSettings(r, scale * r, float(config.get("lora_dropout") or 0.0), (), full)
     with open_weights(path, WEIGHTS) as weights:
         left, found = set(weights), []
         for own, name in names.items():
-            pair = [_side(weights, model, name, letter, left) for letter in "AB"]
+            pair = [_stacked_matrix(weights, model, name, letter, left) for letter in "AB"]
             if pair[0] is not None and pair[1] is not None:
                 _attach(layers[own], jnp.asarray(pair[0]), jnp.asarray(pair[1]), scale, settings.dropout)
                 found.append(own)
-                # peft writes the layer under it too where that is an output layer; it is the one the model has.
+                # For output layers peft also writes the base layer, which the model already has.
                 left.discard(f"{_PREFIX}{name}.base_layer.weight")
-        for weight in _saved_in_full(family, model, full):
+        for weight in _full_weights(family, model, full):
             key = f"{_PREFIX}{weight.name}"
             if key not in weights:
                 raise DataError(f"Expected {key} in {path / WEIGHTS}, since modules_to_save names it.")
             left.discard(key)
             layer = layers[weight.path.rsplit("/", 1)[0]]
             variable: Any = layer.kernel if weight.path.endswith("kernel") else layer.bias
-            variable[...] = jnp.asarray(weight.ours(weights[key])).astype(variable.dtype)
+            variable[...] = jnp.asarray(weight.from_hf(weights[key])).astype(variable.dtype)
     if left or not found:
         what = f"an adapter for this {type(model).__name__} in {path}"
-        raise DataError(expected(what, sorted(left)[:3], "Which weights belong to no linear layer of it."))
+        raise DataError(expected(what, sorted(left)[:3], "These weights belong to no linear layer of the model."))
     model.lora = replace(settings, targets=tuple(found))
     return frozen_pattern(model)
 
@@ -174,15 +176,15 @@ def _linear_layers(model: Model) -> dict[str, Linear]:
     return {"/".join(map(str, path)): module for path, module in sorted(found, key=lambda pair: str(pair[0]))}
 
 
-def _chosen(model: Model, layers: Mapping[str, Linear], targets: Targets) -> list[str]:
+def _select_layers(model: Model, layers: Mapping[str, Linear], targets: Targets) -> list[str]:
     if targets is None:
         return [path for path in layers if path.rsplit("/", 1)[-1] in DEFAULT_TARGETS]
     if targets == ALL_LINEAR:
         return [path for path in layers if path not in _HEADS]
     if isinstance(targets, str):
         matched = [path for path in layers if re.fullmatch(targets, path)]
-        return matched or _named(model, layers, targets, "targets")
-    wanted = [path for name in targets for path in _named(model, layers, name, "targets")]
+        return matched or _layers_by_name(model, layers, targets, "targets")
+    wanted = [path for name in targets for path in _layers_by_name(model, layers, name, "targets")]
     if not wanted:
         raise BadArgument(
             expected("targets to name at least one layer", list(targets), "Leave it out for the defaults.")
@@ -190,14 +192,14 @@ def _chosen(model: Model, layers: Mapping[str, Linear], targets: Targets) -> lis
     return [path for path in layers if path in wanted]
 
 
-def _named(model: Model, layers: Mapping[str, Linear], name: str, argument: str) -> list[str]:
-    """Layers by the end of our path or of HF's name."""
-    theirs = {path: _LAYER.sub("", full) for path, full in _module_names(model).items()}
-    ours = name.replace(".", "/")
-    found = [path for path in layers if f"/{path}".endswith(f"/{ours}") or f".{theirs[path]}".endswith(f".{name}")]
+def _layers_by_name(model: Model, layers: Mapping[str, Linear], name: str, argument: str) -> list[str]:
+    """Layers by the last parts of our path or of the HF name."""
+    hf_names = {path: _LAYER.sub("", full) for path, full in _module_names(model).items()}
+    suffix = name.replace(".", "/")
+    found = [path for path in layers if f"/{path}".endswith(f"/{suffix}") or f".{hf_names[path]}".endswith(f".{name}")]
     if not found:
         known = sorted(
-            {path.rsplit("/", 1)[-1] for path in layers} | {full.rsplit(".", 1)[-1] for full in theirs.values()}
+            {path.rsplit("/", 1)[-1] for path in layers} | {full.rsplit(".", 1)[-1] for full in hf_names.values()}
         )
         do = did_you_mean(name, known) or f"It has {', '.join(known)}."
         raise BadArgument(expected(f"{argument} to name linear layers of this {type(model).__name__}", name, do))
@@ -214,7 +216,7 @@ def _module_names(model: Model) -> dict[str, str]:
     return {path: family.module_name(table[f"{path}/kernel"]) for path in _linear_layers(model)}
 
 
-def _saved_in_full(family: Family, model: Model, modules: Sequence[str]) -> list[Weight]:
+def _full_weights(family: Family, model: Model, modules: Sequence[str]) -> list[Weight]:
     chosen = [weight for weight in family.weights(model.config) if weight.path.rsplit("/", 1)[0] in modules]
     for weight in chosen:
         if weight.stacked:
@@ -228,7 +230,7 @@ def _attach(layer: Linear, a: jax.Array, b: jax.Array, scale: float, dropout: fl
     kernel = layer.kernel[...].shape
     if a.shape[:-1] != kernel[:-1] or b.shape[-1] != kernel[-1]:
         what = f"LoRA matrices for a kernel of shape {list(kernel)}"
-        raise DataError(expected(what, [list(a.shape), list(b.shape)], "Is it the adapter of this model?"))
+        raise DataError(expected(what, [list(a.shape), list(b.shape)], "Is it an adapter for this model?"))
     layer.lora_a, layer.lora_b = nnx.Param(a), nnx.Param(b)
     layer.lora_scale, layer.lora_dropout = scale, dropout
 
@@ -238,7 +240,7 @@ def _detach(layer: Linear) -> None:
     layer.lora_scale = layer.lora_dropout = 0.0
 
 
-def _check_plain(model: Model) -> None:
+def _check_no_lora(model: Model) -> None:
     if not isinstance(model, Model):
         raise BadArgument(expected("a model of trainformer.models.jax", type(model).__name__))
     if model.lora is not None:
@@ -248,14 +250,14 @@ def _check_plain(model: Model) -> None:
 # -- peft's files ------------------------------------------------------------------------------------------
 
 
-def _side(weights: Weights, model: Model, name: str, letter: str, left: set[str]) -> np.ndarray | None:
-    """A or B of all layers; None if no layer has one. All are one stack here, so some cannot be without."""
+def _stacked_matrix(weights: Weights, model: Model, name: str, letter: str, left: set[str]) -> np.ndarray | None:
+    """The A or B matrices of all layers, stacked; None if no layer has one. Some layers without LoRA are an error."""
     count = model.config.num_hidden_layers if "{}" in name else 1
     keys = [f"{_PREFIX}{name.format(number)}.lora_{letter}.weight" for number in range(count)]
-    there = [key for key in keys if key in weights]
-    if not there:
+    present = [key for key in keys if key in weights]
+    if not present:
         return None
-    if len(there) < count:
+    if len(present) < count:
         missing = next(key for key in keys if key not in weights)
         raise DataError(f"Expected LoRA on every layer or on none, received none for {missing}.")
     left.difference_update(keys)
@@ -284,11 +286,11 @@ def _peft_config(
 def _check_config(config: Mapping[str, Any]) -> None:
     for name in ("r", "lora_alpha"):
         if name not in config:
-            raise DataError(expected(f"{name!r} in {CONFIG}", sorted(config)[:6], "Is it an adapter of LoRA?"))
+            raise DataError(expected(f"{name!r} in {CONFIG}", sorted(config)[:6], "Is it a LoRA adapter?"))
     if config.get("peft_type", "LORA") != "LORA" or config.get("bias", "none") != "none":
         received = {name: config.get(name) for name in ("peft_type", "bias")}
-        raise DataError(expected("an adapter of LoRA without trained biases", received))
+        raise DataError(expected("a LoRA adapter without trained biases", received))
     for name in _VARIANTS:
         if config.get(name):
-            do = "The JAX models compute plain LoRA; ignoring this would give other logits."
+            do = "The JAX models support plain LoRA only; ignoring this would change the logits."
             raise DataError(expected(f"an adapter without {name}", config[name], do))

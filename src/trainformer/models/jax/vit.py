@@ -1,7 +1,7 @@
-"""A Vision Transformer for classification, which HF's `ViTForImageClassification` opens and the other way round.
+"""A Vision Transformer for classification, compatible with HF's `ViTForImageClassification`.
 
-Owns patches, the class token, positions and the classifier, and the names of HF's ViT. The blocks are the decoder's,
-with attention in both directions.
+Patches, class token, positions and classifier, and the weight names of HF's ViT. The blocks are those of the decoder,
+with bidirectional attention.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.base import Model
-from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Rules, run_layers
-from trainformer.models.jax.families import Family, Weight, layer_norm, linear, needed
-from trainformer.models.jax.layers import Key, LayerNorm, Linear, dropout, key_source
-from trainformer.models.jax.layout import constrain
+from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
+from trainformer.models.jax.families import Family, Weight, layer_norm, linear, required
+from trainformer.models.jax.layers import Key, LayerNorm, Linear, constrain, dropout, key_source
 
 POOLINGS = ("cls", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(BlockConfig):
-    """A Vision Transformer. HF has no word for ``pooling="mean"``: such a model is saved for `load_model` only."""
+    """Configuration of a Vision Transformer. HF has no ``pooling="mean"``: only `load_model` opens such a model."""
 
     hidden_size: int = 192
     intermediate_size: int = 768
@@ -60,9 +58,9 @@ class ViTConfig(BlockConfig):
 
 
 class ViT(Model):
-    """``model(pixel_values)`` gives logits (batch, labels); images are (batch, height, width, channels).
+    """``model(pixel_values)`` returns logits (batch, labels); images are (batch, height, width, channels).
 
-    Images with the channels first, as torch has them, are turned.
+    Channels-first images, as in torch, are transposed.
     """
 
     partition_rules: Rules = (
@@ -89,13 +87,13 @@ class ViT(Model):
         return self.classifier(pooled)
 
     def hidden_states(self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None) -> jax.Array:
-        """After the last norm, (batch, 1 + patches, hidden_size); the class token is first."""
+        """The output of the last norm (batch, 1 + patches, hidden_size), class token first."""
         config, keys = self.config, key_source(None if deterministic else key)
         x = self.patches(self._channels_last(pixel_values))
         token = jnp.broadcast_to(self.cls_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[2]))
         x = jnp.concatenate([token, x], axis=1) + self.positions[...].astype(x.dtype)
         x = constrain(dropout(x, config.hidden_dropout, next(keys)), "batch", "sequence", None)
-        return self.norm(run_layers(self.layers, x, None, None, self.running, next(keys)))
+        return self.norm(run_layers(self.layers, x, None, None, self.execution, next(keys)))
 
     def _channels_last(self, pixels: jax.Array) -> jax.Array:
         side, channels = self.config.image_size, self.config.num_channels
@@ -108,7 +106,7 @@ class ViT(Model):
 
 
 class Patches(nnx.Module):
-    """Squares of the image as vectors. The kernel is (height, width, channels, out), that of a convolution."""
+    """Patch embedding. The kernel (height, width, channels, out) is that of a convolution."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         shape = (config.patch_size, config.patch_size, config.num_channels, config.hidden_size)
@@ -119,26 +117,26 @@ class Patches(nnx.Module):
         kernel = self.kernel[...]
         side, channels, width = kernel.shape[0], kernel.shape[2], kernel.shape[3]
         rows, columns = pixels.shape[1] // side, pixels.shape[2] // side
-        cut = pixels.astype(kernel.dtype).reshape(-1, rows, side, columns, side, channels)
-        flat = cut.swapaxes(2, 3).reshape(-1, rows * columns, side * side * channels)
+        patches = pixels.astype(kernel.dtype).reshape(-1, rows, side, columns, side, channels)
+        flat = patches.swapaxes(2, 3).reshape(-1, rows * columns, side * side * channels)
         return flat @ kernel.reshape(-1, width) + self.bias[...]
 
 
 def read_config(config: Mapping[str, Any]) -> ViTConfig:
     labels = config.get("num_labels") or len(config.get("id2label") or ()) or 2
     return ViTConfig(
-        hidden_size=needed(config, "hidden_size"),
-        intermediate_size=needed(config, "intermediate_size"),
-        num_hidden_layers=needed(config, "num_hidden_layers"),
-        num_attention_heads=needed(config, "num_attention_heads"),
+        hidden_size=required(config, "hidden_size"),
+        intermediate_size=required(config, "intermediate_size"),
+        num_hidden_layers=required(config, "num_hidden_layers"),
+        num_attention_heads=required(config, "num_attention_heads"),
         hidden_act=config.get("hidden_act", "gelu"),
         norm_eps=config.get("layer_norm_eps", 1e-12),
         qkv_bias=bool(config.get("qkv_bias", True)),
         attention_dropout=config.get("attention_probs_dropout_prob", 0.0),
         hidden_dropout=config.get("hidden_dropout_prob", 0.0),
         initializer_range=config.get("initializer_range", 0.02),
-        image_size=needed(config, "image_size"),
-        patch_size=needed(config, "patch_size"),
+        image_size=required(config, "image_size"),
+        patch_size=required(config, "patch_size"),
         num_channels=config.get("num_channels", 3),
         num_labels=labels,
         pooling=config.get("pooling", "cls"),
@@ -147,9 +145,9 @@ def read_config(config: Mapping[str, Any]) -> ViTConfig:
 
 
 def write_config(config: ViTConfig) -> dict[str, Any]:
-    """For a model that was not read from a folder. transformers must not take the mean for its class token."""
+    """Mean pooling gets its own model_type, so that transformers does not read it as class-token pooling."""
     names = [f"LABEL_{number}" for number in range(config.num_labels)]
-    made = {
+    written = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
         "hidden_size": config.hidden_size,
@@ -168,10 +166,12 @@ def write_config(config: ViTConfig) -> dict[str, Any]:
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
     }
-    return made if config.pooling == "cls" else {**made, "model_type": "trainformer_vit", "pooling": config.pooling}
+    if config.pooling == "cls":
+        return written
+    return {**written, "model_type": "trainformer_vit", "pooling": config.pooling}
 
 
-# Our layers, HF's names in files (those of its first version), and its names since version 5.
+# Our layers, HF's names in files, and HF's module names since version 5.
 _LAYERS = {
     "attention/q_proj": ("attention.attention.query", "attention.q_proj"),
     "attention/k_proj": ("attention.attention.key", "attention.k_proj"),
@@ -200,7 +200,7 @@ def weights(config: ViTConfig) -> list[Weight]:
     return found
 
 
-FAMILY = Family(
+VIT = Family(
     read_config=read_config,
     write_config=write_config,
     weights=weights,

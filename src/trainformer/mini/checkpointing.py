@@ -1,7 +1,7 @@
-"""Checkpoints of a mini trainer: single files, a link to the latest, and what is kept of them.
+"""`CheckpointingHook`: single-file checkpoints of a mini trainer, a `latest` link, and retention.
 
-When to save is asked of the loop, and what is saved is what the session's components say; here is only where the files
-are. A file appears whole or not at all; older ones are deleted only when a newer one is there.
+The loop decides when to save, and the run's components decide what; this module only manages the files. They are
+written atomically, and older ones are deleted only after a newer one exists.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from trainformer.callbacks.compat.mini import TrainerView
 from trainformer.checkpointing.checkpointer import SaveFailed
 from trainformer.checkpointing.torch_files import read_single_file, write_single_file
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
-from trainformer.mini.hooks.intervals import IntervalHook, whole_number
-from trainformer.mini.utils import from_first_rank, wait_for_all
+from trainformer.mini.hooks import IntervalHook
+from trainformer.mini.utils import barrier, broadcast, check_integer
 from trainformer.utils.distributed import rank
 from trainformer.utils.processes import is_alive
 
 _NAME = re.compile(r"checkpoint_step_(\d+)\.pt")
 _LATEST = "checkpoint_latest.pt"
 _LEFTOVER = re.compile(r"\.checkpoint_\w+\.pt\.(\d+)\.tmp")
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 
 
 class CheckpointingHook(IntervalHook):
-    """Saves every `interval` steps, at the end, and on `exit_signals`; takes the run up again when it is started anew.
+    """Saves every `interval` steps, at the end, and on `exit_signals`; resumes when the program is started again.
 
-    `keep_previous` keeps the last so many files, `keep_interval` also one per so many steps; None for `keep_previous`
-    keeps all. `path` is ``checkpoints`` in the workspace unless given. `load` is ``"latest"``, a file to begin from, or
-    None to begin anew. After a signal the process leaves with `exit_code`; with several ranks it waits `exit_wait`
-    seconds before, so that the others can save, too.
+    `keep_previous` is the number of files to keep (None: all); `keep_interval` also keeps the checkpoints at multiples
+    of that many steps. `path` defaults to ``checkpoints`` in the workspace. `load` is ``"latest"``, a file to start
+    from, or None to start from scratch. After a signal the process exits with `exit_code`; with several ranks it waits
+    `exit_wait` seconds first, so that the others can save too.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class CheckpointingHook(IntervalHook):
     ) -> None:
         super().__init__(interval)
         if keep_previous is not None:
-            whole_number("keep_previous", keep_previous, least=0)
+            check_integer("keep_previous", keep_previous, minimum=0)
         if keep_interval is not None:
-            whole_number("keep_interval", keep_interval, least=1)
+            check_integer("keep_interval", keep_interval, minimum=1)
         self.keep_previous = keep_previous
         self.keep_interval = keep_interval
         self.path = None if path is None else Path(path)
@@ -61,7 +61,7 @@ class CheckpointingHook(IntervalHook):
         self.exit_signals = tuple(_signal(number) for number in exit_signals or ())
         self.exit_code = exit_code
         self.exit_wait = exit_wait
-        self.is_due = False
+        self.is_pending = False
         self._origin = ""
         self._failures = 0
         if exit_code != "128+signal" and (isinstance(exit_code, bool) or not isinstance(exit_code, int)):
@@ -72,56 +72,55 @@ class CheckpointingHook(IntervalHook):
     # -- saving --------------------------------------------------------------------------------------------
 
     def on_before_train(self, trainer: Any) -> None:
-        """Refuse a run that has checkpoints of its own."""
         if isinstance(trainer, TrainerView):
             raise BadArgument(
-                "Expected CheckpointingHook in a mini.BaseTrainer, received a run that keeps checkpoints itself. Leave "
-                "the hook out; see the trainer's save_every, save_last and keep_every."
+                "Expected CheckpointingHook in a mini.BaseTrainer, received a run that has its own checkpoints. "
+                "Remove the hook; use the trainer's save_every, save_last and keep_every."
             )
 
     def on_after_step(self, trainer: Any) -> None:
-        """Ask for a save. It is done when all hooks have heard of the step, so that it holds what they did."""
-        if self.is_time(trainer):
-            self.is_due = True
+        # Saved after all hooks have handled the step, so that the checkpoint contains what they did.
+        if self.is_due(trainer):
+            self.is_pending = True
             trainer._built_run().control.should_save = True
 
     def save(self, trainer: Any) -> Path | None:
-        """Write the checkpoint of the step that was just made; where it is, or None where it could not be written."""
-        self.is_due = False
+        """Write a checkpoint of the current step. Returns its path, or None if it could not be written."""
+        self.is_pending = False
         path = self.folder(trainer) / f"checkpoint_step_{trainer.step}.pt"
-        state = trainer.state_dict()  # on every rank: models that are spread over ranks are put together for it
+        state = trainer.state_dict()  # on every rank: sharded models are gathered
         written = self._write(trainer, path, state) if rank() == 0 else path
-        if not trainer.is_interrupted:  # ranks may hear of a signal at different steps
-            wait_for_all()
+        if not trainer.is_interrupted:  # ranks may receive a signal at different steps
+            barrier()
         return written
 
     def _write(self, trainer: Any, path: Path, state: dict[str, Any]) -> Path | None:
         _check_plain(state)
         try:
             write_single_file(path, state)
-            self._point_to(path)
+            self._link_latest(path)
         except OSError as error:
-            self._note(trainer, error)
+            self._handle_failure(trainer, error)
             return None
         self._failures = 0
         trainer.logger.info("saved %s", path)
         self._prune(path.parent, trainer.step)
         return path
 
-    def _note(self, trainer: Any, error: OSError) -> None:
+    def _handle_failure(self, trainer: Any, error: OSError) -> None:
         self._failures += 1
         last = trainer.step >= trainer.max_steps or trainer.is_interrupted
         kept = _numbered(self.folder(trainer))
         newest = f"the newest checkpoint is {kept[-1][1]}" if kept else "there is no checkpoint yet"
-        if last or self._failures >= _MOST_FAILURES:
+        if last or self._failures >= _MAX_FAILURES:
             raise SaveFailed(
-                f"Step {trainer.step} could not be saved ({error}); {newest}. Free some space or choose another path, "
+                f"Could not save step {trainer.step} ({error}); {newest}. Free some space or choose another path, "
                 "then run the same command again."
             ) from error
-        trainer.logger.error("a checkpoint could not be written (%s); training goes on, %s", error, newest)
+        trainer.logger.error("could not write a checkpoint (%s); training continues, %s", error, newest)
 
-    def _point_to(self, path: Path) -> None:
-        """Replace the link at one stroke. Nothing here relies on it: systems without links go without."""
+    def _link_latest(self, path: Path) -> None:
+        """Replace the link atomically. Nothing here relies on it, so file systems without links do without."""
         temporary = path.with_name(f".{_LATEST}.{os.getpid()}.tmp")
         temporary.unlink(missing_ok=True)
         try:
@@ -141,77 +140,76 @@ class CheckpointingHook(IntervalHook):
     # -- loading -------------------------------------------------------------------------------------------
 
     def restore(self, trainer: Any, wanted: bool = True) -> bool:
-        """Before the run begins: take up what `load` says, if that is `wanted`, and tidy up. Whether anything was."""
+        """Before training: load what `load` says, if `wanted`, and clean up. Returns whether a file was loaded."""
         folder = self.folder(trainer)
         self._origin = origin = "" if self.load in (None, "latest") else str(self.load)
         wanted = wanted and self.load is not None
         found = self._newest(trainer, folder) if wanted and rank() == 0 else None
-        # All ranks take what the first one has found: files may appear to some of them later than to others.
-        path = from_first_rank(None if found is None else found[0])
+        # All ranks use what rank 0 found: on shared storage a file may appear later to some of them.
+        path = broadcast(None if found is None else found[0])
         if wanted and path is None and origin:
             path = Path(origin)
             if not path.is_file():
                 raise BadArgument(expected("load to be 'latest', a checkpoint's file, or None", origin))
         if path is not None:
             if trainer.step:
-                trainer.logger.info("what was loaded before (step %d) is replaced", trainer.step)
+                trainer.logger.info("replacing the state loaded before (step %d)", trainer.step)
             trainer.load_state_dict(read_single_file(path) if found is None else found[1])
             self._origin = origin
-            trainer.logger.info("going on from %s (step %d); pass load=None to begin anew", path, trainer.step)
-        self._tidy(trainer, folder)
+            trainer.logger.info("resuming from %s (step %d); pass load=None to start from scratch", path, trainer.step)
+        self._clean_up(trainer, folder)
         return path is not None
 
     def _newest(self, trainer: Any, folder: Path) -> tuple[Path, dict[str, Any]] | None:
-        """The newest file that can be read. Where a file to begin from was named, only that of a run that did."""
+        """The newest readable file. If `load` names a file, only one of a run that started from it."""
         for _, path in reversed(_numbered(folder)):
             try:
                 states = read_single_file(path)
             except DataError as error:
-                trainer.logger.warning("%s The checkpoint before it is used.", error)
+                trainer.logger.warning("%s Falling back to the previous checkpoint.", error)
                 continue
-            began = [s.get("origin", "") for key, s in states.items() if key.startswith("callback.CheckpointingHook")]
-            return (path, states) if not self._origin or self._origin in began else None
+            origins = [s.get("origin", "") for key, s in states.items() if key.startswith("callback.CheckpointingHook")]
+            return (path, states) if not self._origin or self._origin in origins else None
         return None
 
     def newest_step(self, trainer: Any) -> int:
-        """The step of the newest file to begin from; -1 if there is none, or none is wanted."""
+        """The step of the newest file; -1 if there is none, or `load` is None."""
         numbered = _numbered(self.folder(trainer)) if self.load is not None else []
         return numbered[-1][0] if numbered else -1
 
-    def _tidy(self, trainer: Any, folder: Path) -> None:
-        """Do what the process before may have been killed in the middle of."""
-        wait_for_all()
+    def _clean_up(self, trainer: Any, folder: Path) -> None:
+        """Finish what a killed process may have left undone."""
+        barrier()
         if rank() > 0 or not folder.is_dir():
             return
-        _clean(folder)
-        self._set_aside(trainer, folder)
+        _remove_leftovers(folder)
+        self._move_abandoned(trainer, folder)
         if kept := _numbered(folder):
-            self._point_to(kept[-1][1])
+            self._link_latest(kept[-1][1])
             self._prune(folder, trainer.step)
 
-    def _set_aside(self, trainer: Any, folder: Path) -> None:
-        """Move files of later steps out of the way: they belong to a run that was given up, or are damaged."""
+    def _move_abandoned(self, trainer: Any, folder: Path) -> None:
+        """Move files of later steps away: they are damaged, or belong to an abandoned run."""
         later = [path for step, path in _numbered(folder) if step > trainer.step]
         if not later:
             return
         number = 1
-        while (place := folder / f"given-up-{number}").exists():
+        while (place := folder / f"abandoned-{number}").exists():
             number += 1
         place.mkdir()
         for path in later:
             path.rename(place / path.name)
-        trainer.logger.warning("%d files of later steps than %d were moved to %s", len(later), trainer.step, place)
+        trainer.logger.warning("moved %d files of steps after %d to %s", len(later), trainer.step, place)
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        """Which file the run began from, if one was named: started again, it goes on instead of beginning there."""
+        # A run that started from a named file resumes from its own newest file when it is started again.
         state_dict["origin"] = self._origin
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
         self._origin = state_dict["origin"]
 
     def folder(self, trainer: Any) -> Path:
-        """Where the files are."""
+        """The folder of the checkpoints."""
         return self.path if self.path is not None else (trainer.workspace or Path()) / "checkpoints"
 
 
@@ -223,8 +221,8 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
-def _clean(folder: Path) -> None:
-    """Clear away what a killed process left half-written."""
+def _remove_leftovers(folder: Path) -> None:
+    """Delete temporary files of dead processes."""
     for path in folder.iterdir():
         match = _LEFTOVER.fullmatch(path.name)
         if match and not is_alive(int(match[1])):
@@ -232,17 +230,17 @@ def _clean(folder: Path) -> None:
 
 
 def _check_plain(state: Any, where: str = "") -> None:
-    """Refuse what could be written but never read again: reading executes nothing, so it makes no objects."""
+    """Refuse values that could not be read back: loading executes no code, so it creates no objects."""
     if isinstance(state, dict):
         for key, value in state.items():
             if not where and not key.startswith("callback."):
-                continue  # what torch and the library say of themselves is read back in their tests
+                continue  # states of torch and of the library itself are known to be plain
             _check_plain(value, f"{where}.{key}" if where else key)
     elif isinstance(state, (list, tuple)):
         for number, value in enumerate(state):
             _check_plain(value, f"{where}[{number}]")
     elif not _is_plain(state):
-        do = "Keep tensors and plain values (numbers, strings, lists, dicts), and make objects of them on loading."
+        do = "Keep tensors and plain values (numbers, strings, lists, dicts), and rebuild objects when loading."
         raise BadArgument(expected(f"{where} in a checkpoint to be a plain value", type(state).__name__, do))
 
 
@@ -253,7 +251,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _signal(number: Any) -> int:
-    """A signal by number, enum or name."""
     try:
         return int(signal.Signals[number] if isinstance(number, str) else signal.Signals(number))
     except (KeyError, ValueError):

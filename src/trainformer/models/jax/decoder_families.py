@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 as HF writes them: configuration fields and names of weights."""
+"""HF configs and weight names of the decoder families: Llama, Mistral, Qwen2, Qwen3; and GPT-2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import Rope
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
-from trainformer.models.jax.families import Family, Weight, linear, needed, refuse
+from trainformer.models.jax.families import Family, Weight, layer_norm, linear, refuse_unsupported, required
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -17,13 +17,13 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What transformers assumes where a configuration says nothing.
+# Defaults of transformers.
 _POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 
 
-def read_config(config: Mapping[str, Any]) -> DecoderConfig:
+def read_llama(config: Mapping[str, Any]) -> DecoderConfig:
     kind = config["model_type"]
-    heads = needed(config, "num_attention_heads")
+    heads = required(config, "num_attention_heads")
     all_bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
     mlp_bias = bool(config.get("mlp_bias", False)) and kind == "llama"
     head_dim = config.get("head_dim")
@@ -31,10 +31,10 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_dim = 128
     return DecoderConfig(
         model_type=kind,
-        vocab_size=needed(config, "vocab_size"),
-        hidden_size=needed(config, "hidden_size"),
-        intermediate_size=needed(config, "intermediate_size"),
-        num_hidden_layers=needed(config, "num_hidden_layers"),
+        vocab_size=required(config, "vocab_size"),
+        hidden_size=required(config, "hidden_size"),
+        intermediate_size=required(config, "intermediate_size"),
+        num_hidden_layers=required(config, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads"),
         head_dim=head_dim,
@@ -44,7 +44,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         output_bias=all_bias,
         mlp_bias=mlp_bias,
         qk_norm=kind == "qwen3",
-        sliding_window=_window(config),
+        sliding_window=_sliding_window(config),
         attention_dropout=config.get("attention_dropout") or 0.0,
         initializer_range=config.get("initializer_range", 0.02),
         max_position_embeddings=config.get("max_position_embeddings") or _POSITIONS[kind],
@@ -55,25 +55,25 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
-    """transformers 5 writes ``rope_parameters``; before it was ``rope_theta`` beside ``rope_scaling``."""
-    refuse(config, {"partial_rotary_factor": 1.0})
+    """transformers 5 writes ``rope_parameters``; earlier versions ``rope_theta`` and ``rope_scaling``."""
+    refuse_unsupported(config, {"partial_rotary_factor": 1.0})
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    refuse(given, {"partial_rotary_factor": 1.0})
+    refuse_unsupported(given, {"partial_rotary_factor": 1.0})
     kind = given.get("rope_type", given.get("type", "default"))
-    made = {
+    options = {
         "theta": float(given.get("rope_theta", config.get("rope_theta") or 10_000.0)),
         "kind": kind,
         "factor": float(given.get("factor") or 1.0),
     }
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
-            made[name] = float(needed(given, name))
-        made["original_positions"] = int(needed(given, "original_max_position_embeddings"))
-    return Rope(**made)
+            options[name] = float(required(given, name))
+        options["original_positions"] = int(required(given, "original_max_position_embeddings"))
+    return Rope(**options)
 
 
-def _window(config: Mapping[str, Any]) -> int | None:
-    """Qwen has a switch, and may give some layers a window and others none; all layers here run the same code."""
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Qwen can enable the window per layer; all layers here run the same code."""
     kind = config["model_type"]
     window = config.get("sliding_window", 4096)
     if kind == "llama" or (kind.startswith("qwen") and not config.get("use_sliding_window", False)):
@@ -90,8 +90,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
     return window if types[0] == "sliding_attention" else None
 
 
-def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """For a model that was not read from a folder."""
+def write_llama(config: DecoderConfig) -> dict[str, Any]:
     rope = config.rope or Rope()
     scaling: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
@@ -99,7 +98,7 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
     if rope.kind == "llama3":
         scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
         scaling["original_max_position_embeddings"] = rope.original_positions
-    made = {
+    written = {
         "architectures": [_CLASSES[config.model_type]],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -116,22 +115,22 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": scaling,
         "tie_word_embeddings": config.tie_word_embeddings,
-        # Also when there is none: where it is left out, transformers gives Mistral one of its own.
+        # Written even if None: transformers has a default for Mistral.
         "sliding_window": config.sliding_window,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
     if config.model_type in ("llama", "qwen3"):
-        made["attention_bias"] = config.output_bias
+        written["attention_bias"] = config.output_bias
     if config.model_type == "llama":
-        made["mlp_bias"] = config.mlp_bias
+        written["mlp_bias"] = config.mlp_bias
     if config.model_type.startswith("qwen"):
-        made |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
-    return made
+        written |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
+    return written
 
 
-def weights(config: DecoderConfig) -> list[Weight]:
+def llama_weights(config: DecoderConfig) -> list[Weight]:
     layer = "model.layers.{}"
     found = [Weight("embed_tokens/embedding", "model.embed_tokens.weight")]
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -150,12 +149,106 @@ def weights(config: DecoderConfig) -> list[Weight]:
     return found
 
 
-FAMILY = Family(
-    read_config=read_config,
-    write_config=write_config,
-    weights=weights,
+LLAMA = Family(
+    read_config=read_llama,
+    write_config=write_llama,
+    weights=llama_weights,
     build=Decoder,
     task_type="CAUSAL_LM",
     prefix="model.",
     ignored=(r"\.rotary_emb\.inv_freq$",),
+)
+
+
+# -- GPT-2: its linear layers are stored (in, out), as ours ----------------------------------------------------------
+
+_GPT2_FIXED = {
+    "add_cross_attention": False,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+
+
+def read_gpt2(config: Mapping[str, Any]) -> DecoderConfig:
+    refuse_unsupported(config, _GPT2_FIXED)
+    size = required(config, "n_embd", "hidden_size")
+    return DecoderConfig(
+        model_type="gpt2",
+        vocab_size=required(config, "vocab_size"),
+        hidden_size=size,
+        intermediate_size=config.get("n_inner") or 4 * size,
+        num_hidden_layers=required(config, "n_layer", "num_hidden_layers"),
+        num_attention_heads=required(config, "n_head", "num_attention_heads"),
+        hidden_act=config.get("activation_function", "gelu_new"),
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        gated=False,
+        fused_qkv=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        embedding_dropout=config.get("embd_pdrop", 0.1),
+        attention_dropout=config.get("attn_pdrop", 0.1),
+        hidden_dropout=config.get("resid_pdrop", 0.1),
+        initializer_range=config.get("initializer_range", 0.02),
+        max_position_embeddings=config.get("n_positions") or config.get("max_position_embeddings") or 1024,
+        rope=None,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+        source=json.dumps(dict(config)),
+    )
+
+
+def write_gpt2(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_embd": config.hidden_size,
+        "n_inner": config.intermediate_size,
+        "n_layer": config.num_hidden_layers,
+        "n_head": config.num_attention_heads,
+        "n_positions": config.max_position_embeddings,
+        "activation_function": config.hidden_act,
+        "layer_norm_epsilon": config.norm_eps,
+        "embd_pdrop": config.embedding_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "resid_pdrop": config.hidden_dropout,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def gpt2_weights(config: DecoderConfig) -> list[Weight]:
+    layer = "transformer.h.{}"
+    found = [
+        Weight("embed_tokens/embedding", "transformer.wte.weight"),
+        Weight("embed_positions/embedding", "transformer.wpe.weight"),
+    ]
+    parts = {
+        "attention/qkv_proj": "attn.c_attn",
+        "attention/o_proj": "attn.c_proj",
+        "mlp/up_proj": "mlp.c_fc",
+        "mlp/down_proj": "mlp.c_proj",
+    }
+    for path, name in parts.items():
+        found += linear(f"layers/{path}", f"{layer}.{name}", bias=True, transposed=False)
+    found += layer_norm("layers/input_norm", f"{layer}.ln_1")
+    found += layer_norm("layers/post_norm", f"{layer}.ln_2")
+    found += layer_norm("norm", "transformer.ln_f")
+    if not config.tie_word_embeddings:
+        found += linear("lm_head", "lm_head", bias=False)
+    return found
+
+
+GPT2 = Family(
+    read_config=read_gpt2,
+    write_config=write_gpt2,
+    weights=gpt2_weights,
+    build=Decoder,
+    task_type="CAUSAL_LM",
+    prefix="transformer.",
+    ignored=(r"\.attn\.(masked_)?bias$",),
+    fan_in_fan_out=True,
 )

@@ -1,4 +1,4 @@
-"""What users bring along: models in any format, states of another mesh or optimizer, words of other libraries."""
+"""Inputs of a trainer: models and dtypes, states of another mesh or optimizer, keywords of other libraries."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from trainformer.jax import TrainState
 # -- states --------------------------------------------------------------------------------------------------------
 
 
-def going_on(state, **options):
-    """A trainer that goes on from a state for one epoch of four batches."""
+def continued(state, **options):
+    """A trainer that continues from a state for one epoch of four batches."""
     own = {"mesh": options.pop("mesh", mesh_on((1, 1, 1, 1), 1))}
     given = {"shuffle": False, "num_train_epochs": 1, "max_grad_norm": None, "output_dir": "second"}
     return MeanTrainer(arguments(**given | options), model_state=state, dataset_train=samples(), **own)
 
 
 @pytest.mark.parametrize("mesh", [None, mesh_on((2, 2, 1, 1))], ids=["one device", "four devices"])
-def test_a_state_made_by_hand_is_put_on_the_mesh_and_trained_by_its_own_optimizer(mesh, caplog):
+def test_a_model_state_is_copied_to_the_mesh_and_keeps_its_optimizer(mesh, caplog):
     wanted, params = by_hand(Mlp(nnx.Rngs(0)), in_order(samples(), 8, 1), mean_loss, optax.sgd(0.5))
     state = TrainState.create(Mlp(nnx.Rngs(0)), optax.sgd(0.5), 0)
     with caplog.at_level(logging.WARNING, "trainformer"):
-        trainer = going_on(state, **({} if mesh is None else {"mesh": mesh}))
-    assert "model_state brings its own optimizer: learning_rate, weight_decay are not used." in caplog.text
+        trainer = continued(state, **({} if mesh is None else {"mesh": mesh}))
+    assert "model_state has its own optimizer: learning_rate, weight_decay are not used." in caplog.text
     trained = trainer.train()
     assert losses(trainer) == pytest.approx(wanted, abs=1e-5)
     assert_close(trained.params, params, atol=1e-5)
     assert trainer.scheduler is None
-    assert not logged(trainer, "train/lr")  # rather than one that is not at work
+    assert not logged(trainer, "train/lr")  # rather than the unused one of the arguments
 
 
-def test_a_state_of_one_mesh_goes_on_on_another():
+def test_a_state_of_one_mesh_continues_on_another():
     options = {"shuffle": False, "num_train_epochs": 1, "scheduler": "constant", "max_grad_norm": None}
     first = mlp_trainer(mesh=mesh_on((1, 2, 1, 1), 2), **options).train()
-    second = going_on(first, mesh=mesh_on((4, 1, 1, 1)))
+    second = continued(first, mesh=mesh_on((4, 1, 1, 1)))
     trained = second.train()
     _, params = by_hand(Mlp(nnx.Rngs(0)), in_order(samples(), 8, 2), mean_loss, optax.adam(1e-2))
     assert_close(trained.params, params, atol=1e-5)
@@ -65,22 +65,22 @@ def test_a_state_of_one_mesh_goes_on_on_another():
     assert all(leaf.sharding.mesh == second.mesh for leaf in jax.tree.leaves(trained))
 
 
-def test_a_resumed_run_has_no_second_state_beside_the_one_it_reads():
+def test_resuming_frees_the_initial_state():
     mlp_trainer(num_train_epochs=1).train()
     found = []
 
-    class Look:
+    class CheckFreed:
         def on_train_begin(self, trainer):
             gc.collect()
             found.append(before())
 
-    trainer = mlp_trainer(num_train_epochs=2, callbacks=[Look()])
+    trainer = mlp_trainer(num_train_epochs=2, callbacks=[CheckFreed()])
     before = weakref.ref(trainer.model_state.params["inner"]["kernel"])
     trainer.train()
     assert found == [None]
 
 
-def test_an_optimizer_that_a_hook_replaces_takes_the_steps_from_there_on():
+def test_a_hook_can_replace_the_optimizer():
     class Slower(MeanTrainer):
         def on_step_start(self, state, step):
             return state.replace(tx=optax.adam(1e-3)) if step == 2 else None
@@ -94,29 +94,29 @@ def test_an_optimizer_that_a_hook_replaces_takes_the_steps_from_there_on():
     assert logged(trainer, "train/recompilations")[-1] == 1
 
 
-def test_what_is_no_state_or_is_gone_is_told():
+def test_invalid_and_donated_states_are_refused():
     trainer = mlp_trainer(num_train_epochs=1, dataset_eval=samples())
     before = trainer.model_state
     trainer.train()
-    with pytest.raises(BadArgument, match="a state that is still there, received 'one that a later step"):
+    with pytest.raises(BadArgument, match="a live state, received 'one whose buffers were donated"):
         trainer.eval(before)
-    with pytest.raises(BadArgument, match="still there"):
-        going_on(before)
+    with pytest.raises(BadArgument, match="a live state"):
+        continued(before)
     with pytest.raises(BadArgument, match=r"a state \(TrainState\), received 'dict'"):
         trainer.eval(trainer.model_state.params)
 
 
 @pytest.mark.parametrize("returned", [3, ("no state", {})], ids=["number", "pair"])
-def test_a_hook_that_returns_something_else_than_a_state_is_told(returned):
+def test_a_hook_must_return_a_state(returned):
     class Odd(MeanTrainer):
         def on_step_end(self, state, metrics, step):
             return returned
 
-    with pytest.raises(BadArgument, match=r"on_step_end to return nothing, or a state \(TrainState\), received"):
+    with pytest.raises(BadArgument, match=r"on_step_end to return None or a state \(TrainState\), received"):
         mlp_trainer(Odd).train()
 
 
-def test_a_hook_may_change_the_metrics_alone():
+def test_a_hook_can_change_the_metrics_alone():
     class Adds(MeanTrainer):
         def on_step_end(self, state, metrics, step):
             return None, {**metrics, "twice": 2 * step}
@@ -130,14 +130,14 @@ def test_a_hook_may_change_the_metrics_alone():
 
 
 @pytest.mark.parametrize("is_built", [False, True], ids=["module", "function"])
-def test_the_weights_are_kept_in_the_format_that_was_asked_for(is_built):
+def test_param_dtype_is_the_dtype_of_the_weights(is_built):
     module = Mlp(nnx.Rngs(0))
     trainer = mlp_trainer(model=(lambda rngs: Mlp(rngs)) if is_built else module, param_dtype="bf16")
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.model_state.params)} == {jnp.dtype("bfloat16")}
-    assert module.inner.kernel.dtype == jnp.float32  # the user's own
+    assert module.inner.kernel.dtype == jnp.float32  # the user's module is unchanged
 
 
-def test_the_trainer_keeps_no_second_copy_of_the_weights():
+def test_the_trainer_keeps_one_copy_of_the_weights():
     module = Mlp(nnx.Rngs(0))
     given = weakref.ref(module)
     trainer = mlp_trainer(model=module)
@@ -148,19 +148,19 @@ def test_the_trainer_keeps_no_second_copy_of_the_weights():
     np.testing.assert_array_equal(trainer.model.inner.kernel[...], state.params["inner"]["kernel"])
 
 
-# -- words ---------------------------------------------------------------------------------------------------------
+# -- keywords ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_keyword_of_another_library_is_refused_with_the_name_it_has_here():
+def test_unknown_keywords_are_refused_with_a_hint():
     with pytest.raises(BadArgument, match=r"keywords of MeanTrainer, received 'eval_data'. It is called dataset_eval"):
         MeanTrainer(arguments(), model=Mlp(nnx.Rngs(0)), dataset_train=samples(), eval_data=samples())
     with pytest.raises(BadArgument, match=r"received 'dataset_trian'. Did you mean 'dataset_train'"):
         MeanTrainer(arguments(), model=Mlp(nnx.Rngs(0)), dataset_trian=samples())
 
 
-def test_an_evaluation_without_data_is_spoken_of(caplog):
-    with pytest.raises(BadArgument, match=r"data to evaluate on, with metric_for_best_model='loss'"):
+def test_evaluation_arguments_without_data_are_reported(caplog):
+    with pytest.raises(BadArgument, match=r"evaluation data with metric_for_best_model='loss'"):
         mlp_trainer(evaluation_strategy="epoch", metric_for_best_model="loss")
     with caplog.at_level(logging.WARNING, "trainformer"):
         mlp_trainer(evaluation_strategy="epoch")
-    assert "evaluation_strategy='epoch', and no data to evaluate on" in caplog.text
+    assert "evaluation_strategy='epoch' without evaluation data" in caplog.text

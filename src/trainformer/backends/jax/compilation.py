@@ -1,0 +1,215 @@
+"""Jitted train and eval steps on a mesh, and a record of how often and why they were compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainformer.backends.jax.sharding import batch_sharding, data_shards
+from trainformer.backends.jax.state import TrainState
+from trainformer.core.errors import BadArgument, expected
+
+logger = logging.getLogger("trainformer")
+
+_MAX_CHANGES = 4  # that one warning lists
+
+
+class JittedStep:
+    """A jitted step on a mesh. Counts its compilations (`compilations.count`) and warns about recompilations.
+
+    A train step donates its input state: use only the state that it returns.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], mesh: Mesh, shardings: TrainState, *, train: bool, name: str | None = None
+    ) -> None:
+        self.mesh = mesh
+        self.compilations = Compilations(name or ("train step" if train else "eval step"))
+        self._train = train
+        self._traced = self.compilations.count_traces(step)
+        self._shardings = shardings
+        self._reset()
+
+    def _reset(self) -> None:
+        """Drop what was compiled for the previous shardings."""
+        self._jitted = self._jit(self._traced, batch_sharding(self.mesh))
+
+    def _jit(self, step: Callable[..., Any], batch: NamedSharding) -> Any:
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(
+            step,
+            in_shardings=(self._shardings, batch),
+            out_shardings=(self._shardings, replicated) if self._train else replicated,
+            donate_argnums=0 if self._train else (),
+        )
+
+    def _function_for(self, batch: Any) -> Any:
+        return self._jitted
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        """Dispatch the step. Returns before the devices have finished."""
+        known = self._shardings
+        if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
+            self._adapt(state)
+        with jax.set_mesh(self.mesh):
+            return self._function_for(batch)(state, batch)
+
+    def _adapt(self, state: TrainState) -> None:
+        """Use the same shardings for a state with different static fields; may cause a recompilation."""
+        structure: Any = jax.tree.structure(state)
+        shardings = jax.tree.leaves(self._shardings)
+        is_equal = structure == jax.tree.structure(self._shardings)
+        if structure.num_leaves != len(shardings):
+            what = f"a state with {len(shardings)} arrays, as at the start of the run"
+            raise BadArgument(expected(what, structure.num_leaves, "Create a new step."))
+        self._shardings = jax.tree.unflatten(structure, shardings)
+        if not is_equal:
+            self._reset()
+
+
+class DynamicBatchStep(JittedStep):
+    """A jitted step that accepts any number of rows and is compiled once per batch size.
+
+    For loss functions that do not mask padding rows: padding the smaller last batch of an epoch would change its mean.
+    Rows that do not divide evenly over the devices are replicated. Micro-batches are never larger, on any device, than
+    those of a full batch, so that no batch size needs more memory.
+
+    `make(accumulation)` returns the pure function; `per_device` is the number of rows of a micro-batch on one device.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Callable[..., Any]],
+        mesh: Mesh,
+        shardings: TrainState,
+        *,
+        per_device: int,
+        train: bool,
+    ) -> None:
+        self._make = make
+        self._per_device = per_device
+        super().__init__(make, mesh, shardings, train=train)
+
+    def _reset(self) -> None:
+        self._by_rows: dict[int, Any] = {}
+
+    def _function_for(self, batch: Any) -> Any:
+        leaves = batch.values() if type(batch) is dict else jax.tree.leaves(batch)
+        rows = next(leaf.shape[0] for leaf in leaves if leaf.ndim)
+        if rows not in self._by_rows:
+            shards = data_shards(self.mesh)
+            is_even = rows % shards == 0
+            step = self._make(num_micro_batches(rows // shards if is_even else rows, self._per_device))
+            sharding = batch_sharding(self.mesh) if is_even else NamedSharding(self.mesh, PartitionSpec())
+            self._by_rows[rows] = self._jit(self.compilations.count_traces(step), sharding)
+        return self._by_rows[rows]
+
+
+def num_micro_batches(rows: int, max_rows: int) -> int:
+    """The smallest number of equal micro-batches with at most `max_rows` rows each.
+
+    >>> [num_micro_batches(rows, max_rows=4) for rows in (4, 8, 3, 6, 7)]
+    [1, 2, 1, 2, 7]
+    """
+    return next(parts for parts in range(1, rows + 2) if rows % parts == 0 and rows // parts <= max_rows)
+
+
+# -- counting compilations -----------------------------------------------------------------------------------------
+
+
+class _Signature(NamedTuple):
+    """What jax keys its compilation cache on: shapes and dtypes by path, tree structure, static fields."""
+
+    leaves: dict[str, str]
+    structure: Any
+    statics: dict[str, Any]
+
+
+class Compilations:
+    """Counts how often a function is traced, once per compilation, and warns from the second time on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._seen: list[_Signature] = []
+
+    @property
+    def count(self) -> int:
+        """How often the function was compiled."""
+        return len(self._seen)
+
+    def count_traces(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that every trace is counted. Pass the result to `jax.jit`."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._record(_signature((*args, *kwargs.values())))
+            return function(*args, **kwargs)
+
+        counted.__name__ = getattr(function, "__name__", "step")  # shown in profiles
+        return counted
+
+    def _record(self, signature: _Signature) -> None:
+        self._seen.append(signature)
+        if len(self._seen) > 1:
+            # Report the changes against the most similar earlier signature; the latest one if several are.
+            changes = min((_changes(before, signature) for before in self._seen[-2::-1]), key=len)
+            logger.warning("Recompiling the %s (compilation %d): %s.", self.name, self.count, _summary(changes))
+
+
+def _signature(args: Iterable[Any]) -> _Signature:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(args)
+    # Static fields are kept by reference: jax keeps them alive anyway, with what it compiled for them.
+    return _Signature({_path(path): _describe(leaf) for path, leaf in leaves}, structure, _static_fields(args))
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path[1:] if len(path) > 1 else path, simple=True, separator="/")
+
+
+def _describe(leaf: Any) -> str:
+    shape = ", ".join(str(size) for size in getattr(leaf, "shape", ()))
+    weak = ", weakly typed (a Python number)" if getattr(leaf, "weak_type", False) else ""
+    mesh = " outside the mesh" if jax.typeof(leaf).sharding.mesh.empty else ""
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]{weak}{mesh}"
+
+
+def _static_fields(args: Iterable[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for arg in args:
+        for field in getattr(arg, "__dataclass_fields__", {}).values():
+            if field.metadata.get("pytree_node") is False:
+                found[field.name] = getattr(arg, field.name)
+    return found
+
+
+_STATIC_CHANGES = {
+    "tx": "the optimizer is a different object (create it once and keep it)",
+    "graphdef": "the model's static graph changed",
+    "trainable": "the set of trainable parameters changed",
+}
+
+
+def _changes(before: _Signature, after: _Signature) -> list[str]:
+    changes = [
+        f"{name} changed from {before.leaves[name]} to {now}"
+        for name, now in after.leaves.items()
+        if before.leaves.get(name, now) != now
+    ]
+    changes += [f"{name} is new" for name in after.leaves.keys() - before.leaves.keys()]
+    changes += [f"{name} is missing" for name in before.leaves.keys() - after.leaves.keys()]
+    for name, value in after.statics.items():
+        if name in before.statics and before.statics[name] != value:
+            changes.append(_STATIC_CHANGES.get(name, f"the static field {name} changed"))
+    if not changes and before.structure != after.structure:
+        changes.append("a static part of the arguments changed")
+    return changes
+
+
+def _summary(changes: list[str]) -> str:
+    if not changes:
+        return "shapes and dtypes are the same, but the mesh or a jax setting changed"
+    more = f" and {len(changes) - _MAX_CHANGES} more changes" if len(changes) > _MAX_CHANGES else ""
+    return "; ".join(changes[:_MAX_CHANGES]) + more

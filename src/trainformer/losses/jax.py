@@ -1,0 +1,232 @@
+"""Losses on JAX: token cross-entropy, with or without all logits in memory, and preference losses. Never imports torch.
+
+Token losses are (sum, weight) over supervised tokens in float32. With `chunks` only the logits of a part of the
+sequence exist at a time, and are recomputed for the gradient: those of 8k tokens and a vocabulary of 128k would take
+4 GiB. Preference losses are per pair and match `losses.preference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+
+IGNORE_INDEX = -100
+Head = Callable[[jax.Array], jax.Array]
+"""Maps hidden states to logits (..., vocabulary)."""
+
+
+class TokenLoss(NamedTuple):
+    """Sum of the loss over supervised tokens, their number, and the number of correct predictions."""
+
+    sum: jax.Array
+    weight: jax.Array
+    correct: jax.Array
+
+
+class RowSums(NamedTuple):
+    """The same per sequence: three arrays (rows,). Without smoothing, `-loss` is the log probability of a sequence."""
+
+    loss: jax.Array
+    tokens: jax.Array
+    correct: jax.Array
+
+    def total(self) -> TokenLoss:
+        """Summed over all sequences."""
+        return TokenLoss(jnp.sum(self.loss), jnp.sum(self.tokens), jnp.sum(self.correct))
+
+
+def token_cross_entropy(logits: jax.Array, labels: jax.Array, **options: Any) -> TokenLoss:
+    """Summed cross-entropy of logits (rows, T, V) and labels (rows, T). Options as for `row_sums`.
+
+    >>> logits = jnp.array([[[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]])
+    >>> [round(float(value), 4) for value in token_cross_entropy(logits, jnp.array([[-100, 0, 1]]))]
+    [4.0363, 2.0, 1.0]
+    """
+    return row_sums(logits, labels, **options).total()
+
+
+def head_cross_entropy(states: jax.Array, labels: jax.Array, head: Head, **options: Any) -> TokenLoss:
+    """`token_cross_entropy` of ``head(states)``, with hidden states (rows, T, D) processed in `chunks`."""
+    return row_sums(states, labels, head, **options).total()
+
+
+def row_sums(
+    states: jax.Array,
+    labels: jax.Array,
+    head: Head | None = None,
+    *,
+    chunks: int = 1,
+    shift: bool = True,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> RowSums:
+    """Sums over the supervised tokens of each sequence. `states` are logits, or hidden states if there is a `head`.
+
+    With `shift`, a position predicts the label of the next one, as in causal models. Labels of -100 are ignored.
+    `z_loss` is the weight of the squared log-sum-exp of the logits.
+    """
+    if states.ndim != 3 or labels.shape != states.shape[:2]:
+        received = f"{tuple(states.shape)} and {tuple(labels.shape)}"
+        raise BadArgument(expected("states or logits (rows, T, ...) and labels (rows, T)", received))
+    if not isinstance(chunks, int) or chunks < 1:
+        raise BadArgument(expected("chunks to be a positive integer", chunks))
+    if shift:
+        # Shift left and ignore the last position: the length, and thereby its divisibility, stays the same.
+        labels = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE_INDEX)
+
+    def sums(states: jax.Array, labels: jax.Array) -> RowSums:
+        return _sums(states if head is None else head(states), labels, z_loss, label_smoothing)
+
+    if chunks == 1:
+        return sums(states, labels)
+    chunked = _strided_chunks(states, chunks), _strided_chunks(labels, chunks, IGNORE_INDEX)
+
+    def body(carry: RowSums, chunk: tuple[jax.Array, jax.Array]) -> tuple[RowSums, None]:
+        return jax.tree.map(jnp.add, carry, jax.checkpoint(sums)(*chunk)), None
+
+    zeros = jnp.zeros(labels.shape[0], jnp.float32)
+    total, _ = jax.lax.scan(body, RowSums(zeros, zeros, zeros), chunked)
+    return total
+
+
+def _strided_chunks(x: jax.Array, count: int, padding: int = 0) -> jax.Array:
+    """(rows, T, ...) as (count, rows, T / count, ...), each chunk with every n-th position.
+
+    So each device of a sequence-sharded mesh has a part of every chunk.
+    """
+    missing = -x.shape[1] % count
+    x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=padding)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, count, *x.shape[2:]), 2, 0)
+
+
+def _sums(logits: jax.Array, labels: jax.Array, z_loss: float, smoothing: float) -> RowSums:
+    scores = logits.astype(jnp.float32)
+    valid = labels != IGNORE_INDEX
+    # Not a gather, whose gradient is a scatter: this is one pass, also with the vocabulary sharded over devices.
+    is_label = labels[..., None] == jnp.arange(scores.shape[-1], dtype=labels.dtype)
+    norms = jax.nn.logsumexp(scores, axis=-1)
+    losses = norms - jnp.sum(jnp.where(is_label, scores, 0.0), axis=-1)
+    if smoothing:
+        losses = (1 - smoothing) * losses + smoothing * (norms - jnp.mean(scores, axis=-1))
+    if z_loss:
+        losses = losses + z_loss * jnp.square(norms)
+    right = valid & (jnp.argmax(jax.lax.stop_gradient(logits), axis=-1) == labels)
+    return RowSums(
+        jnp.sum(jnp.where(valid, losses, 0.0), axis=-1),
+        jnp.sum(valid, axis=-1, dtype=jnp.float32),
+        jnp.sum(right, axis=-1, dtype=jnp.float32),
+    )
+
+
+# -- preference losses -----------------------------------------------------------------------------------------------
+
+VARIANTS = ("sigmoid", "ipo", "hinge")
+
+# At higher mean log probabilities the odds p / (1 - p) have no finite gradient.
+_CERTAIN = -1e-6
+
+
+class PreferenceRewards(NamedTuple):
+    """Implicit rewards of the chosen and rejected answers, per pair, without gradient."""
+
+    chosen: jax.Array
+    rejected: jax.Array
+
+    @property
+    def margin(self) -> jax.Array:
+        """Reward of the chosen minus reward of the rejected answer."""
+        return self.chosen - self.rejected
+
+    @property
+    def correct(self) -> jax.Array:
+        """Whether the chosen answer has the higher reward."""
+        return self.chosen > self.rejected
+
+
+def dpo_loss(
+    policy: tuple[jax.Array, jax.Array],
+    reference: tuple[jax.Array, jax.Array],
+    beta: float = 0.1,
+    *,
+    label_smoothing: float = 0.0,
+    variant: str = "sigmoid",
+) -> jax.Array:
+    """Direct preference optimisation, per pair, from log probabilities (chosen, rejected), each (pairs,).
+
+    `variant` is `"sigmoid"` (`label_smoothing` is the assumed share of mislabelled pairs), `"hinge"`, or `"ipo"`, which
+    expects mean log probabilities per token instead of sums.
+
+    >>> lost = jnp.array([-12.0]), jnp.array([-10.0])
+    >>> same = jnp.array([-10.0]), jnp.array([-10.0])
+    >>> round(float(dpo_loss(lost, same)[0]), 4)
+    0.7981
+    """
+    gap = (_float32(policy[0]) - _float32(reference[0])) - (_float32(policy[1]) - _float32(reference[1]))
+    if variant == "sigmoid":
+        return _smoothed(beta * gap, label_smoothing)
+    if variant == "hinge":
+        return jax.nn.relu(1 - beta * gap)
+    if variant == "ipo":
+        return jnp.square(gap - 1 / (2 * beta))
+    do = did_you_mean(str(variant), VARIANTS)
+    raise BadArgument(expected(f"variant to be one of {', '.join(map(repr, VARIANTS))}", variant, do))
+
+
+def orpo_loss(policy: tuple[jax.Array, jax.Array], beta: float = 0.1) -> jax.Array:
+    """Odds ratio preference optimisation (no reference), per pair, from mean log probabilities per token.
+
+    >>> round(float(orpo_loss((jnp.array([-1.0]), jnp.array([-1.0])))[0]), 4)
+    1.0693
+    """
+    chosen, rejected = _float32(policy[0]), _float32(policy[1])
+    log_odds = (chosen - rejected) - (_log_complement(chosen) - _log_complement(rejected))
+    return -chosen - beta * jax.nn.log_sigmoid(log_odds)
+
+
+def simpo_loss(
+    policy: tuple[jax.Array, jax.Array], beta: float = 2.0, gamma: float = 1.0, *, label_smoothing: float = 0.0
+) -> jax.Array:
+    """Simple preference optimisation, per pair: `beta` times the gap of mean log probabilities, with margin `gamma`.
+
+    >>> round(float(simpo_loss((jnp.array([-1.0]), jnp.array([-1.5])))[0]), 4)
+    0.6931
+    """
+    return _smoothed(beta * (_float32(policy[0]) - _float32(policy[1])) - gamma, label_smoothing)
+
+
+def preference_rewards(
+    policy: tuple[jax.Array, jax.Array], reference: tuple[jax.Array, jax.Array] | None = None, beta: float = 0.1
+) -> PreferenceRewards:
+    """`beta` times the log-probability ratio of policy and reference, or without a reference of the policy alone.
+
+    >>> zeros = jnp.zeros(2)
+    >>> preference_rewards((jnp.array([1.0, -1.0]), zeros), (zeros, zeros)).correct.tolist()
+    [True, False]
+    """
+    ratios = policy if reference is None else [own - other for own, other in zip(policy, reference, strict=True)]
+    return PreferenceRewards(*(jax.lax.stop_gradient(beta * _float32(value)) for value in ratios))
+
+
+def _float32(value: jax.Array) -> jax.Array:
+    return jnp.asarray(value, jnp.float32)
+
+
+def _smoothed(logits: jax.Array, label_smoothing: float) -> jax.Array:
+    """Binary cross-entropy of "the first is better" with label smoothing."""
+    return label_smoothing * logits - jax.nn.log_sigmoid(logits)  # -log_sigmoid(-x) = x - log_sigmoid(x)
+
+
+def _log_complement(log_probs: jax.Array) -> jax.Array:
+    """log(1 - p) from log p. Each of the two formulas loses all precision where the other is exact."""
+    log_probs = jnp.minimum(log_probs, _CERTAIN)
+    likely = log_probs > -math.log(2)
+    # Each formula gets safe inputs where it is not used: its gradient would be infinite there, and 0 * inf is NaN.
+    near = jnp.log(-jnp.expm1(jnp.where(likely, log_probs, -1.0)))
+    far = jnp.log1p(-jnp.exp(jnp.where(likely, -1.0, log_probs)))
+    return jnp.where(likely, near, far)

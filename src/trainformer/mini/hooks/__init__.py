@@ -1,1 +1,0 @@
-"""The hooks that come with mini: progress, logging, checkpoints, averages of the weights, images, memory."""
