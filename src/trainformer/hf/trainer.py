@@ -342,7 +342,7 @@ class Trainer(EvaluatingTrainer):
         if self._record is not None:
             self._record.update(logs)  # an override of `log` adds to the record that the run is writing
             return self.control
-        if self._run is not None and self._run.is_running:
+        if self._run is not None and self._run.loop is not None:
             self._run.log({from_hf_name(name): value for name, value in logs.items()}, self._run.state.step)
         return super().log(logs)
 
