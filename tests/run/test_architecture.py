@@ -94,7 +94,7 @@ def test_every_documented_function_exists():
 
 
 def test_a_save_stays_within_two_packages(monkeypatch):
-    """Whenever a checkpoint is made durable, everything between the loop and the file helper is run/ or checkpointing/."""
+    """Whenever a file of a checkpoint is fsynced, all frames below the loop are in run/ or checkpointing/."""
     from trainformer.checkpointing import store
 
     packages, sync = set(), store.sync

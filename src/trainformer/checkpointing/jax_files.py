@@ -1,7 +1,7 @@
 """Components of a JAX run as files: arrays through orbax, everything else as JSON.
 
-The train state is written as a flat mapping of names (``params/layers/kernel``) to arrays, with an index of their shapes
-and dtypes beside it. The index is compared before anything is read: orbax itself would cast silently. Static parts
+The train state is written as a flat mapping of names (``params/layers/kernel``) to arrays, with an index of shapes and
+dtypes beside it. The index is compared before anything is read: orbax itself would cast silently. Static parts
 (graph, optimizer) are not written; they come from the program, so that reading executes nothing.
 """
 
@@ -169,7 +169,8 @@ def read_state(folder: Path, like: TrainState) -> TrainState:
 
     `like` may be on another mesh than the one the state was written on. Any mismatch (name, shape, dtype) is an error.
     """
-    return _read(Path(folder).absolute(), like, prefix="")
+    state: TrainState = _read(Path(folder).absolute(), like, prefix="")
+    return state
 
 
 def read_params(folder: Path, like: Any) -> Any:

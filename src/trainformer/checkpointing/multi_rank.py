@@ -40,10 +40,10 @@ def is_written_here(component: StateComponent, process_group: Any) -> bool:
     if component.format in ("sharded", "orbax") or pattern is SharingPattern.PER_RANK:
         return True
     if pattern is SharingPattern.PER_NODE:
-        return process_group.local_rank == 0
+        return bool(process_group.local_rank == 0)
     if pattern is SharingPattern.PER_GROUP:
-        return process_group.group(component.process_group_name).is_first
-    return process_group.is_main
+        return bool(process_group.group(component.process_group_name).is_first)
+    return bool(process_group.is_main)
 
 
 def stem_of(component: StateComponent, process_group: Any) -> str:

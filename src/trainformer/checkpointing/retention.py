@@ -14,7 +14,7 @@ from trainformer.engine.state import is_better
 class Retention:
     """Keep the `last` newest, the `best` by a metric, and one every `every` steps; protected ones anyway.
 
-    The newest is always kept. `best` compares with the worst that is kept; 0.0 is a value like any other, NaN is not one.
+    The newest is always kept. `best` compares with the worst that is kept; 0.0 is a valid value, NaN is not.
     """
 
     last: int = 1

@@ -114,7 +114,8 @@ def read_single_file(path: Path, rank: int = 0) -> dict[str, Any]:
         raise DataError(f"{path} is not a trainformer checkpoint. To use weights alone, load them into task.model.")
     if state["format"] > _FILE_FORMAT:
         raise DataError(f"{path} was written by a newer trainformer (format {state['format']}); please upgrade.")
-    components, per_rank = state["components"], state.get("of_ranks")
+    components: dict[str, Any] = state["components"]
+    per_rank = state.get("of_ranks")
     if rank == 0:
         return components
     # Two ranks with the same RNG state would draw the same dropout masks: a rank that had none keeps its own.

@@ -74,6 +74,8 @@ class BaseTrainer(TrainerApi):
     1.0
     """
 
+    _run: JaxRun
+
     #: Whether the loss ignores rows for which ``batch["_valid"]`` is False. If so, a smaller last batch is padded with
     #: such rows; if not, the step is compiled once more for its size.
     masks_padding = False

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, DataSource, RunState
+
+if TYPE_CHECKING:
+    from trainformer.run.run import Run
 
 
 class BatchLoader:
@@ -41,12 +44,12 @@ class BatchLoader:
         return (batch.data for batch in self._source.batches(0))
 
 
-def train_loader(run: Any) -> BatchLoader:
+def train_loader(run: Run) -> BatchLoader:
     """The training batches of a run."""
     return BatchLoader(run.train_source, run.settings.batch_size)
 
 
-def val_loader(run: Any) -> BatchLoader | None:
+def val_loader(run: Run) -> BatchLoader | None:
     """The validation batches of a run, if it has any."""
     size = run.settings.eval_batch_size or run.settings.batch_size
     return None if run.val_source is None else BatchLoader(run.val_source, size)
@@ -55,7 +58,7 @@ def val_loader(run: Any) -> BatchLoader | None:
 class TrainerApi:
     """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), for any entry point."""
 
-    _run: Any
+    _run: Run
 
     def stop(self, reason: str) -> None:
         """Stop training after the current step."""
@@ -97,12 +100,14 @@ class TrainerApi:
     @property
     def active_optimizer(self) -> Any:
         """The optimizer in use; the field `optimizer` is what was configured."""
-        return self._run.backend.optimizer
+        backend: Any = self._run.backend
+        return backend.optimizer
 
     @property
     def active_scheduler(self) -> Any:
         """The learning-rate schedule in use."""
-        return self._run.backend.schedule
+        backend: Any = self._run.backend
+        return backend.schedule
 
     @property
     def grad_norm(self) -> Any:

@@ -146,7 +146,7 @@ class LiveControl:
             self._subscribe()
 
     def _subscribe(self) -> None:
-        """Subscribe to saves and evaluations, on the first request only. Adding or removing callbacks clears the bus."""
+        """Subscribe to saves and evaluations, on the first request only. Changing callbacks clears the bus."""
         bus = self._run.bus
         if all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
             bus.add(NAME, {Event.SAVE: self._saved, Event.EVAL_END: lambda metrics: self._evaluated()})
@@ -235,7 +235,7 @@ class LiveControl:
         rate = (step - first) / seconds if seconds > 0 and step > first else None
         newest = newest_checkpoint(folder.path)
         recent = state.log_history[-100:]
-        return jsonable(
+        status: dict[str, Any] = jsonable(
             {
                 "status": "running",
                 "step": step,
@@ -251,6 +251,7 @@ class LiveControl:
                 "checkpoint": None if newest is None else str(newest.absolute()),
             }
         )
+        return status
 
 
 def _evaluation(history: list[dict[str, float]], step: int) -> dict[str, float]:

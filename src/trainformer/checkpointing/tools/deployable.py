@@ -273,7 +273,8 @@ def _outputs(model: Any, kind: str) -> Tensor:
     answer = model(**{name: value.to(device) for name, value in inputs.items()})
     for name in ("logits_per_image", "logits", "last_hidden_state"):
         if getattr(answer, name, None) is not None:
-            return getattr(answer, name).detach().cpu()
+            output: Tensor = getattr(answer, name)
+            return output.detach().cpu()
     raise DataError(f"{type(model).__name__} gives nothing that could be compared.")
 
 

@@ -140,7 +140,8 @@ def _model(states: States) -> Mapping[str, Tensor]:
         return parameters_of(states[STATE])
     if "model" not in states:
         raise DataError(f"{states.path} has no weights of a model; it has {', '.join(states)}.")
-    return states["model"]
+    weights: Mapping[str, Tensor] = states["model"]
+    return weights
 
 
 def _average(states: States, ema: bool | str) -> Mapping[str, Tensor]:
@@ -153,7 +154,8 @@ def _average(states: States, ema: bool | str) -> Mapping[str, Tensor]:
             f"Expected one EMA in {states.path}, received {len(averages)} ({kept}). "
             + ("Pass the key of one of them as ema." if averages else "Was the run trained with the EMA callback?")
         )
-    return states[averages[0]]["model"]
+    weights: Mapping[str, Tensor] = states[averages[0]]["model"]
+    return weights
 
 
 def _write_safetensors(weights: Mapping[str, Tensor], path: Path) -> None:

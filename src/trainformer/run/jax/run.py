@@ -150,10 +150,12 @@ class JaxRun(Run):
         return jax_components(self.backend, self.train_source, self.state, common, callbacks)
 
     def assets(self) -> Assets | None:
-        return self.owner.save_assets
+        save_assets: Assets = self.owner.save_assets
+        return save_assets
 
     def task_handlers(self) -> dict[Event, Any]:
-        return self.owner.listeners()
+        handlers: dict[Event, Any] = self.owner.listeners()
+        return handlers
 
     def device_info(self) -> dict[str, Any]:
         mesh = self.backend.mesh

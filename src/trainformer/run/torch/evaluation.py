@@ -100,7 +100,8 @@ class Inference:
     def model(self) -> nn.Module:
         """The model to evaluate: one that a callback provides (an EMA), else the one that is trained."""
         offers = [cb.inference_model() for cb in self.callbacks if hasattr(cb, "inference_model")]
-        return next((m for m in reversed(offers) if m is not None), self.task.model)
+        model: nn.Module = next((m for m in reversed(offers) if m is not None), self.task.model)
+        return model
 
     @contextmanager
     def eval_mode(self, model: nn.Module | None = None) -> Iterator[None]:
