@@ -1,6 +1,6 @@
-"""What every way into the library shares: settings, and the session that runs them.
+"""One run, shared by all entry points: settings, set-up, fit, evaluation, logging, signals.
 
-What stands here knows neither torch nor jax; `session.torch` and `session.jax` do.
+Everything here imports neither torch nor jax; `run.torch` and `run.jax` do.
 """
 
 from trainformer.core.lazy import lazy_exports

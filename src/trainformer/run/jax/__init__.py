@@ -1,1 +1,1 @@
-"""A session on JAX: its settings, its state components and their files. It imports no torch."""
+"""Runs on JAX. Never imports torch."""

@@ -1,1 +1,1 @@
-"""A session on torch: its settings, data, evaluation, state components and pre-flight."""
+"""Runs on torch: settings, set-up, data, evaluation, pre-flight check, dry runs."""
