@@ -203,7 +203,7 @@ def test_rows_of_other_tasks():
 
     class Task:
         class_names = ("x", "y", "z")
-        text = Words()
+        text_tokenizer = Words()
 
     def row(**prediction):
         return next(predict.rows_of(Task(), [prediction]))

@@ -70,7 +70,7 @@ def test_every_case_ran_as_intended(results):
         ("unused", ("BadArgument", "spare.weight, spare.bias", "find_unused_parameters")),
         ("idle", ("BadArgument", "Return a loss of weight 0")),
         ("drift", ("ReplicasDiffer", "rank 1 (2.bias)")),
-        ("blind", ("BadArgument", "rank 1 does not find", "run_dir")),
+        ("blind", ("BadArgument", "rank 1 does not see", "run_dir")),
         ("dispatched twice", ("BadArgument", "DistributedSampler")),
         ("unreadable", ("sample 9 is broken",)),
     ],

@@ -87,7 +87,7 @@ def test_stop_saves_and_ends_the_run(tmp_path, kind):
     assert newest(tmp_path).step == 5
     assert answer["checkpoint"] == str(newest(tmp_path).path)
     assert finish(process, tmp_path) == 0
-    assert "stopped at step 5 by trainformer ctl: asked by " in log_of(tmp_path)
+    assert "stopped at step 5 by trainformer ctl: requested by " in log_of(tmp_path)
     assert f"@{socket.gethostname()} (pid " in log_of(tmp_path)
     assert is_cleaned_up(tmp_path, address)
     late = ctl(tmp_path, "save", "run")

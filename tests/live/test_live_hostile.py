@@ -85,8 +85,8 @@ def test_a_request_outlives_its_client(tmp_path):
     assert client.wait(300) == 0
     assert finish(process, tmp_path) == 0
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("save at step 5: asked by ") == 2
-    assert "asked by a?forged line?[31mxxx" in log
+    assert log.count("save at step 5: requested by ") == 2
+    assert "requested by a?forged line?[31mxxx" in log
     assert max(map(len, log.splitlines())) < 400
 
 

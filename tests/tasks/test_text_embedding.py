@@ -265,7 +265,7 @@ def test_padding_may_be_on_either_side(task):
     batch = made.text_tokenizer(TEXTS, padding=True, return_tensors="pt")
     assert not bool(batch["attention_mask"][:, 0].all())
     with torch.no_grad():
-        found = made._embedded(batch)
+        found = made._embed_role(batch)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     hidden = torch.randn(2, 4, 3)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])

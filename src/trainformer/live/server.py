@@ -73,9 +73,9 @@ def apply(request: Request, control: Control) -> None:
     >>> control = Control()
     >>> apply(Request("stop", "ann@desk (pid 7)"), control)
     >>> control.should_save, control.stopped_by, control.stop_reason
-    (True, 'trainformer ctl', 'asked by ann@desk (pid 7)')
+    (True, 'trainformer ctl', 'requested by ann@desk (pid 7)')
     """
-    reason = f"asked by {request.by}"
+    reason = f"requested by {request.by}"
     if request.verb == "eval":
         control.should_evaluate = True
     elif request.verb == "save":

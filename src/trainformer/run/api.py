@@ -184,6 +184,8 @@ def run_of(trainer: Any) -> Any:
     ...         self.model = torch.nn.Linear(1, 1)
     ...     def train_step(self, batch):
     ...         return (self.model(batch[0]) ** 2).mean()
+    ...     def eval_step(self, batch):
+    ...         return {"loss": self.train_step(batch)}
     >>> trainer = trainformer.Trainer(Line(), (torch.ones(4, 1),), log="none")
     >>> run_of(trainer).process_group.world_size
     1
