@@ -53,7 +53,7 @@ def losses(run):
 def test_a_gpu_computes_in_bf16_with_cudnn_by_itself_and_close_to_fp32(tmp_path):
     fast = trainer(tmp_path / "bf16")
     assert fast.dtype == jnp.bfloat16
-    assert run_of(fast).backend.state.model.running.attention == "cudnn"
+    assert run_of(fast).backend.state.model.execution.attention == "cudnn"
     fast.train()
     assert {leaf.dtype for leaf in jax.tree.leaves(fast.model_state.params)} == {jnp.dtype("float32")}
     exact = trainer(tmp_path / "fp32", dtype="fp32")

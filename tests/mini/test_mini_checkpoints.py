@@ -206,7 +206,7 @@ def test_the_newest_file_of_two_hooks_is_loaded(order, caplog):
     caplog.set_level("INFO")
     hooks = [CheckpointingHook(2, path="often"), CheckpointingHook(3, path="seldom")][::order]
     again = trained(9, *hooks, seed=3)
-    assert [m.split(";")[0] for m in caplog.messages if m.startswith("resuming")] == [
+    assert [m.split(";")[0] for m in caplog.messages if m.startswith("resuming from")] == [
         "resuming from seldom/checkpoint_step_6.pt (step 6)"
     ]
     assert same(weights(again), weights(whole))
