@@ -1,4 +1,4 @@
-"""`Trainer`: the main way in. Thin: it holds the settings and hands everything to a session."""
+"""`Trainer`: the main entry point. Thin: it holds the settings and passes everything to a run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from trainformer.tasks.base import provides
 class Trainer(RunSettings, TorchTrainerApi):
     """Trains any task.
 
-    `data` and `val_data` are a path or name the task can load, a tuple of tensors, a `Dataset`, or a `DataLoader`
-    (used as it is). Every other setting is a keyword argument; see `RunSettings` for all of them.
+    `data` and `val_data` are a path or name that the task can load, a tuple of tensors, a `Dataset`, or a `DataLoader`
+    (used as is). Every other setting is a keyword argument; see `RunSettings` for all of them.
 
     >>> import torch
     >>> class Line:
@@ -51,12 +51,12 @@ class Trainer(RunSettings, TorchTrainerApi):
     callbacks: list[Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Trainer:
-        """Remember which arguments were passed: a default passed on purpose is the user's choice too."""
+        """Record which arguments were passed: a default that is passed explicitly is the user's choice, too."""
         self = super().__new__(cls)
         try:
             self.__dict__["_passed"] = frozenset(inspect.signature(cls.__init__).bind(self, *args, **kwargs).arguments)
         except TypeError:
-            self.__dict__["_passed"] = frozenset()  # __init__ is about to say what is wrong
+            self.__dict__["_passed"] = frozenset()  # __init__ raises the error
         return self
 
     def __post_init__(self) -> None:
@@ -80,15 +80,15 @@ class Trainer(RunSettings, TorchTrainerApi):
     def __repr__(self) -> str:
         return f"Trainer({type(self.task).__name__}, step {self.state.step} of {self.total_steps})"
 
-    # -- doing ---------------------------------------------------------------------------------------------
+    # -- training and inference -----------------------------------------------------------------------------
 
     def fit(self) -> Trainer:
-        """Train. Called again, it goes on: after more `epochs`, or from where it was stopped."""
+        """Train. Called again, it continues: with more `epochs`, or from where it was stopped."""
         fit(self._run)
         return self
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
-        """See in seconds whether this run will work; model, optimizer, random numbers and position stay as they are."""
+        """Check in seconds whether this run will work; model, optimizer, RNG state and position are left unchanged."""
         return check_run(self._run, raise_on_failure)
 
     def evaluate(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
@@ -96,22 +96,22 @@ class Trainer(RunSettings, TorchTrainerApi):
         return self._run.evaluate_on(data, batch_size)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
-        """What the task predicts: one dict per sample, in input order."""
+        """Predictions of the task: one dict per sample, in input order."""
         return self._run.predict(data, batch_size)
 
     def load(self, path: str | Path, components: Collection[str] | None = None) -> Trainer:
-        """Go on from a file that `save` wrote, from a checkpoint's folder, or from a run's folder.
+        """Load a file that `save` wrote, a checkpoint folder, or a run folder (its newest checkpoint).
 
-        `components` loads only some parts, such as ``["model"]``. Nothing that is read is executed, and if anything
+        `components` loads only some of them, such as ``["model"]``. Nothing that is read is executed, and if anything
         does not fit, nothing is changed.
         """
         self._run.load(Path(path), components)
         return self
 
     def export(self, path: str | Path, format: str = "pytorch", input_shape: tuple[int, ...] | None = None) -> str:
-        """Write the model for deployment: ``pytorch``, ``onnx``, ``torchscript`` or ``torch.export``.
+        """Export the model: ``pytorch``, ``onnx``, ``torchscript`` or ``torch.export``.
 
-        `input_shape` is that of one sample, without the batch; it is taken from the data where they have one.
+        `input_shape` is that of one sample, without the batch dimension; by default that of the data.
         """
         shape = input_shape or getattr(self.task, "input_shape", None) or self._run.info.input_shape
         model = self._run.unsharded_model()
@@ -120,7 +120,7 @@ class Trainer(RunSettings, TorchTrainerApi):
         return self._run.process_group.run_on_main(lambda: str(export_model(model, Path(path), format, shape)))
 
     def was_set(self, name: str) -> bool:
-        """Whether the user set a setting, to whatever value."""
+        """Whether the user passed a setting, whatever its value."""
         return name in self.__dict__["_passed"]
 
 

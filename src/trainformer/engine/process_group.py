@@ -100,7 +100,7 @@ class SingleProcess:
         return function()
 
     def monitoring(self, timeout: float) -> AbstractContextManager[None]:
-        """There is nobody to watch."""
+        """There is nothing to monitor."""
         return nullcontext()
 
 

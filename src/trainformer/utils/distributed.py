@@ -122,7 +122,7 @@ def gather_row_counts(rows: Tensor) -> RowCounts:
     """Number of rows on each rank. Call it once and pass the result to `gather_rows` for all tensors of that length.
 
     Ranks cannot know it of each other: only the last batch of an epoch has unequal shards, and it may come at any
-    time. The exchange runs on the host, so nobody waits for a device (0.7 ms on a machine with two cores). A group
+    time. The exchange runs on the host, so nothing waits for a device (0.7 ms on a machine with two cores). A group
     without a CPU backend sends the counts through the device and does wait.
     """
     if world_size() == 1:

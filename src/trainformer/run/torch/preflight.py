@@ -1,7 +1,7 @@
-"""The pre-flight: what would go wrong in hours, found in seconds.
+"""The pre-flight check: finds in seconds what would otherwise fail after hours.
 
-Every question is one small function that adds to the report. All of them run inside the session's sandbox, so model,
-optimizer, random numbers and data position are as before when the report is there.
+Every check is one small function that adds to the report. All of them run inside the sandbox of the run, so model,
+optimizer, random numbers and data position are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[bol
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to one question."""
+    """The result of one check."""
 
     question: str
     status: Status
@@ -88,7 +88,7 @@ class CheckReport:
 
 
 def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
-    """Ask every question; print the answers; raise if one of them is bad."""
+    """Run every check, print the report, and raise if one failed."""
     report = CheckReport()
     random = capture_random()
     try:
@@ -161,7 +161,7 @@ def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckR
         loss = dry_run.gradients(batch)
     except Exception as error:
         if not run.process_group.is_single_process:
-            raise  # the others may wait for this rank: they hear of it
+            raise  # the other ranks may wait for this one; failure detection reports it
         report.add("forward and backward", [_words(error)], "")
         return False
     problems = [] if math.isfinite(loss) else [f"the loss of the first batch is {loss}."]
@@ -205,7 +205,7 @@ def _still_zero(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, names: list[
 
 
 def _gradients(run: TorchRun) -> list[tuple[str, Tensor | None]]:
-    """The gradient of each parameter that has a name, whoever holds it."""
+    """The gradient of each named parameter, on whichever rank it is."""
     backend = run.backend
     known = [(backend.names[id(p)], p) for p in backend.parameters if id(p) in backend.names]
     return [(name, backend.strategy.full_gradient(p)) for name, p in known]
@@ -298,18 +298,18 @@ def _first_metrics(run: TorchRun) -> tuple[dict[str, float] | None, str]:
         except Exception as error:
             problem = _words(error)
             if not run.process_group.is_single_process and not isinstance(error, TrainformerError):
-                raise  # the others may wait for this rank: they hear of it
+                raise  # the other ranks may wait for this one; failure detection reports it
             if not isinstance(error, TrainformerError) or (total is not None and total <= most):
                 break
     return None, problem
 
 
 def _of_all_ranks(run: TorchRun, problems: list[str]) -> list[str]:
-    """The problems that any rank has, with its number where not all have them: all then ask the same questions."""
-    told = run.process_group.all_gather_object(problems)
-    texts = dict.fromkeys(text for one in told for text in one)
-    where = {text: [str(rank) for rank, one in enumerate(told) if text in one] for text in texts}
-    return [t if len(n) == len(told) else f"{t} (on rank {', '.join(n)})" for t, n in where.items()]
+    """The problems of any rank, with the ranks where not all have them: all ranks then run the same checks."""
+    gathered = run.process_group.all_gather_object(problems)
+    texts = dict.fromkeys(text for one in gathered for text in one)
+    where = {text: [str(rank) for rank, one in enumerate(gathered) if text in one] for text in texts}
+    return [t if len(n) == len(gathered) else f"{t} (on rank {', '.join(n)})" for t, n in where.items()]
 
 
 class _SavedBytes(AbstractContextManager[None]):

@@ -1,4 +1,4 @@
-"""The settings of a run on torch, with their defaults, and what makes one wrong."""
+"""The settings of a torch run: every field once, with its default and validation."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from trainformer.run.settings import CommonSettings
 
 @dataclass(kw_only=True)
 class RunSettings(CommonSettings):
-    """Settings of a run on torch. Every way into the library that trains with torch fills in one of these.
+    """Settings of a torch run. Every entry point on torch fills in one of these.
 
     Cadences are integers in their usual unit, or strings that name it: ``"500steps"``, ``"2epochs"``, ``"10min"``.
     """
 
-    # What is computed
+    # Optimization
     lr: float = 1e-4
     weight_decay: float = 0.01
-    weight_decay_end: float | None = None  # where a cosine leads it over the run; None: constant
-    layer_decay: float | None = None  # each layer below the head gets the rate of the one above times this
+    weight_decay_end: float | None = None  # final value of a cosine schedule over the run; None: constant
+    layer_decay: float | None = None  # each layer gets the learning rate of the layer above times this
     warmup_ratio: float = 0.1
     gradient_clip: float | None = 1.0
     optimizer: Any = "adamw"  # name, {"name": ..., options}, class, factory or instance
     scheduler: Any = "onecycle"  # name, factory or instance; None: constant
-    ema: float | None = None  # decay of an average of the weights to evaluate and export with (the callback EMA)
+    ema: float | None = None  # decay of an EMA of the weights, used for evaluation and export (the callback EMA)
     nonfinite: str = "raise"  # raise, skip, retry, retry:N
     oom: str = "split"  # out of memory: split the micro-batch and repeat the step, or raise
-    bad_samples: str = "raise"  # a sample that cannot be read: raise, or skip, count and name it
-    sampler: Any = None  # balanced, pk, repeated, a sampler, or a function of the data set; None: every sample once
-    drop_last: bool = False  # leave out the last batch of an epoch if it is smaller
+    bad_samples: str = "raise"  # a sample that cannot be read: raise, or skip (counted and logged)
+    sampler: Any = None  # balanced, pk, repeated, a sampler, or a function of the dataset; None: every sample once
+    drop_last: bool = False  # drop the last batch of an epoch if it is smaller
 
-    # Where and how it is computed
-    device: Any = None  # None: the best there is
+    # Device and performance
+    device: Any = None  # None: the best available
     precision: str = "auto"  # auto, no, bf16, fp16, fp8
     fp8_recipe: str | None = None  # tensorwise, rowwise, rowwise_with_gw_hp; precision="fp8" alone means tensorwise
-    fp8_dim_alignment: int = 16  # layers with a size that is no multiple of this stay out of fp8
-    qat_recipe: str | None = None  # round weights while training as this recipe will in deployment
-    compile: bool | str | Mapping[str, Any] = False  # or a mode of torch.compile, or its arguments by name
+    fp8_dim_alignment: int = 16  # layers whose sizes are not multiples of this stay in bf16
+    qat_recipe: str | None = None  # quantization-aware training with this recipe
+    compile: bool | str | Mapping[str, Any] = False  # or a torch.compile mode, or its arguments by name
     channels_last: bool = False
     gradient_checkpointing: bool = False
     activation_offload: bool = False
     sdpa_backend: SdpaChoice = None  # math, flash, efficient, cudnn, or several
     matmul_precision: str | None = None  # highest, high, medium
-    num_workers: int | None = None  # None: what suits the data
-    prefetch_factor: int | None = None  # batches that each worker reads ahead; None: as torch does
+    num_workers: int | None = None  # None: chosen for the data
+    prefetch_factor: int | None = None  # batches that each worker prefetches; None: torch's default
     pin_memory: bool | None = None  # None: on CUDA
     strategy: Any = "auto"  # single, ddp, fsdp, tp, pipeline, accelerate, {"name": ..., options}, or an Accelerator
-    dispatch_batches: bool = False  # rank 0 reads the data and hands each rank its part
+    dispatch_batches: bool = False  # rank 0 reads the data and scatters it
 
     def validate(self) -> None:
-        """Refuse settings that cannot work, before anything is built."""
+        """Reject settings that cannot work, before anything is built."""
         super().validate()
         self._whole("fp8_dim_alignment", least=1)
         if self.prefetch_factor is not None:
@@ -87,5 +87,5 @@ class RunSettings(CommonSettings):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The default of every setting: not of what a subclass adds to them."""
+        """The default of every setting, without fields that a subclass adds."""
         return {f.name: f.default for f in fields(RunSettings)}
