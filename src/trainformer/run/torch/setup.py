@@ -26,7 +26,7 @@ from trainformer.distributed.process_group import Launch
 from trainformer.run.provenance import size_of
 from trainformer.run.settings import FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
-from trainformer.run.torch.data import is_loader, load_options, load_training_data, make_source
+from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
 from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
@@ -83,10 +83,7 @@ def build_run(
         settings.sampler = None
         del adapted["sampler"]
     declared = _declared_arguments(task)
-    if provides(task, "inspect_dataset") and is_map_style(loaded.train):
-        task.inspect_dataset(loaded.train)
-    if provides(task, "configure"):
-        task.configure(loaded.info)
+    configure_task(task, loaded)
     # A copy: the backend keeps the settings that it was built with.
     backend = TorchBackend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
     with process_group.main_first():
@@ -127,6 +124,14 @@ def check_task(task: Any) -> None:
         raise BadArgument(
             expected("a task: an object with `model`, `train_step` and `eval_step`", what, "See trainformer.tasks.")
         )
+
+
+def configure_task(task: Any, loaded: TrainingData) -> None:
+    """Let the task inspect the training data and build what depends on it, such as the head of its model."""
+    if provides(task, "inspect_dataset") and is_map_style(loaded.train):
+        task.inspect_dataset(loaded.train)
+    if provides(task, "configure"):
+        task.configure(loaded.info)
 
 
 def check_launch(strategy: Strategy) -> None:
