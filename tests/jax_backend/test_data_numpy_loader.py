@@ -139,7 +139,10 @@ def test_an_error_in_a_thread_arrives_with_the_sample_and_ends_the_threads():
     batches = NumpySource(Noisy(400, shared=False), 4, threads=2).batches(0)
     next(batches)
     batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-samples")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("read-samples"):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_samples_that_cannot_be_read_are_left_out_and_said_once(caplog):

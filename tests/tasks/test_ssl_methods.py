@@ -183,7 +183,8 @@ def test_losses_gradients_and_memory_are_those_of_an_independent_implementation(
         if method == "dino":
             twin.online["tower"].head.cancel_last_layer_gradients(step // 2)
         got, want = as_vector([p.grad for p in mine], mine), as_vector([p.grad for p in its], its)
-        assert (got - want).norm() < 1e-6 * want.norm(), (step, ((got - want).norm() / want.norm()).item())
+        # Temperatures and centers pass through float32 in places: some tens of its rounding errors.
+        assert (got - want).norm() < 1e-5 * want.norm(), (step, ((got - want).norm() / want.norm()).item())
         for p in (*mine, *its):
             if p.grad is not None:
                 p.data.sub_(p.grad, alpha=RATE)

@@ -133,6 +133,10 @@ class DDP(DataParallel):
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         chosen: dict[str, Any] = {buffers: not self.sync_batchnorm, **self.options}
+        if buffers == "broadcast_buffers" and not chosen[buffers] and chosen.get("init_sync", True):
+            # Before 2.13 the initial broadcast leaves buffers out if they are not broadcast in every forward pass.
+            for buffer in module.buffers():
+                dist.broadcast(buffer.data, group=chosen.get("process_group"), group_src=0)
         return DistributedDataParallel(
             module,
             find_unused_parameters=self.find_unused_parameters,
