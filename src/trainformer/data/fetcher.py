@@ -42,7 +42,10 @@ class Fetcher:
         self.seed = seed
         self.skip_bad = skip_bad
         self._rows = rows
-        self._reads_whole_batches = rows is None and not skip_bad and reads_whole_batches(self.dataset)
+        # A transform set on an HF dataset may be random; it would see one seed for the whole batch.
+        is_hf = hasattr(self.dataset, "__getitems__") and type(self.dataset).__module__.startswith("datasets.")
+        is_plain = is_hf and getattr(self.dataset, "_format_type", None) != "custom"
+        self._reads_whole_batches = rows is None and not skip_bad and is_plain
         self._size = len(self.dataset)
 
     @property
@@ -52,7 +55,9 @@ class Fetcher:
 
     def __call__(self, epoch: int, draws: np.ndarray, in_worker: bool = False, in_thread: bool = False) -> Fetched:
         """The batch of these draws in this epoch. In a thread only `sample_rng` is seeded, no shared generator."""
-        draws = self._base_draws(draws)
+        if self._map is not None:  # indices of the dataset below any subsets
+            repetition, index = np.divmod(draws, len(self._map))
+            draws = self._map[index] + repetition * self._size
         if self._rows is not None:
             return Fetched(self._rows(draws % self._size), len(draws), [], draws)
         if self._reads_whole_batches:
@@ -66,12 +71,9 @@ class Fetcher:
             set_sample_key(None)
             return Fetched(data, len(samples), bad, draws[read] if bad else draws)
 
-    def _base_draws(self, draws: np.ndarray) -> np.ndarray:
-        """The same draws with the indices of the base dataset below any subsets."""
-        if self._map is None:
-            return draws
-        repetition, index = np.divmod(draws, len(self._map))
-        return self._map[index] + repetition * self._size
+    def __getitem__(self, index: tuple[int, np.ndarray]) -> Fetched:
+        """As a dataset for the workers of a `DataLoader`: one index, (epoch, draws), is a whole batch."""
+        return self(*index, in_worker=True)
 
     def _read_all(
         self, epoch: int, draws: np.ndarray, seed: Callable[[int], None]
@@ -115,14 +117,6 @@ def tensors_of(dataset: Any) -> Sequence[Any] | None:
     from torch.utils.data import TensorDataset
 
     return dataset.tensors if type(dataset).__getitem__ is TensorDataset.__getitem__ else None
-
-
-def reads_whole_batches(dataset: Any) -> bool:
-    """Whether `__getitems__` may be used without losing the seeds of single samples."""
-    if not hasattr(dataset, "__getitems__"):
-        return False
-    # A transform set on an HF dataset may be random; it would see one seed for the whole batch.
-    return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "_format_type", None) != "custom"
 
 
 def is_in_memory(dataset: Any) -> bool:

@@ -28,7 +28,7 @@ from trainformer.data.labels import is_stream
 from trainformer.data.numpy_streams import NumpyLoaderSource, NumpyStreamSource
 from trainformer.data.order import global_rng_state, preserved_generators, seed_generators
 from trainformer.data.sharding import WHOLE, Shard
-from trainformer.data.source import EpochOrder, MapStyleSource, require_samples
+from trainformer.data.source import EpochOrder, MapStyleSource
 from trainformer.data.text.sources import load_text
 
 logger = logging.getLogger("trainformer")
@@ -141,7 +141,6 @@ class NumpySource(MapStyleSource):
         check_batching(batch_size, drop_last, pad_last, shard)
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
             raise BadArgument(expected("threads to be 0 or more", threads))
-        require_samples(dataset)
         if len(dataset) > _MAX_SAMPLES:
             do = "Leave out repeat(): the trainer counts epochs."
             raise BadArgument(expected("data with as many samples as an epoch has", "an endless repetition", do))

@@ -27,7 +27,7 @@ from trainformer.data.fetcher import Collate
 from trainformer.data.hub import has_state
 from trainformer.data.labels import is_instance_of
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
-from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, unsharded
+from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, map_batch, unsharded
 from trainformer.data.source import announce_epoch
 
 logger = logging.getLogger("trainformer")
@@ -276,13 +276,7 @@ def opener(stream: Any) -> Callable[[], Iterator[Any]]:
 
 def without_tensors(data: Any) -> Any:
     """A nested batch with arrays in place of torch tensors."""
-    if is_instance_of(data, "torch.Tensor"):
-        return np.asarray(data)
-    if isinstance(data, Mapping):
-        return {key: without_tensors(value) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(without_tensors, data))
-    return type(data)(map(without_tensors, data)) if isinstance(data, list | tuple) else data
+    return map_batch(lambda value: np.asarray(value) if is_instance_of(value, "torch.Tensor") else value, data)
 
 
 def _to_json(place: Any) -> Any:

@@ -49,6 +49,8 @@ class MapStyleSource(ABC):
         drop_last: bool,
         shard: Shard,
     ) -> None:
+        if len(dataset) == 0:
+            raise DataError(expected("a dataset with at least one sample", "an empty one"))
         size = len(dataset if sampler is None else sampler)
         if drop_last and size < batch_size:
             advice = "Pass a smaller batch_size, or drop_last=False."
@@ -124,12 +126,6 @@ class MapStyleSource(ABC):
             if index not in self._reported:
                 self._reported.add(index)
                 logger.warning("sample %d cannot be read and is skipped: %s", index, reason)
-
-
-def require_samples(dataset: Any) -> None:
-    """Raise for a dataset without samples."""
-    if len(dataset) == 0:
-        raise DataError(expected("a dataset with at least one sample", "an empty one"))
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.dataset import is_array
-from trainformer.data.samplers import EpochSampler
+from trainformer.data.samplers import EpochSampler, positive
 from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.data.text.store import lengths_of
 
@@ -125,20 +125,10 @@ class LengthGroupedSampler(EpochSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(seed, num_replicas, rank)
-        for name, value in (("batch_size", batch_size), ("megabatch", megabatch)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadArgument(expected(f"{name} to be a positive integer", value))
+        self.batch_size = self.block = positive("batch_size", batch_size)
+        self.megabatch = positive("megabatch", megabatch)
         self._lengths = _as_lengths(lengths)
-        self.batch_size = batch_size
-        self.megabatch = megabatch
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        return self.batch_size
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._lengths)
+        self.num_samples = len(self._lengths)
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
         rng = self._random(_GROUPED, epoch, seed)

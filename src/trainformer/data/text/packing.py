@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.dataset import IndexedDataset
+from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.data.text.store import lengths_of
 
@@ -109,9 +109,7 @@ class PackedDataset(IndexedDataset):
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        index = int(index) % len(self)
+        index = normalize_index(index, len(self))
         documents = self._documents[self._offsets[index] : self._offsets[index + 1]]
         return join_documents([self.store[document] for document in documents.tolist()])
 

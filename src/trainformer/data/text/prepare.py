@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.dataset import normalize_index
 from trainformer.data.labels import is_stream
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.packing import PackedDataset
@@ -84,9 +85,7 @@ class Pairs(StoreView):
         return len(self.store) // 2
 
     def __getitem__(self, index: int) -> dict[str, dict[str, np.ndarray]]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
-        place = 2 * (int(index) % len(self))
+        place = 2 * normalize_index(index, len(self))
         return {"chosen": self.store[place], "rejected": self.store[place + 1]}
 
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.dataset import IndexedDataset
+from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.fetcher import is_plain_subset, unwrap_subsets
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import cache_dir as user_cache
@@ -75,10 +75,7 @@ class TokenStore(IndexedDataset):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        size = len(self.lengths)
-        if not -size <= index < size:
-            raise IndexError(f"sequence {index} of a store with {size}")
-        index = int(index) % size
+        index = normalize_index(index, len(self))
         piece = slice(self.offsets[index], self.offsets[index + 1])
         return {"input_ids": self._tokens[piece], "labels": self._labels[piece]}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
-from trainformer.data.dataset import IndexedDataset
+from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.hub import load_from_hub
 from trainformer.data.text.files import LineIndex, Spans, TextFile, content_suffix, digest
 from trainformer.data.text.schemas import detect_schema, expected_value, require_key, require_text
@@ -33,18 +33,6 @@ _TEXT_ENDINGS = (
 TEXT_SUFFIXES = frozenset("." + ending for ending in _TEXT_ENDINGS.split())
 LINES, JSON, CSV, PARQUET = {".jsonl", ".ndjson"}, {".json"}, {".csv", ".tsv"}, {".parquet", ".pq"}
 RECORD_SUFFIXES = frozenset(LINES | JSON | CSV | PARQUET)
-
-
-def normalize_index(index: int, size: int) -> int:
-    """A non-negative index, else an `IndexError`, which also ends a loop over the dataset.
-
-    >>> normalize_index(-1, 3)
-    2
-    """
-    positive = index + size if index < 0 else index
-    if not 0 <= positive < size:
-        raise IndexError(f"index {index} is out of range for {size} samples")
-    return int(positive)
 
 
 def location_of(records: Any, index: int) -> str:
