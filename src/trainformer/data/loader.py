@@ -26,7 +26,7 @@ from trainformer.core.types import HostBatch, Origin
 from trainformer.data.fetcher import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.hub import has_state
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
-from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, unsharded
+from trainformer.data.sharding import WHOLE, Shard, batch_length, is_sharded, unsharded
 from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch
 
 logger = logging.getLogger("trainformer")
@@ -228,13 +228,7 @@ class LoaderSource:
             size = self._count(data)
             batch = HostBatch(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
             position += size
-            if self.shard.is_whole:
-                yield batch
-            elif self.is_sharded:
-                yield batch._replace(consumed=size * self.shard.count)
-            else:
-                check_sliceable(batch)
-                yield self.shard.slice(batch)
+            yield self.shard.of_loaded(batch, self.is_sharded)
 
 
 class StatefulLoaderSource(LoaderSource):

@@ -90,7 +90,10 @@ class ImageTextDataset(Dataset):
         if not len(self._records):
             raise DataError(f"Expected at least one record in '{path}', received none.")
         self._reader = RecordReader(image_key, text_key)
-        self.has_several_captions = self._check_first()
+        # Check the first records without decoding images; HF datasets, without `location`, would decode one for each.
+        count = _CHECKED if hasattr(self._records, "location") else 1
+        items = [self._converted(index, self._find) for index in range(min(len(self), count))]
+        self.has_several_captions = any("captions" in item for item in items)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -116,13 +119,6 @@ class ImageTextDataset(Dataset):
             return self._reader.item(record, opener)
         except DataError as error:
             raise DataError(f"{self.location(index)}: {error}") from error.__cause__
-
-    def _check_first(self) -> bool:
-        """Check the first records without decoding images; whether any has several captions."""
-        # HF datasets, which have no `location`, would decode an image for each record.
-        count = _CHECKED if hasattr(self._records, "location") else 1
-        items = [self._converted(index, self._find) for index in range(min(len(self), count))]
-        return any("captions" in item for item in items)
 
     def _open(self, image: Any) -> Any:
         """The image of a record: a path, an image, or encoded bytes as in HF datasets."""
@@ -169,7 +165,6 @@ class ImageTextStream(WebDataset):
             raise BadArgument(expected("no image_dir with tar shards, which contain their images", str(image_dir)))
         super().__init__(urls, label_key=("txt", "text", "caption", "json"), **options)
         self._reader = RecordReader(image_key, text_key)
-        self._text_key = text_key
         self.has_several_captions = "captions" in self.first()
 
     def scan(self) -> ImageTextStream:
@@ -207,7 +202,7 @@ class ImageTextStream(WebDataset):
                 value = json.loads(text) if ending == "json" else text.strip()
             except ValueError as error:
                 raise DataError(f"Expected UTF-8 text or JSON in '.{ending}', received: {error}.") from error
-            record |= value if isinstance(value, Mapping) else {self._text_key: value}
+            record |= value if isinstance(value, Mapping) else {self._reader.text_key: value}
         return record
 
 
@@ -224,7 +219,9 @@ class RecordReader:
             raise DataError(expected_value("a record with an image and a text", record))
         images = self._images(record)
         text = self._text_fields(record, images)
-        marks = _count_marks(text)
+        contents = [message["content"] for message in text.get("messages", [])]
+        marks = sum(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
+        marks += str(text.get("prompt", "")).count(IMAGE_MARK)
         if marks and marks != len(images):
             raise DataError(expected(f"{marks} images, one for each {IMAGE_MARK}", len(images)))
         if not images and "text" in text:
@@ -236,9 +233,7 @@ class RecordReader:
     def _images(self, record: Mapping[str, Any]) -> list[Any]:
         key = _key(record, self.image_key, "image", IMAGE_COLUMNS)
         value = None if key is None else record[key]
-        if isinstance(value, list):
-            return list(value)
-        return [] if value is None or value == "" else [value]
+        return list(value) if isinstance(value, list) else [] if value is None or value == "" else [value]
 
     def _text_fields(self, record: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
         """Text, messages or prompt and completion; images named in messages are added to `images`."""
@@ -270,9 +265,7 @@ class RecordReader:
 
 def _key(record: Mapping[str, Any], wanted: str, default: str, common: Sequence[str]) -> str | None:
     """The wanted key, or if it is the default, the first common name in the record."""
-    if wanted in record or wanted != default:
-        return wanted if wanted in record else None
-    return next((name for name in common if name in record), None)
+    return next((name for name in (wanted, *(common if wanted == default else ())) if name in record), None)
 
 
 # -- conversations -----------------------------------------------------------------------------------------
@@ -317,12 +310,6 @@ def image_parts(content: str) -> str | list[dict[str, str]]:
         if text := text.strip("\n"):
             parts.append({"type": "text", "text": text})
     return parts
-
-
-def _count_marks(text: Mapping[str, Any]) -> int:
-    contents = [message["content"] for message in text.get("messages", [])]
-    found = sum(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
-    return found + str(text.get("prompt", "")).count(IMAGE_MARK)
 
 
 # -- files -------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from trainformer.data.fetcher import Collate
 from trainformer.data.hub import has_state
 from trainformer.data.labels import is_instance_of
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
-from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, map_batch, unsharded
+from trainformer.data.sharding import WHOLE, Shard, batch_length, is_sharded, map_batch, unsharded
 from trainformer.data.source import announce_epoch
 
 logger = logging.getLogger("trainformer")
@@ -70,14 +70,19 @@ class _IteratedSource(ABC):
 
     def _position(self) -> dict[str, Any]:
         if has_state(self.stream):
-            return {"known_by": _STREAM, "place": _to_json(self.stream.state_dict())}
-        if hasattr(self._iterator, "get_state"):
-            return {"known_by": _ITERATOR, "place": _to_json(self._iterator.get_state())}  # type: ignore[union-attr]
-        return {"known_by": _NOBODY, "place": None}
+            return {"known_by": _STREAM, "place": self.stream.state_dict()}
+        if not hasattr(self._iterator, "get_state"):
+            return {"known_by": _NOBODY, "place": None}
+        place = self._iterator.get_state()  # type: ignore[union-attr]
+        if isinstance(place, bytes):  # of grain's loaders; JSON cannot store bytes
+            place = {"base64": base64.b64encode(place).decode()}
+        return {"known_by": _ITERATOR, "place": place}
 
     def _resumed(self, state: dict[str, Any]) -> Iterator[Any] | None:
         """The rest of the iteration a state was saved in; None if the state has no position."""
-        known_by, place = state["known_by"], _from_json(state["place"])
+        known_by, place = state["known_by"], state["place"]
+        if isinstance(place, Mapping) and set(place) == {"base64"}:
+            place = base64.b64decode(place["base64"])
         if known_by == _NOBODY:
             return None
         if known_by == _STREAM and has_state(self.stream):
@@ -113,6 +118,7 @@ class _IteratedSource(ABC):
         yield from self._host_batches(epoch, batch, position, self._next(epoch, batch))
 
     def _next(self, epoch: int, number: int) -> Any:
+        """What `_read` returns, with generators seeded for this batch."""
         with preserved_generators():
             seed_generators(sample_key(self.seed, epoch, number))
             return self._read()
@@ -249,12 +255,8 @@ class NumpyLoaderSource(_IteratedSource):
     def _made(self, content: Any, begin: Origin) -> HostBatch:
         size = self._count(content)
         origin = Origin(begin.seed, begin.epoch, np.arange(begin.samples, begin.samples + size))
-        made = HostBatch(without_tensors(content), size, 0, origin)
-        if not self.shard.is_whole and self.is_sharded:
-            made = made._replace(consumed=size * self.shard.count)
-        elif not self.shard.is_whole:
-            check_sliceable(made)
-            made = self.shard.slice(made)
+        data = map_batch(lambda value: np.asarray(value) if is_instance_of(value, "torch.Tensor") else value, content)
+        made = self.shard.of_loaded(HostBatch(data, size, 0, origin), self.is_sharded)
         if self.pad_last:
             assert self.batch_size is not None
             made = made._replace(data=pad_rows(made.data, made.size, self.batch_size // self.shard.count))
@@ -272,18 +274,3 @@ def opener(stream: Any) -> Callable[[], Iterator[Any]]:
     if callable(stream):
         return lambda: iter(stream())
     raise BadArgument(expected("an iterable of samples or batches, or a function that opens one", type(stream)))
-
-
-def without_tensors(data: Any) -> Any:
-    """A nested batch with arrays in place of torch tensors."""
-    return map_batch(lambda value: np.asarray(value) if is_instance_of(value, "torch.Tensor") else value, data)
-
-
-def _to_json(place: Any) -> Any:
-    """A position that JSON can store: grain's loaders have theirs as bytes."""
-    return {"base64": base64.b64encode(place).decode()} if isinstance(place, bytes) else place
-
-
-def _from_json(place: Any) -> Any:
-    is_bytes = isinstance(place, Mapping) and set(place) == {"base64"}
-    return base64.b64decode(place["base64"]) if is_bytes else place

@@ -54,6 +54,14 @@ class Shard:
         origin = batch.origin and batch.origin._replace(samples=self.take(batch.origin.samples))
         return HostBatch(data, high - low, bad, origin, batch.size, batch.size + batch.bad)
 
+    def of_loaded(self, batch: HostBatch, is_sharded: bool) -> HostBatch:
+        """This part of a batch that every rank has loaded, or (`is_sharded`) the batch of a rank with its own data."""
+        if is_sharded:
+            return batch if self.is_whole else batch._replace(consumed=batch.size * self.count)
+        if not self.is_whole:
+            check_sliceable(batch)
+        return self.slice(batch)
+
 
 #: All samples, for a single process.
 WHOLE = Shard()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from trainformer.core.types import DataSource, HostBatch, Origin
 from trainformer.data.fetcher import Fetched, Fetcher
 from trainformer.data.order import distinct_draws, epoch_order
 from trainformer.data.sharding import Shard, check_sliceable
+
+if TYPE_CHECKING:
+    from trainformer.distributed import TorchProcessGroup
 
 logger = logging.getLogger("trainformer")
 
@@ -163,29 +166,13 @@ class SlicedSource(_WrappedSource):
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         for whole in self.source.batches(epoch, batch, position):
-            check_sliceable(whole)
-            yield self.shard.slice(whole)
-
-
-class ScatterGroup(Protocol):
-    """The part of a process group that `DispatchedSource` needs."""
-
-    dp_world_size: int
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        ...
-
-    def scatter(self, parts: list[Any] | None) -> Any:
-        """Rank 0 passes one value per shard, and every rank receives its own."""
-        ...
+            yield self.shard.of_loaded(whole, is_sharded=False)
 
 
 class DispatchedSource(_WrappedSource):
     """A source that only rank 0 reads: it scatters each batch to the other ranks."""
 
-    def __init__(self, source: DataSource, process_group: ScatterGroup) -> None:
+    def __init__(self, source: DataSource, process_group: TorchProcessGroup) -> None:
         super().__init__(source)
         self.process_group = process_group
 

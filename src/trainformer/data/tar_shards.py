@@ -81,10 +81,10 @@ def _opened(path: str) -> Iterator[tarfile.TarFile]:
         yield tar
 
 
-def _members(tar: tarfile.TarFile, path: str, offset: int) -> Iterator[tarfile.TarInfo]:
+def _members(tar: Any, path: str, offset: int) -> Iterator[tarfile.TarInfo]:
     while True:
         try:
-            _stream(tar).seek(offset)
+            tar.fileobj.seek(offset)
             member = tarfile.TarInfo.fromtarfile(tar)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             return
@@ -100,10 +100,10 @@ def _members(tar: tarfile.TarFile, path: str, offset: int) -> Iterator[tarfile.T
         yield member
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> bytes:
+def _content(tar: Any, member: tarfile.TarInfo, path: str) -> bytes:
     try:
-        _stream(tar).seek(member.offset_data)
-        data = _stream(tar).read(member.size)
+        tar.fileobj.seek(member.offset_data)
+        data = tar.fileobj.read(member.size)
     except _DAMAGE as error:
         raise DataError(f"Expected to read '{member.name}' of shard '{path}', received: {error}.") from error
     if len(data) < member.size:
@@ -112,10 +112,6 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> bytes:
             "truncated. Recreate it."
         )
     return data
-
-
-def _stream(tar: tarfile.TarFile) -> Any:
-    return tar.fileobj
 
 
 def sample_id(shard: str, key: str) -> int:
@@ -136,9 +132,8 @@ def find_shards(urls: str | Path | Iterable[str | Path]) -> list[str]:
     found: list[str] = []
     for url in [urls] if isinstance(urls, str | Path) else urls:
         if "://" in str(url) or str(url).startswith("pipe:"):
-            raise DataError(
-                expected("paths of local tar files", str(url), "Download the shards, or mount their store.")
-            )
+            do = "Download the shards, or mount their store."
+            raise DataError(expected("paths of local tar files", str(url), do))
         for name in expand_braces(os.path.expanduser(url)):
             found += _existing(name)
     missing = [path for path in found if not os.path.isfile(path)]
@@ -165,9 +160,8 @@ def expand_braces(pattern: str) -> list[str]:
     >>> expand_braces("{train,val}-{0..1}.tar")
     ['train-0.tar', 'train-1.tar', 'val-0.tar', 'val-1.tar']
     """
-    match = min(
-        filter(None, (_RANGE.search(pattern), _CHOICE.search(pattern))), key=lambda found: found.start(), default=None
-    )
+    matches = filter(None, (_RANGE.search(pattern), _CHOICE.search(pattern)))
+    match = min(matches, key=lambda found: found.start(), default=None)
     if match is None:
         return [pattern]
     if match.re is _CHOICE:

@@ -137,8 +137,7 @@ class WebDataset(IterableDataset):
 
     def first(self) -> tuple[Image.Image, int | None]:
         """The first sample of the first shard, independent of order and position."""
-        for raw in self._samples(0, 0):
-            sample = self._read(raw)
+        for sample in map(self._read, self._samples(0, 0)):
             if sample is not None:
                 return sample
         raise DataError(f"Expected at least one image in '{self.shards[0]}', received none.")
@@ -229,14 +228,9 @@ class WebDataset(IterableDataset):
         if state is None:
             return cursor
         if tuple(state["split"]) != cursor.split:
-            raise DataError(
-                expected(
-                    "the (ranks, rank, workers, worker) that the position in the stream was saved with, "
-                    f"{tuple(state['split'])}",
-                    cursor.split,
-                    "Resume with as many ranks and workers, or restart the epoch.",
-                )
-            )
+            what = "the (ranks, rank, workers, worker) that the position in the stream was saved with, "
+            do = "Resume with as many ranks and workers, or restart the epoch."
+            raise DataError(expected(f"{what}{tuple(state['split'])}", cursor.split, do))
         cursor.place, cursor.offset, cursor.drawn = state["place"], state["offset"], state["drawn"]
         cursor.buffer = self._reread([(shard, offset) for shard, offset in state["buffer"]])
         return cursor
@@ -399,7 +393,12 @@ class MappedStream(IterableDataset):
         seed: int = 0,
         shuffle: int | bool = False,
     ) -> None:
-        self.source: Any = _shuffled(stream, _BUFFER if shuffle is True else int(shuffle), seed)
+        size = _BUFFER if shuffle is True else int(shuffle)
+        self.source: Any = stream
+        if size and hasattr(stream, "shuffled"):
+            self.source = stream.shuffled(size, seed)
+        elif size and hasattr(stream, "shuffle"):  # HF datasets
+            self.source = stream.shuffle(seed=seed, buffer_size=size)
         self.transform = transform
         self.channels = channels
         self.seed = seed
@@ -411,7 +410,12 @@ class MappedStream(IterableDataset):
         resume_at, self._resume_at = self._resume_at, None
         self._position = resume_at or 0
         worker = get_worker_info()
-        return self._mapped(self._with_ids(0 if worker is None else worker.id), in_worker=worker is not None)
+        if hasattr(self.source, "with_ids"):
+            return self._mapped(self.source.with_ids(), in_worker=worker is not None)
+        first = 0 if has_state(self.source) else self._position  # without a state it starts from the beginning
+        number = (0 if worker is None else worker.id << 40) + self._position
+        samples = enumerate(islice(iter(self.source), first, None), number)
+        return self._mapped(samples, in_worker=worker is not None)
 
     def _mapped(self, samples: Iterable[tuple[int, Any]], in_worker: bool) -> Iterator[Any]:
         from trainformer.data.image import split_sample  # which imports this module
@@ -464,24 +468,7 @@ class MappedStream(IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume there: the next iteration yields the rest of that epoch."""
-        self.epoch, self._position = state["epoch"], state["position"]
-        self._resume_at = self._position
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self.epoch)
+        self.set_epoch(state["epoch"])
+        self._position = self._resume_at = state["position"]
         if state["source"] is not None:
             self.source.load_state_dict(state["source"])
-
-    def _with_ids(self, worker: int) -> Iterable[tuple[int, Any]]:
-        if hasattr(self.source, "with_ids"):
-            return self.source.with_ids()
-        start = self._position
-        first = 0 if has_state(self.source) else start  # without a state it starts from the beginning
-        return enumerate(islice(iter(self.source), first, None), (worker << 40) + start)
-
-
-def _shuffled(stream: Any, size: int, seed: int) -> Any:
-    if size and hasattr(stream, "shuffled"):
-        return stream.shuffled(size, seed)
-    if size and hasattr(stream, "shuffle"):  # HF datasets
-        return stream.shuffle(seed=seed, buffer_size=size)
-    return stream

@@ -42,7 +42,10 @@ def pad(
     >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
     ([[5, 6, 2], [7, -100, -100]], [[1, 1, 1], [1, 0, 0]])
     """
-    length = _padded_length(check_lengths(examples, max_length), multiple_of, max_length)
+    if multiple_of < 1:
+        raise BadArgument(expected("multiple_of to be at least 1", multiple_of))
+    length = -(-check_lengths(examples, max_length) // multiple_of) * multiple_of
+    length = length if max_length is None else min(length, max_length)
     return _tensors(padded_rows(examples, pad_id, length, side=side))
 
 
@@ -93,13 +96,6 @@ def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     import torch
 
     return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-
-def _padded_length(longest: int, multiple_of: int, max_length: int | None) -> int:
-    if multiple_of < 1:
-        raise BadArgument(expected("multiple_of to be at least 1", multiple_of))
-    rounded = -(-longest // multiple_of) * multiple_of
-    return rounded if max_length is None else min(rounded, max_length)
 
 
 class LengthGroupedSampler(EpochSampler):

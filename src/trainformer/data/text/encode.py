@@ -357,24 +357,16 @@ def _located_errors(
     try:
         yield
     except Exception as error:
-        number = first + place
-        located = _located(error, records[place], where(number) if where else f"Record {number}")
-        if located is error:
-            raise
-        raise located from error
-
-
-def _located(error: Exception, record: Any, place: str) -> Exception:
-    """An error of ours with the location in its message; any other error with the location as a note."""
-    if isinstance(error, (BadArgument, DataError)):
-        return type(error)(f"{place}: {error}")
-    try:
-        json.dumps(record, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as wrong:
-        do = "A lone surrogate, such as '\\ud83d', comes from truncated text; clean it with errors='ignore'."
-        return DataError(f"{place}: {expected('valid Unicode text', wrong.reason, do)}")
-    error.add_note(f"(while tokenising {place})")
-    return error
+        location = where(first + place) if where else f"Record {first + place}"
+        if isinstance(error, (BadArgument, DataError)):
+            raise type(error)(f"{location}: {error}") from error
+        try:
+            json.dumps(records[place], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as wrong:
+            do = "A lone surrogate, such as '\\ud83d', comes from truncated text; clean it with errors='ignore'."
+            raise DataError(f"{location}: {expected('valid Unicode text', wrong.reason, do)}") from error
+        error.add_note(f"(while tokenising {location})")
+        raise
 
 
 def _text_of(record: Any) -> str | None:

@@ -35,6 +35,7 @@ from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.fetcher import is_plain_subset, unwrap_subsets
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import cache_dir as user_cache
+from trainformer.utils.files import sync
 
 logger = logging.getLogger("trainformer")
 
@@ -146,8 +147,9 @@ def tokenize(
     if _manifest(target) is None:
         with _lock(root / f".{key}.lock", name) as locked:
             if _manifest(target) is None:
-                if locked:
-                    _remove_leftovers(root, key)
+                # Drafts of killed processes; with the lock, no other process is writing.
+                for draft in root.glob(f".{key}-*.writing") if locked else ():
+                    shutil.rmtree(draft, ignore_errors=True)
                 chunks = _chunks(records, encoder, workers)
                 _write(target, _with_progress_bar(chunks, len(records), name, progress), name)
     store = TokenStore(target)
@@ -258,19 +260,8 @@ def _fill(draft: Path, chunks: Iterator[_Chunk]) -> EncodingReport:
 
 
 def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove_leftovers(root: Path, key: str) -> None:
-    """Remove drafts of killed processes. Needs the lock: no other process is writing."""
-    for path in root.glob(f".{key}-*.writing"):
-        shutil.rmtree(path, ignore_errors=True)
+    if path.is_file() or os.name != "nt":
+        sync(path)
 
 
 @contextmanager
