@@ -70,8 +70,8 @@ def targets_of(dataset: Any) -> Targets:
         if stored is not None:
             labels = _after_target_transform(dataset, stored)
             names = names if np.array_equal(labels, stored) else None  # names of the untransformed labels
-        elif is_instance_of(dataset, TENSORS) and len(dataset.tensors) > 1:
-            labels, continuous = _tensor_targets(_target_tensor(dataset.tensors))
+        elif is_instance_of(dataset, TENSORS):
+            labels, continuous = _array_targets(dataset.tensors)
         elif isinstance(dataset, ArrayDataset):
             labels, continuous = _array_targets(dataset.arrays)
     return Targets(labels, continuous, names, _number_of_classes(dataset, labels, names))
@@ -171,25 +171,23 @@ def _after_target_transform(dataset: Any, labels: np.ndarray) -> np.ndarray:
     return labels if shown is None else shown[inverse]
 
 
-def _target_tensor(tensors: Sequence[Any]) -> Any:
-    """The last tensor, or the one before a boolean query mask."""
-    marked = len(tensors) == 3 and str(tensors[-1].dtype) in ("torch.bool", "bool")
-    return tensors[-2] if marked else tensors[-1]
-
-
 def _array_targets(arrays: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The last of several arrays, as with tensors; of named arrays the one with a common label name."""
+    """Labels or continuous targets among arrays or tensors: the one with a common label name, or the last of several.
+
+    A boolean mask of queries may follow it.
+    """
+    target = None
     if isinstance(arrays, Mapping):
-        name = next((name for name in LABEL_KEYS_OF_RECORDS if name in arrays), None)
-        return (None, None) if name is None else _tensor_targets(arrays[name])
-    return _tensor_targets(_target_tensor(arrays)) if isinstance(arrays, tuple) and len(arrays) > 1 else (None, None)
-
-
-def _tensor_targets(tensor: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    array = _as_array(tensor)
-    if array is not None and array.dtype.kind == "f" and array.ndim in (1, 2):
+        target = next((arrays[name] for name in LABEL_KEYS_OF_RECORDS if name in arrays), None)
+    elif isinstance(arrays, tuple) and len(arrays) > 1:
+        is_marked = len(arrays) == 3 and str(arrays[-1].dtype) in ("torch.bool", "bool")
+        target = arrays[-2] if is_marked else arrays[-1]
+    array = _as_array(target)
+    if array is None:
+        return None, None
+    if array.dtype.kind == "f" and array.ndim in (1, 2):
         return None, array.astype(np.float64)
-    return _as_labels(array, len(tensor)), None
+    return _as_labels(array, len(array)), None
 
 
 def _as_labels(values: Any, size: int) -> np.ndarray | None:

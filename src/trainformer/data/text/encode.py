@@ -142,13 +142,6 @@ class Encoder:
         self.truncation = truncation
         self.add_eos = add_eos
         self.prompt_template = prompt_template
-        self._encoders: dict[str, Callable[[Mapping[str, Any]], Encoded]] = {
-            "tokens": self._encode_tokens,
-            "chat": self._encode_chat,
-            "completion": self._encode_completion,
-            "alpaca": self._encode_alpaca,
-            "text": self._encode_no_text,
-        }
         self._renderer = None if tokenizer is None else ChatRenderer(tokenizer)
         # Cached: each takes 6 us.
         self._vocabulary = None if tokenizer is None else len(tokenizer)
@@ -181,11 +174,13 @@ class Encoder:
         pieces = []
         for place, (record, text) in enumerate(zip(records, texts, strict=True)):
             with context(place):
-                if text is None:
-                    schema = _schema_of(record)
-                    whole = self._encoders[schema](record)
-                else:
-                    schema, whole = "text", self._encode_text(next(tokens), bool(text))
+                schema = "text" if text is not None else _schema_of(record)
+                if text is not None:
+                    whole = self._encode_text(next(tokens), bool(text))
+                elif schema == "text":
+                    raise DataError(expected("'text' to be a string", type(record["text"]).__name__))
+                else:  # _encode_tokens, _encode_chat, _encode_completion or _encode_alpaca
+                    whole = getattr(self, f"_encode_{schema}")(record)
                 pieces.append(self._fit(whole, schema, report))
         return pieces
 
@@ -216,9 +211,6 @@ class Encoder:
         ids = np.asarray(tokens if has_content else [], dtype=np.int32)
         ids = self._add_eos(self._remove_second_bos(ids)[0]) if has_content else ids
         return Encoded(ids, ids.copy())
-
-    def _encode_no_text(self, record: Mapping[str, Any]) -> Encoded:
-        raise DataError(expected("'text' to be a string", type(record["text"]).__name__))
 
     def _encode_tokens(self, record: Mapping[str, Any]) -> Encoded:
         ids = _integers(record["input_ids"], "input_ids")

@@ -273,13 +273,12 @@ def _lock(path: Path, name: str) -> Iterator[bool]:
         yield False
         return
     with path.open("a") as file:
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
         except BlockingIOError:
             logger.info("%s: another process is tokenising the same data; waiting for it", name)
             fcntl.flock(file, fcntl.LOCK_EX)
-            locked = True
         except OSError:  # some network file systems
             locked = False
         yield locked
