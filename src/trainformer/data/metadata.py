@@ -99,7 +99,7 @@ def extract_info(dataset: Any) -> DatasetInfo:
         info.input_shape = tuple(shape) if isinstance(shape, list | tuple) else None
     elif info.num_samples:
         sample = _first_sample(dataset)
-        info.input_shape = _shape(_input_of(sample))
+        info.input_shape = _input_shape(sample)
         # The longest sequence if lengths are known without loading samples, else the length of the first one.
         lengths = _token_lengths(dataset)
         info.max_length = int(lengths.max()) if lengths is not None and lengths.size else _token_length(sample)
@@ -122,15 +122,10 @@ def _first_sample(dataset: Any) -> Any:
             raise DataError(expected(what, error, "Read dataset[0] yourself to see where it fails.")) from error
 
 
-def _input_of(sample: Any) -> Any:
-    if isinstance(sample, tuple | list) and len(sample) > 0:
-        sample = sample[0]
-    if isinstance(sample, Mapping):
-        return next((sample[key] for key in _INPUT_KEYS if key in sample), None)
-    return sample
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
+def _input_shape(sample: Any) -> tuple[int, ...] | None:
+    value = sample[0] if isinstance(sample, tuple | list) and len(sample) > 0 else sample
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in _INPUT_KEYS if key in value), None)
     if is_instance_of(value, "PIL.Image.Image"):
         return (len(value.getbands()), value.height, value.width)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):

@@ -11,6 +11,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -206,12 +207,12 @@ class ImageTextStream(WebDataset):
         return record
 
 
+@dataclass(frozen=True)
 class RecordReader:
     """Converts records to items. The caller passes the function that opens an image."""
 
-    def __init__(self, image_key: str, text_key: str) -> None:
-        self.image_key = image_key
-        self.text_key = text_key
+    image_key: str
+    text_key: str
 
     def item(self, record: Any, opener: Opener) -> dict[str, Any]:
         """The checked item of a record."""
@@ -367,7 +368,8 @@ def _parse_mapping(file: TextFile, image_key: str, text_key: str) -> RecordList 
     if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
         return RecordList(_coco_records(content, image_key, text_key), file)
     is_record = image_key in content or text_key in content or any(key in content for key in _MESSAGES)
-    if is_record or not all(_is_caption(value) for value in content.values()):
+    captions = [caption for value in content.values() for caption in (value if isinstance(value, list) else [value])]
+    if is_record or not all(isinstance(caption, str) for caption in captions):
         return None
     return RecordList([{image_key: name, text_key: caption} for name, caption in content.items()], file)
 
@@ -379,10 +381,6 @@ def _is_json_lines(head: bytes) -> bool:
         return bool(rest.strip()) and isinstance(json.loads(first), Mapping)
     except ValueError:
         return False
-
-
-def _is_caption(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
 
 
 def _coco_records(content: Mapping[str, Any], image_key: str, text_key: str) -> list[dict[str, Any]]:

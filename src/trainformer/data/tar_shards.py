@@ -17,7 +17,6 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +49,11 @@ class RawSample(NamedTuple):
 def read_samples(path: str, shard: int, offset: int, wanted: set[str]) -> Iterator[RawSample]:
     """Groups of consecutive files with one key, from the offset of a sample on; contents of the `wanted` extensions."""
     group: RawSample | None = None
-    with _opened(path) as tar:
+    with _OPENERS[_ending(path)](path, "rb") as stream:
+        try:
+            tar = tarfile.TarFile(fileobj=stream)
+        except _DAMAGE as error:
+            raise DataError(f"Expected a tar file, received '{path}', which is not one: {error}.") from error
         for member in _members(tar, path, offset):
             folder, name = os.path.split(member.name)
             stem, _, ending = name.partition(".")
@@ -69,16 +72,6 @@ def read_samples(path: str, shard: int, offset: int, wanted: set[str]) -> Iterat
                 group.files[ending] = _content(tar, member, path)
         if group is not None:
             yield group
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[tarfile.TarFile]:
-    with _OPENERS[_ending(path)](path, "rb") as stream:
-        try:
-            tar = tarfile.TarFile(fileobj=stream)
-        except _DAMAGE as error:
-            raise DataError(f"Expected a tar file, received '{path}', which is not one: {error}.") from error
-        yield tar
 
 
 def _members(tar: Any, path: str, offset: int) -> Iterator[tarfile.TarInfo]:

@@ -223,17 +223,15 @@ class WebDataset(IterableDataset):
         self.epoch, self._restored, self._cursor = state["epoch"], state, None
 
     def _start(self) -> _Cursor:
-        cursor = _Cursor(self._split())
-        state = self._restored
+        split, state = self._split(), self._restored
         if state is None:
-            return cursor
-        if tuple(state["split"]) != cursor.split:
+            return _Cursor(split)
+        if tuple(state["split"]) != split:
             what = "the (ranks, rank, workers, worker) that the position in the stream was saved with, "
             do = "Resume with as many ranks and workers, or restart the epoch."
-            raise DataError(expected(f"{what}{tuple(state['split'])}", cursor.split, do))
-        cursor.place, cursor.offset, cursor.drawn = state["place"], state["offset"], state["drawn"]
-        cursor.buffer = self._reread([(shard, offset) for shard, offset in state["buffer"]])
-        return cursor
+            raise DataError(expected(f"{what}{tuple(state['split'])}", split, do))
+        buffer = self._reread([(shard, offset) for shard, offset in state["buffer"]])
+        return _Cursor(split, state["place"], state["offset"], state["drawn"], buffer)
 
     def _reread(self, places: list[tuple[int, int]]) -> list[RawSample]:
         found: dict[tuple[int, int], RawSample] = {}

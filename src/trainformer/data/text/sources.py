@@ -166,7 +166,10 @@ def _load_files(paths: Sequence[Path], split: str | None) -> Any:
 def _load_documents(paths: Sequence[Path], split: str | None) -> Any:
     if split is not None and split not in _UNITS:
         raise BadArgument(expected(f"split to be one of {', '.join(_UNITS)}", split, did_you_mean(split, _UNITS)))
-    _refuse_binary(paths[0])
+    first = TextFile(paths[0])  # text may have any extension; binary files have zero bytes at the start
+    if b"\0" in first.read(0, min(first.size, 4096)):
+        what = f"text, or records in one of {', '.join(sorted(RECORD_SUFFIXES))}"
+        raise DataError(expected(what, str(paths[0]), "It contains binary data."))
     if split in (None, "document"):
         return TextFiles(paths)
     indices = [LineIndex(path) for path in paths]
@@ -174,11 +177,3 @@ def _load_documents(paths: Sequence[Path], split: str | None) -> Any:
     if not spans:
         raise DataError(expected("some text", f"{len(paths)} files of blank lines"))
     return concat_records(spans)
-
-
-def _refuse_binary(path: Path) -> None:
-    """Text may have any extension; binary files have zero bytes at the start."""
-    file = TextFile(path)
-    if b"\0" in file.read(0, min(file.size, 4096)):
-        known = ", ".join(sorted(RECORD_SUFFIXES))
-        raise DataError(expected(f"text, or records in one of {known}", str(path), "It contains binary data."))
