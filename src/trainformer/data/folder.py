@@ -178,11 +178,8 @@ def _reason(error: Exception) -> str:
 def _extensions() -> frozenset[str]:
     pil = require("PIL.Image", "vision", "to read images")
     pil.init()
-    return frozenset(
-        extension
-        for extension, kind in pil.registered_extensions().items()
-        if kind in pil.OPEN and kind not in _NOT_DECODED
-    )
+    kinds = pil.OPEN.keys() - _NOT_DECODED
+    return frozenset(extension for extension, kind in pil.registered_extensions().items() if kind in kinds)
 
 
 def _images_below(folder: Path) -> Iterator[str]:
@@ -200,11 +197,8 @@ def _images_in(folder: Path) -> Iterator[str]:
 
 
 def _folders_in(folder: Path) -> list[str]:
-    return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith((".", "__MACOSX")) and not _is_link_cycle(entry)
-    )
+    shown = (entry for entry in os.scandir(folder) if not entry.name.startswith((".", "__MACOSX")))
+    return sorted(entry.name for entry in shown if entry.is_dir() and not _is_link_cycle(entry))
 
 
 def _is_link_cycle(entry: os.DirEntry[str]) -> bool:

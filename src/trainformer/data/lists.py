@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
@@ -54,21 +54,27 @@ class ImageList(LabelledFiles):
         self.path = _existing_file(path)
         self.root = self.path.parent if root is None else Path(root).expanduser()
         self.channels = channels
-        table = _read_table(self.path)
-        if not table.size:
+        suffix = self.path.suffix.lower()
+        try:
+            columns, class_names = _READERS[suffix](self.path)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            what = f"a list that can be read as {suffix}"
+            raise DataError(f"Expected {what}, received '{self.path}': {error}.") from error
+        size = len(next(iter(columns.values()), ()))
+        if not size:
             raise DataError(f"Expected at least one image in the list '{self.path}', received an empty list.")
-        self.image_key = _column(table.columns, image_key, IMAGE_COLUMNS, "image", self.path)
-        found = None if label_key is False else _column(table.columns, label_key, LABEL_COLUMNS, "label", self.path)
+        self.image_key = _column(columns, image_key, IMAGE_COLUMNS, "image", self.path)
+        found = None if label_key is False else _column(columns, label_key, LABEL_COLUMNS, "label", self.path)
         self.label_key = found
-        labels: Sequence[int | None] = [None] * table.size
+        labels: Sequence[int | None] = [None] * size
         if self.label_key is not None:
-            self.targets, names = _numbered(table.columns[self.label_key], f"'{self.label_key}' of '{self.path}'")
-            names = names or table.class_names.get(self.label_key)
+            self.targets, names = _numbered(columns[self.label_key], f"'{self.label_key}' of '{self.path}'")
+            names = names or class_names.get(self.label_key)
             labels = self.targets
             # Absent rather than None for integer labels, so that hasattr() works.
             if names is not None:
                 self.classes, self.class_to_idx = names, {name: number for number, name in enumerate(names)}
-        column = table.columns[self.image_key]
+        column = columns[self.image_key]
         kind = str(getattr(column, "type", ""))
         holds_images = kind in ("binary", "large_binary") or (kind.startswith("struct<") and "bytes:" in kind)
         self._encoded = column if holds_images else None  # the images, unless the column has their paths
@@ -190,20 +196,8 @@ def _stored_image(value: Any) -> tuple[Any, Any]:
 # -- files -------------------------------------------------------------------------------------------------
 
 
-class _Table(NamedTuple):
-    """Columns by name, the number of rows, and class names the file declares for a column."""
-
-    columns: Mapping[str, Any]
-    size: int
-    class_names: Mapping[str, list[str]]
-
-
-def _read_table(path: Path) -> _Table:
-    suffix = path.suffix.lower()
-    try:
-        return _READERS[suffix](path)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"Expected a list that can be read as {suffix}, received '{path}': {error}.") from error
+# Columns by name, and class names the file declares for a column.
+_Table = tuple[Mapping[str, Any], Mapping[str, list[str]]]
 
 
 def _read_json_lines(path: Path) -> _Table:
@@ -217,10 +211,9 @@ def _read_json(path: Path) -> _Table:
         content = json.loads(text)
     except json.JSONDecodeError:
         return _read_json_lines(path)  # often named .json too
-    if isinstance(content, Mapping) and all(isinstance(column, list) for column in content.values()):
-        lengths = {len(column) for column in content.values()}
-        if len(lengths) == 1:
-            return _Table(content, lengths.pop(), {})
+    columns = list(content.values()) if isinstance(content, Mapping) else []
+    if all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1:
+        return content, {}
     return _from_records(content, path)
 
 
@@ -231,7 +224,7 @@ def _from_records(records: Any, path: Path) -> _Table:
             '{"image": "cat/1.png", "label": "cat"}, received something else.'
         )
     names = list(dict.fromkeys(name for record in records for name in record))
-    return _Table({name: [record.get(name) for record in records] for name in names}, len(records), {})
+    return {name: [record.get(name) for record in records] for name in names}, {}
 
 
 def _read_parquet(path: Path) -> _Table:
@@ -251,7 +244,7 @@ def _read_parquet(path: Path) -> _Table:
         names = {name: list(kind["names"]) for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
         names = {}
-    return _Table(columns, table.num_rows, names)
+    return columns, names
 
 
 _READERS: dict[str, Callable[[Path], _Table]] = {

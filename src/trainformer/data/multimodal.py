@@ -7,14 +7,13 @@ Records are parsed and images decoded when a sample is read; of a JSON Lines fil
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
@@ -31,7 +30,8 @@ from trainformer.data.text.sources import load_text
 from trainformer.data.text.tables import JSON, MAX_PARSED_BYTES, RecordList, location_of, normalize_index
 from trainformer.data.webdataset import WebDataset
 
-logger = logging.getLogger("trainformer")
+if TYPE_CHECKING:
+    from PIL import Image
 
 IMAGE_MARK = "<image>"  # the placeholder of an image in a text, as in LLaVA
 TEXT_COLUMNS = ("text", "caption", "captions", "texts", "sentence", "sentences", "title", "alt_text", "description")
@@ -164,7 +164,7 @@ class ImageTextStream(WebDataset):
     ) -> None:
         if image_dir is not None:
             raise BadArgument(expected("no image_dir with tar shards, which contain their images", str(image_dir)))
-        super().__init__(urls, label_key=("txt", "text", "caption", "json"), **options)
+        super().__init__(urls, **options | {"label_key": ("txt", "text", "caption", "json"), "channels": 3})
         self._reader = RecordReader(image_key, text_key)
         self.has_several_captions = "captions" in self.first()
 
@@ -181,18 +181,11 @@ class ImageTextStream(WebDataset):
                 item["text"] = item["captions"][key % len(item["captions"])]
             yield identity, item
 
-    def _read(self, raw: RawSample) -> Any:
+    def _item(self, image: Image.Image, raw: RawSample) -> dict[str, Any]:
         try:
-            data = next(raw.files[key] for key in self.image_keys if key in raw.files)
-            image = decode_image(data, 3, self._where(raw))
             return self._reader.item({**self._record(raw), self._reader.image_key: image}, lambda found: found)
         except DataError as error:
-            where = self._where(raw)
-            located = error if where in str(error) else DataError(f"{where}: {error}")
-            if not self.skip_bad:
-                raise located from error.__cause__
-            logger.warning("skipping a sample: %s", located)
-            return None
+            raise DataError(f"{self._where(raw)}: {error}") from error.__cause__
 
     def _record(self, raw: RawSample) -> dict[str, Any]:
         """The fields of the JSON file and the text file; the text file wins."""

@@ -86,13 +86,7 @@ def numpy_source(
     `threads` apply to data with a length, `lookahead` to streams and loaders.
     """
     data = as_data(data)
-    options: dict[str, Any] = {
-        "seed": seed,
-        "collate": collate,
-        "drop_last": drop_last,
-        "pad_last": pad_last,
-        "shard": shard,
-    }
+    options: Any = {"seed": seed, "collate": collate, "drop_last": drop_last, "pad_last": pad_last, "shard": shard}
     batched = is_loader(data) if batched is None else batched
     if batched and (collate is not None or drop_last):
         given = "collate" if collate is not None else "drop_last"
@@ -145,15 +139,8 @@ class NumpySource(MapStyleSource):
             raise BadArgument(expected("data with as many samples as an epoch has", "an endless repetition", do))
         base = unwrap_subsets(dataset)[0]
         rows = base.rows if collate is None and isinstance(base, ArrayDataset) else None
-        super().__init__(
-            dataset,
-            batch_size,
-            Fetcher(dataset, collate or stack_samples, seed, skip_bad, rows),
-            shuffle=shuffle,
-            sampler=sampler,
-            drop_last=drop_last,
-            shard=shard,
-        )
+        fetch = Fetcher(dataset, collate or stack_samples, seed, skip_bad, rows)
+        super().__init__(dataset, batch_size, fetch, shuffle=shuffle, sampler=sampler, drop_last=drop_last, shard=shard)
         self.pad_last = pad_last
         self.threads = threads
         self._threads_allowed: bool | None = None  # unknown before the first batch

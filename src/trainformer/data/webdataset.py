@@ -317,16 +317,18 @@ class WebDataset(IterableDataset):
 
     # -- one sample ----------------------------------------------------------------------------------------
 
-    def _read(self, raw: RawSample) -> tuple[Image.Image, int | None] | None:
+    def _read(self, raw: RawSample) -> Any:
         try:
             data = next(raw.files[key] for key in self.image_keys if key in raw.files)
-            image = decode_image(data, self.channels, self._where(raw))
-            return image, self._class_index(self._stored_label(raw), self._where(raw))
+            return self._item(decode_image(data, self.channels, self._where(raw)), raw)
         except DataError as error:
             if not self.skip_bad:
                 raise
             logger.warning("skipping a sample: %s", error)
             return None
+
+    def _item(self, image: Image.Image, raw: RawSample) -> Any:
+        return image, self._class_index(self._stored_label(raw), self._where(raw))
 
     def _where(self, raw: RawSample) -> str:
         return f"sample '{raw.key}' of shard '{self.shards[raw.shard]}'"

@@ -123,12 +123,8 @@ class BatchAugment(nn.Module):
                 plan["order"] = placement.order
         if self.jitter is not None or self.grey:
             plan["matrices"], plan["luma"] = self._colours(draws, channels)
-        for name, column, p in (
-            ("blur", _BLUR, self.blur),
-            ("solarise", _SOLARISE, self.solarise),
-            ("erase", _ERASE, self.erase),
-        ):
-            rows = np.flatnonzero(draws[:, column] < p)
+        for name, column in (("blur", _BLUR), ("solarise", _SOLARISE), ("erase", _ERASE)):
+            rows = np.flatnonzero(draws[:, column] < getattr(self, name))
             if len(rows):
                 plan[name] = rows
         if "blur" in plan:
