@@ -214,9 +214,6 @@ def _as_array(values: Any) -> np.ndarray | None:
         return None
 
 
-# -- HF datasets -------------------------------------------------------------------------------------------
-
-
 def label_column(features: Mapping[str, Any]) -> str | None:
     """An integer column with a common label name, else the only column with class names."""
     for name in LABEL_KEYS_OF_RECORDS:

@@ -106,9 +106,6 @@ def extract_info(dataset: Any) -> DatasetInfo:
     return info
 
 
-# -- the first sample --------------------------------------------------------------------------------------
-
-
 def _first_sample(dataset: Any) -> Any:
     from trainformer.data.order import preserved_generators
 
@@ -136,9 +133,6 @@ def _input_shape(sample: Any) -> tuple[int, ...] | None:
     # Integers of another rank are tokens or indices, whose number says nothing about a model's input.
     is_input = len(shape) == 3 or (len(shape) > 0 and "float" in str(value.dtype))
     return shape if is_input else None
-
-
-# -- lengths of sequences ----------------------------------------------------------------------------------
 
 
 def _token_lengths(dataset: Any) -> np.ndarray | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 from pathlib import Path
@@ -227,6 +227,13 @@ class NumpyStreamSource:
         if batched and pad_last and batch_size is None:
             raise BadArgument(expected("batch_size with pad_last, to know how many rows a batch has", None))
         check_batching(1 if batched and batch_size is None else batch_size, drop_last, pad_last, shard)
+        if isinstance(stream, Iterator):
+            received = f"a {type(stream).__name__}, which can be read only once"
+            do = "Pass the function that makes it, or an object with __iter__."
+            raise BadArgument(expected("data that can be iterated again", received, do))
+        if not hasattr(stream, "__iter__") and not callable(stream):
+            what = "an iterable of samples or batches, or a function that opens one"
+            raise BadArgument(expected(what, type(stream)))
         self.stream = unsharded(stream) if not shard.is_whole else stream
         self.batch_size = batch_size or 0
         self.batched = batched
@@ -238,7 +245,6 @@ class NumpyStreamSource:
         self.is_sharded = is_sharded(stream)
         # Samples read for one batch: of all processes, or of this one if the stream shards itself.
         self._samples_per_read = self.batch_size // shard.count if self.is_sharded else self.batch_size
-        self._open = opener(self.stream)
         self._iterator: Any = None
         self._pending: dict[str, Any] | None = None
         self._states: deque[dict[str, Any]] | None = deque(maxlen=lookahead + 1) if lookahead else None
@@ -319,6 +325,9 @@ class NumpyStreamSource:
             self._skip(epoch, batch, position)
         yield from self._host_batches(epoch, batch, position, self._next(epoch, batch))
 
+    def _open(self) -> Any:
+        return iter(self.stream if hasattr(self.stream, "__iter__") else self.stream())
+
     def _next(self, epoch: int, number: int) -> Any:
         """What `_read` returns, with generators seeded for this batch."""
         with preserved_generators():
@@ -372,16 +381,3 @@ class NumpyStreamSource:
         if self.pad_last:
             made = made._replace(data=pad_rows(made.data, made.size, self.batch_size // self.shard.count))
         return made
-
-
-def opener(stream: Any) -> Callable[[], Iterator[Any]]:
-    """A function that starts an iteration over a stream, or over what a function without arguments returns."""
-    if isinstance(stream, Iterator):
-        what = "data that can be iterated again"
-        do = "Pass the function that makes it, or an object with __iter__."
-        raise BadArgument(expected(what, f"a {type(stream).__name__}, which can be read only once", do))
-    if isinstance(stream, Iterable) or hasattr(stream, "__iter__"):
-        return lambda: iter(stream)
-    if callable(stream):
-        return lambda: iter(stream())
-    raise BadArgument(expected("an iterable of samples or batches, or a function that opens one", type(stream)))

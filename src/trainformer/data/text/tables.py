@@ -184,9 +184,6 @@ def _read_all(file: TextFile, instead: str) -> str:
     return file.decode(file.read(file.begin, file.size), file.begin)
 
 
-# -- HF datasets -------------------------------------------------------------------------------------------
-
-
 def read_parquet(paths: Sequence[Path]) -> Any:
     """Parquet files through HF `datasets`: converted once to Arrow in its cache, and memory-mapped from there."""
     datasets = require("datasets", "datasets", "to read Parquet files")
