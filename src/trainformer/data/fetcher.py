@@ -63,10 +63,23 @@ class Fetcher:
         if self._reads_whole_batches:
             data = self.collate(self.dataset.__getitems__((draws % self._size).tolist()))
             return Fetched(data, len(draws), [], draws)
+        samples: list[Any] = []
+        bad: list[tuple[int, str]] = []
+        read: list[int] = []
+        seed = set_sample_key if in_thread else seed_generators
         # A worker process owns its generators; the main process shares them with the model's dropout.
         with nullcontext() if in_worker or in_thread else preserved_generators():
-            seed = set_sample_key if in_thread else seed_generators
-            samples, bad, read = self._read_all(epoch, draws, seed)
+            for place, draw in enumerate(map(int, draws)):
+                index = draw % self._size
+                seed(sample_key(self.seed, epoch, draw))
+                try:
+                    samples.append(self.dataset[index])
+                    read.append(place)
+                except Exception as error:
+                    if not self.skip_bad:
+                        error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
+                        raise
+                    bad.append((index, f"{type(error).__name__}: {error}"))
             data = self.collate(samples) if samples else None
             set_sample_key(None)
             return Fetched(data, len(samples), bad, draws[read] if bad else draws)
@@ -74,25 +87,6 @@ class Fetcher:
     def __getitem__(self, index: tuple[int, np.ndarray]) -> Fetched:
         """As a dataset for the workers of a `DataLoader`: one index, (epoch, draws), is a whole batch."""
         return self(*index, in_worker=True)
-
-    def _read_all(
-        self, epoch: int, draws: np.ndarray, seed: Callable[[int], None]
-    ) -> tuple[list[Any], list[tuple[int, str]], list[int]]:
-        samples: list[Any] = []
-        bad: list[tuple[int, str]] = []
-        read: list[int] = []
-        for place, draw in enumerate(map(int, draws)):
-            index = draw % self._size
-            seed(sample_key(self.seed, epoch, draw))
-            try:
-                samples.append(self.dataset[index])
-                read.append(place)
-            except Exception as error:
-                if not self.skip_bad:
-                    error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
-                    raise
-                bad.append((index, f"{type(error).__name__}: {error}"))
-        return samples, bad, read
 
 
 def unwrap_subsets(dataset: Any) -> tuple[Any, np.ndarray | None]:

@@ -251,15 +251,6 @@ class WebDataset(IterableDataset):
             0 if worker is None else worker.id,
         )
 
-    def _order(self, split: tuple[int, int, int, int]) -> list[int]:
-        """Indices of the shards this worker of this rank reads."""
-        ranks, rank, workers, worker = split
-        if len(self.shards) < ranks:
-            what = f"at least {ranks} shards for {ranks} ranks"
-            raise DataError(expected(what, len(self.shards), "Write the data into more tar files."))
-        order = epoch_order(len(self.shards), self.seed, self.epoch, shuffle=self.shuffle > 0)
-        return order[rank::ranks][worker::workers].tolist()
-
     # -- order ---------------------------------------------------------------------------------------------
 
     def _drawn(self, cursor: _Cursor) -> Iterator[RawSample]:
@@ -290,9 +281,15 @@ class WebDataset(IterableDataset):
         return sample_key(key, 0, cursor.drawn) % len(cursor.buffer)
 
     def _in_sequence(self, cursor: _Cursor) -> Iterator[RawSample]:
-        order = self._order(cursor.split)
-        while cursor.place < len(order):
-            for raw in self._samples(order[cursor.place], cursor.offset):
+        """The samples of the shards this worker of this rank reads."""
+        ranks, rank, workers, worker = cursor.split
+        if len(self.shards) < ranks:
+            what = f"at least {ranks} shards for {ranks} ranks"
+            raise DataError(expected(what, len(self.shards), "Write the data into more tar files."))
+        order = epoch_order(len(self.shards), self.seed, self.epoch, shuffle=self.shuffle > 0)
+        mine = order[rank::ranks][worker::workers].tolist()
+        while cursor.place < len(mine):
+            for raw in self._samples(mine[cursor.place], cursor.offset):
                 cursor.offset = raw.end
                 yield raw
             cursor.place, cursor.offset = cursor.place + 1, 0
