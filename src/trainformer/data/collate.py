@@ -99,7 +99,7 @@ def pad_rows(data: Any, size: int, rows: int) -> dict[str, Any]:
     return {**padded, VALID: np.arange(rows) < size}
 
 
-def check_batching(batch_size: int, drop_last: bool, pad_last: bool, shard: Shard) -> None:
+def check_batching(batch_size: int | None, drop_last: bool, pad_last: bool, shard: Shard) -> None:
     """Raise for a batch size, or a combination of options, that makes no sense."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
         raise BadArgument(expected("batch_size to be a positive integer", batch_size))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,11 +25,8 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PLACEHOLDER = "zq7StandInForOneTurn7qz"
 
 
-class Conversation(NamedTuple):
-    """The tokens of a conversation, and the mask of those to train on."""
-
-    input_ids: np.ndarray
-    supervised: np.ndarray
+# The tokens of a conversation, and the mask of those to train on.
+Conversation = tuple[np.ndarray, np.ndarray]
 
 
 class ChatRenderer:
@@ -65,7 +62,7 @@ class ChatRenderer:
         chat = _Chat(self.tokenizer, list(messages), {**(options or {}), "tools": tools})
         if since is None:
             ids, _ = locate(self.tokenizer, chat.render(), [], special=False)
-            return Conversation(ids, np.ones(len(ids), dtype=bool))
+            return ids, np.ones(len(ids), dtype=bool)
         has_markers = _MARKER.search(self.tokenizer.get_chat_template(tools=tools))
         if has_markers and getattr(self.tokenizer, "is_fast", False):  # only fast tokenizers have the offsets
             return self._by_markers(chat, since)
@@ -85,7 +82,7 @@ class ChatRenderer:
             start = self._boundaries(chat, text, turns[0])[0] if turns else len(text)
             _, (first,) = locate(self.tokenizer, text, [start], special=False)
             mask[:first] = False
-        return Conversation(ids, mask)
+        return ids, mask
 
     def _supervised(self, text: str, cuts: Sequence[int]) -> Conversation:
         """The tokens of a text, masked between the first and second position, the third and fourth, ..."""
@@ -93,7 +90,7 @@ class ChatRenderer:
         mask = np.zeros(len(ids), dtype=bool)
         for begin, end in zip(places[::2], places[1::2], strict=True):
             mask[begin:end] = True
-        return Conversation(ids, mask)
+        return ids, mask
 
     def _boundaries(self, chat: _Chat, text: str, turn: int) -> tuple[int, int]:
         """The characters of a turn, from after its header to the end of all the template writes for it."""
