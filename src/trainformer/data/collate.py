@@ -31,7 +31,11 @@ def stack_samples(samples: Sequence[Any], name: str = "") -> Any:
     """
     first = samples[0]
     if isinstance(first, Mapping):
-        _check_same_keys(samples, name)
+        for other in samples:
+            if not isinstance(other, Mapping) or set(other) != set(first):
+                received = sorted(map(str, other)) if isinstance(other, Mapping) else _shown(other)
+                what = f"{_described(name)} to have the keys {sorted(map(str, first))} everywhere"
+                raise DataError(expected(what, received))
         return {key: stack_samples([sample[key] for sample in samples], f"{name}[{key!r}]") for key in first}
     if isinstance(first, tuple) or (isinstance(first, list) and any(is_array(part) for part in first)):
         if len({len(sample) for sample in samples}) != 1:
@@ -69,15 +73,6 @@ def _shown(value: Any) -> str:
 
 def _distinct(values: Any) -> str:
     return ", ".join(map(str, dict.fromkeys(list(values)[:64])))
-
-
-def _check_same_keys(values: Sequence[Mapping[str, Any]], name: str) -> None:
-    keys = set(values[0])
-    for other in values:
-        if not isinstance(other, Mapping) or set(other) != keys:
-            received = sorted(map(str, other)) if isinstance(other, Mapping) else _shown(other)
-            what = f"{_described(name)} to have the keys {sorted(map(str, keys))} everywhere"
-            raise DataError(expected(what, received))
 
 
 def pad_rows(data: Any, size: int, rows: int) -> dict[str, Any]:

@@ -89,13 +89,6 @@ class ImageFolder(LabelledFiles):
             (path, label) for name, label in self.class_to_idx.items() for path in _images_below(self.root / name)
         ]
         self.targets = [label for _, label in self.samples]
-        self._check_found()
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, label = self.samples[index]
-        return read_image(path, self.channels), label
-
-    def _check_found(self) -> None:
         loose = sum(1 for _ in _images_in(self.root))
         if not self.samples:
             what = f"{loose} images without class folders" if loose else "no image at all"
@@ -109,6 +102,10 @@ class ImageFolder(LabelledFiles):
             )
         if loose:
             logger.warning("ignoring %d images directly in '%s', which belong to no class", loose, self.root)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        path, label = self.samples[index]
+        return read_image(path, self.channels), label
 
 
 class CorruptImage(NamedTuple):

@@ -64,7 +64,11 @@ def targets_of(dataset: Any) -> Targets:
     if is_stream(dataset):
         pass  # only reading it would tell
     elif is_instance_of(dataset, HF_DATASET):
-        labels = _column_labels(dataset)
+        column = label_column(dataset.features)
+        if column is not None:
+            # Selecting the column first leaves images and texts unread; "arrow" bypasses a transform of the user.
+            values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
+            labels = None if values.null_count else _as_labels(values.to_numpy(), len(dataset))
     else:
         stored = _stored_labels(dataset)
         if stored is not None:
@@ -221,15 +225,6 @@ def label_column(features: Mapping[str, Any]) -> str | None:
             return name
     named = [name for name, feature in features.items() if getattr(feature, "names", None)]
     return named[0] if len(named) == 1 else None
-
-
-def _column_labels(dataset: Any) -> np.ndarray | None:
-    column = label_column(dataset.features)
-    if column is None:
-        return None
-    # Selecting the column first leaves images and texts unread; "arrow" bypasses a transform of the user.
-    values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
-    return None if values.null_count else _as_labels(values.to_numpy(), len(dataset))
 
 
 # -- kinds of dataset --------------------------------------------------------------------------------------

@@ -42,7 +42,11 @@ class EpochSampler(ABC):
 
     def __init__(self, seed: int = 0, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.seed = seed
-        this_rank, world_size = _rank_and_world_size()
+        this_rank, world_size = 0, 1
+        if "torch" in sys.modules:
+            from trainformer.utils import distributed
+
+            this_rank, world_size = distributed.rank(), distributed.world_size()
         self.num_replicas = world_size if num_replicas is None else num_replicas
         self.rank = this_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
@@ -93,14 +97,6 @@ class EpochSampler(ABC):
 
     def _random(self, stream: int, epoch: int, seed: int | None) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed if seed is None else seed, stream, epoch]))
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if "torch" not in sys.modules:
-        return 0, 1
-    from trainformer.utils.distributed import rank, world_size
-
-    return rank(), world_size()
 
 
 class ClassBalancedSampler(EpochSampler):

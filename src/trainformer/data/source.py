@@ -177,25 +177,23 @@ class DispatchedSource(_WrappedSource):
         self.process_group = process_group
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
-        if self.process_group.is_main:
-            yield from self._read_and_scatter(self.source.batches(epoch, batch, position))
+        group, count = self.process_group, self.process_group.dp_world_size
+        if not group.is_main:
+            while (part := group.scatter(None)) is not None:
+                if isinstance(part, str):
+                    raise DataError(f"Rank 0, which reads the data for all ranks, failed. {part}")
+                yield part
             return
-        while (part := self.process_group.scatter(None)) is not None:
-            if isinstance(part, str):
-                raise DataError(f"Rank 0, which reads the data for all ranks, failed. {part}")
-            yield part
-
-    def _read_and_scatter(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
-        count = self.process_group.dp_world_size
+        batches = self.source.batches(epoch, batch, position)
         while True:
             try:
-                batch = next(batches, None)
-                if batch is not None:
-                    check_sliceable(batch)
+                whole = next(batches, None)
+                if whole is not None:
+                    check_sliceable(whole)
             except Exception as error:
-                self.process_group.scatter([f"{type(error).__name__}: {error}"] * count)
+                group.scatter([f"{type(error).__name__}: {error}"] * count)
                 raise
-            if batch is None:
-                self.process_group.scatter([None] * count)
+            if whole is None:
+                group.scatter([None] * count)
                 return
-            yield self.process_group.scatter([Shard(index, count).slice(batch) for index in range(count)])
+            yield group.scatter([Shard(index, count).slice(whole) for index in range(count)])

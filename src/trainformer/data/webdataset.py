@@ -230,17 +230,14 @@ class WebDataset(IterableDataset):
             what = "the (ranks, rank, workers, worker) that the position in the stream was saved with, "
             do = "Resume with as many ranks and workers, or restart the epoch."
             raise DataError(expected(f"{what}{tuple(state['split'])}", split, do))
-        buffer = self._reread([(shard, offset) for shard, offset in state["buffer"]])
-        return _Cursor(split, state["place"], state["offset"], state["drawn"], buffer)
-
-    def _reread(self, places: list[tuple[int, int]]) -> list[RawSample]:
         found: dict[tuple[int, int], RawSample] = {}
-        for shard, offset in sorted(places):  # in order: compressed shards can only be read forwards
+        for shard, offset in sorted(state["buffer"]):  # in order: compressed shards can only be read forwards
             raw = next(self._samples(shard, offset), None)
             if raw is None or raw.offset != offset:
                 raise DataError(f"Expected shard '{self.shards[shard]}' as it was, received one that has changed.")
             found[shard, offset] = raw
-        return [found[place] for place in places]
+        buffer = [found[shard, offset] for shard, offset in state["buffer"]]
+        return _Cursor(split, state["place"], state["offset"], state["drawn"], buffer)
 
     def _split(self) -> tuple[int, int, int, int]:
         worker = get_worker_info()

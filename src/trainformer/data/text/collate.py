@@ -123,7 +123,13 @@ class LengthGroupedSampler(EpochSampler):
         super().__init__(seed, num_replicas, rank)
         self.batch_size = self.block = positive("batch_size", batch_size)
         self.megabatch = positive("megabatch", megabatch)
-        self._lengths = _as_lengths(lengths)
+        is_lengths = is_array(lengths) or (
+            isinstance(lengths, Sequence) and len(lengths) > 0 and not isinstance(lengths[0], Mapping)
+        )
+        array = np.asarray(lengths) if is_lengths else lengths_of(lengths)
+        if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+            raise DataError(expected("the lengths of at least one sequence, as integers", f"shape {array.shape}"))
+        self._lengths = array.astype(np.int64)
         self.num_samples = len(self._lengths)
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
@@ -140,16 +146,6 @@ class LengthGroupedSampler(EpochSampler):
         batches = np.lexsort((chance, np.arange(full) // self.megabatch))
         whole = by_length[: full * self.batch_size].reshape(full, self.batch_size)[batches].reshape(-1)
         return np.concatenate([whole, by_length[full * self.batch_size :]])
-
-
-def _as_lengths(lengths: Any) -> np.ndarray:
-    is_lengths = is_array(lengths) or (
-        isinstance(lengths, Sequence) and len(lengths) > 0 and not isinstance(lengths[0], Mapping)
-    )
-    array = np.asarray(lengths) if is_lengths else lengths_of(lengths)
-    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise DataError(expected("the lengths of at least one sequence, as integers", f"shape {array.shape}"))
-    return array.astype(np.int64)
 
 
 _PACKED = ("input_ids", "labels", "position_ids")

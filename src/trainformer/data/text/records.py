@@ -154,27 +154,23 @@ class ChatDataset(_RecordsView):
 
     def __init__(self, source: Any, messages_key: str | None = None, split: str | None = None) -> None:
         super().__init__(source, split)
-        self.schema = _chat_schema(self._records, messages_key)
+        if messages_key is not None:
+            _check_key(self._records, messages_key)
+            extra = {field: field for field in ("tools", "system") if field in self._records[0]}
+            self.schema = Schema("chat", {"messages": messages_key, **extra})
+        else:
+            self.schema = detect_schema(self._records)
+        if self.schema.name not in ("chat", "completion", "alpaca"):
+            raise DataError(
+                "Expected conversations (messages, conversations, prompt and completion, or instruction and output), "
+                f"received records of the schema '{self.schema.name}' with the keys "
+                f"{', '.join(map(repr, self._records[0]))}. Pass messages_key=... if one of them contains messages."
+            )
         self.fingerprint = self._fingerprint_with("chat", messages_key)
         self[0]  # fail now if all records are wrong
 
     def _convert(self, record: Any) -> dict[str, Any]:
         return conversation(record, self.schema)
-
-
-def _chat_schema(records: Any, messages_key: str | None) -> Schema:
-    if messages_key is not None:
-        _check_key(records, messages_key)
-        extra = {field: field for field in ("tools", "system") if field in records[0]}
-        return Schema("chat", {"messages": messages_key, **extra})
-    schema = detect_schema(records)
-    if schema.name not in ("chat", "completion", "alpaca"):
-        raise DataError(
-            "Expected conversations (messages, conversations, prompt and completion, or instruction and output), "
-            f"received records of the schema '{schema.name}' with the keys {', '.join(map(repr, records[0]))}. Pass "
-            "messages_key=... if one of them contains messages."
-        )
-    return schema
 
 
 class StandardRecords(_RecordsView):

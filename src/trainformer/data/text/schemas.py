@@ -297,16 +297,11 @@ def _message(raw: Any) -> dict[str, Any]:
     if content is None and "tool_calls" in rest:
         content = ""  # a message that only calls a tool has no text
     if isinstance(content, Sequence) and not isinstance(content, str) and content:
-        content = _joined_parts(content)
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise DataError(expected_value("parts of the type text", part, "Images need a multimodal task."))
+        content = "".join(part["text"] for part in content)
     return {"role": role, "content": require_text(content, names[1]), **rest}
-
-
-def _joined_parts(parts: Sequence[Any]) -> str:
-    """The text of a content that is a list of parts; image parts need a multimodal task."""
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(expected_value("parts of the type text", part, "Images need a multimodal task."))
-    return "".join(part["text"] for part in parts)
 
 
 def _tools(tools: Any) -> list[Any] | None:

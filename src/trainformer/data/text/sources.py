@@ -105,7 +105,12 @@ def _refuse_missing(name: str | Path) -> NoReturn:
 
 
 def _load_folder(folder: Path, split: str | None) -> Any:
-    files = _files_below(folder)
+    files = []  # those that are not hidden or empty
+    for parent, below, names in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
+        files += [path for path in paths if path.is_file() and path.stat().st_size]
+    files.sort(key=lambda path: path.relative_to(folder).as_posix())
     tables = [path for path in files if content_suffix(path) in RECORD_SUFFIXES]
     texts = [path for path in files if content_suffix(path) in TEXT_SUFFIXES]
     # A folder of tables often has a README; a folder of source code has JSON settings.
@@ -120,16 +125,6 @@ def _load_folder(folder: Path, split: str | None) -> Any:
     if tables:
         logger.warning("'%s' contains text files: ignoring its %d files of records", folder, len(tables))
     return _load_files(texts, split)
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """All files that are not hidden or empty, sorted by path."""
-    found = []
-    for parent, below, names in os.walk(folder):
-        below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
-        paths = (Path(parent, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.is_file() and path.stat().st_size]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _of_split(folder: Path, tables: Sequence[Path], split: str | None) -> list[Path]:
