@@ -322,9 +322,6 @@ class ListedSampler(EpochSampler):
         return order
 
 
-# -- helpers -----------------------------------------------------------------------------------------------
-
-
 def known_labels(dataset: Any, who: str) -> np.ndarray:
     """The labels, without reading samples, else an error."""
     labels = None if is_stream(dataset) else labels_of(dataset)

@@ -72,24 +72,17 @@ def collate_packed(
     [0, 2, 3, 4]
     """
     if flatten:
-        return _flattened(examples)
+        rows = {name: np.concatenate([np.asarray(example[name]) for example in examples]) for name in _PACKED}
+        lengths = np.concatenate([np.asarray(example["lengths"]) for example in examples])
+        sizes = {
+            "cu_seqlens": np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
+            "max_seqlen": np.asarray(lengths.max(), dtype=np.int64),
+        }
+        return _tensors({name: row.astype(np.int64)[None] for name, row in rows.items()} | sizes)
     longest = check_lengths(examples, None)
     if length is not None and longest > length:
         raise BadArgument(expected(f"sequences of at most {length} tokens", longest, "Pass length=capacity."))
     return _tensors(packed_rows(examples, pad_id, longest if length is None else length))
-
-
-def _flattened(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    import torch
-
-    names = ("input_ids", "labels", "position_ids")
-    rows = {name: np.concatenate([np.asarray(example[name]) for example in examples]) for name in names}
-    lengths = np.concatenate([np.asarray(example["lengths"]) for example in examples])
-    return {
-        **_tensors({name: row.astype(np.int64)[None] for name, row in rows.items()}),
-        "cu_seqlens": torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)),
-        "max_seqlen": torch.tensor(int(lengths.max())),
-    }
 
 
 def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

@@ -66,7 +66,12 @@ class TextFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = existing_file(path)
+        self.path = path = Path(path).expanduser()
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "which does not exist"
+            names = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if path.parent.is_dir() else []
+            close = did_you_mean(path.name, names) if not path.is_dir() else ""
+            raise DataError(f"Expected a file, received '{path}', {what}. {close}".strip())
         status = self.path.stat()
         self.fingerprint = digest(str(self.path.resolve()), status.st_size, status.st_mtime_ns)
         self._plain = _decompressed(self.path, self.fingerprint)
@@ -391,14 +396,3 @@ def _atomic_write(path: Path) -> Iterator[Any]:
     for other in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
         if other.name != path.name and not other.name.endswith(".tmp"):
             other.unlink(missing_ok=True)
-
-
-def existing_file(path: str | Path) -> Path:
-    """The path of an existing file, else an error that suggests similar names."""
-    path = Path(path).expanduser()
-    if path.is_file():
-        return path
-    what = "a folder" if path.is_dir() else "which does not exist"
-    names = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if path.parent.is_dir() else []
-    close = did_you_mean(path.name, names) if not path.is_dir() else ""
-    raise DataError(f"Expected a file, received '{path}', {what}. {close}".strip())

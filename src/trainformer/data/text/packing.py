@@ -28,7 +28,19 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     [[0, 3], [1], [2, 4]]
     """
     sizes = np.asarray(lengths)
-    _check(sizes, capacity)
+    if isinstance(capacity, bool) or capacity < 1:
+        raise BadArgument(expected("capacity to be at least 1", capacity))
+    if sizes.size == 0:
+        raise DataError(expected("at least one document to pack", "none"))
+    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer):
+        raise BadArgument(expected("lengths to be a list of integers", f"{sizes.dtype} of shape {sizes.shape}"))
+    longest = int(sizes.argmax())
+    if sizes[longest] > capacity:
+        what = f"documents of at most {capacity} tokens, the capacity of a sequence"
+        do = "Tokenise with max_length=capacity, or pass a larger capacity."
+        raise DataError(expected(what, f"{sizes[longest]} tokens in document {longest}", do))
+    if sizes.min() < 1:
+        raise DataError(expected("documents of at least one token", f"an empty one, number {int(sizes.argmin())}"))
     bins: list[list[int]] = []
     with_space: defaultdict[int, list[int]] = defaultdict(list)  # free tokens -> bins
     spaces: list[int] = []  # the keys of `with_space` that have bins, sorted
@@ -52,22 +64,6 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     for documents in bins:
         documents.sort()
     return sorted(bins)
-
-
-def _check(sizes: np.ndarray, capacity: int) -> None:
-    if isinstance(capacity, bool) or capacity < 1:
-        raise BadArgument(expected("capacity to be at least 1", capacity))
-    if sizes.size == 0:
-        raise DataError(expected("at least one document to pack", "none"))
-    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer):
-        raise BadArgument(expected("lengths to be a list of integers", f"{sizes.dtype} of shape {sizes.shape}"))
-    longest = int(sizes.argmax())
-    if sizes[longest] > capacity:
-        what = f"documents of at most {capacity} tokens, the capacity of a sequence"
-        do = "Tokenise with max_length=capacity, or pass a larger capacity."
-        raise DataError(expected(what, f"{sizes[longest]} tokens in document {longest}", do))
-    if sizes.min() < 1:
-        raise DataError(expected("documents of at least one token", f"an empty one, number {int(sizes.argmin())}"))
 
 
 class PackedDataset(IndexedDataset):

@@ -163,8 +163,12 @@ class TokenStream:
     def _encoded(self, chunk: list[Any], first: int) -> list[Encoded]:
         if self._schema is None and not (isinstance(chunk[0], Mapping) and "input_ids" in chunk[0]):
             self._schema = detect_schema(chunk)
-        schema = self._schema
-        records = chunk if schema is None else [_to_standard(r, schema, first + i) for i, r in enumerate(chunk)]
+        records = []
+        for number, record in enumerate(chunk, first):
+            try:
+                records.append(record if self._schema is None else standard(record, self._schema))
+            except DataError as error:
+                raise DataError(f"Record {number} of the stream: {error}") from error
         encoded = self.encoder.encode_all(records, self.report, first=first)
         return [sequence for of_record in encoded for sequence in of_record]
 
@@ -196,10 +200,3 @@ def _pop_bin(waiting: list[Encoded], capacity: int) -> list[Encoded]:
             return chosen
         chosen.append(waiting.pop(sizes.index(best)))
         space -= best
-
-
-def _to_standard(record: Any, schema: Schema, number: int) -> dict[str, Any]:
-    try:
-        return standard(record, schema)
-    except DataError as error:
-        raise DataError(f"Record {number} of the stream: {error}") from error

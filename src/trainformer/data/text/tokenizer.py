@@ -90,8 +90,14 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
     The sum over the tokens of a text is its length, up to spaces the tokenizer adds or drops.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    # In a byte-level vocabulary each character stands for a byte.
-    width = len if _is_byte_level(tokenizer) else _by_characters
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        is_byte_level = hasattr(tokenizer, "byte_encoder")
+    else:
+        state = json.loads(backend.to_str())
+        is_byte_level = "ByteLevel" in json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
+    # In a byte-level vocabulary, as in GPT-2, each character stands for a byte.
+    width = len if is_byte_level else _by_characters
     special = set(tokenizer.all_special_ids)
     added = {index: str(token) for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     sizes = np.zeros(len(tokens), dtype=np.int64)
@@ -111,12 +117,3 @@ def _by_characters(token: str) -> int:
     if _BYTE.fullmatch(token):
         return 1
     return len(token.removeprefix("##").replace(_SPACE, " ").encode("utf-8", "surrogatepass"))
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether every byte is one printable character in the vocabulary, as in GPT-2."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return hasattr(tokenizer, "byte_encoder")
-    state = json.loads(backend.to_str())
-    return "ByteLevel" in json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
