@@ -56,8 +56,8 @@ class Fetcher:
     def __call__(self, epoch: int, draws: np.ndarray, in_worker: bool = False, in_thread: bool = False) -> Fetched:
         """The batch of these draws in this epoch. In a thread only `sample_rng` is seeded, no shared generator."""
         if self._map is not None:  # indices of the dataset below any subsets
-            repetition, index = np.divmod(draws, len(self._map))
-            draws = self._map[index] + repetition * self._size
+            repetition, chosen = np.divmod(draws, len(self._map))
+            draws = self._map[chosen] + repetition * self._size
         if self._rows is not None:
             return Fetched(self._rows(draws % self._size), len(draws), [], draws)
         if self._reads_whole_batches:

@@ -74,11 +74,10 @@ def collate_packed(
     if flatten:
         rows = {name: np.concatenate([np.asarray(example[name]) for example in examples]) for name in _PACKED}
         lengths = np.concatenate([np.asarray(example["lengths"]) for example in examples])
-        sizes = {
-            "cu_seqlens": np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
-            "max_seqlen": np.asarray(lengths.max(), dtype=np.int64),
-        }
-        return _tensors({name: row.astype(np.int64)[None] for name, row in rows.items()} | sizes)
+        batch: dict[str, np.ndarray] = {name: row.astype(np.int64)[None] for name, row in rows.items()}
+        batch["cu_seqlens"] = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+        batch["max_seqlen"] = np.asarray(lengths.max(), dtype=np.int64)
+        return _tensors(batch)
     longest = check_lengths(examples, None)
     if length is not None and longest > length:
         raise BadArgument(expected(f"sequences of at most {length} tokens", longest, "Pass length=capacity."))
