@@ -31,7 +31,7 @@ def import_all() -> list[str]:
     """The names of the modules that JAX shares with torch, or has to itself; all of them are imported."""
     import trainformer.data
 
-    alone = "builtin collate dataset fetcher hub labels metadata numpy_loader numpy_streams order samplers sharding"
+    alone = "builtin collate dataset fetcher hub labels metadata numpy_loader order samplers sharding"
     names = [f"trainformer.data.{name}" for name in f"{alone} source split".split()]
     folder = Path(trainformer.data.__file__).parent / "text"
     names += [f"trainformer.data.text.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.numpy_loader import numpy_source
-from trainformer.data.numpy_streams import NumpyLoaderSource, NumpyStreamSource
+from trainformer.data.numpy_loader import NumpyStreamSource, numpy_source
 from trainformer.data.sharding import Shard
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import Encoder
@@ -188,7 +187,7 @@ def test_who_reads_ahead_says_how_far():
 def test_processes_take_their_part_of_each_batch(kind, parts):
     makers = {
         "plain": lambda shard: NumpyStreamSource(Countdown(), 4, shard=shard),
-        "loader": lambda shard: NumpyLoaderSource(batched, shard=shard),
+        "loader": lambda shard: NumpyStreamSource(batched, batched=True, shard=shard),
         "grain": lambda shard: numpy_source(grain_stream(), 4, shard=shard),
     }
     whole = [batch.data["noise"].tolist() for batch in makers[kind](Shard()).batches(1)]
@@ -202,7 +201,10 @@ def test_processes_take_their_part_of_each_batch(kind, parts):
 
 
 def test_the_last_batch_is_padded_or_dropped():
-    for source in (NumpyStreamSource(Countdown(), 4, pad_last=True), NumpyLoaderSource(batched, 4, pad_last=True)):
+    for source in (
+        NumpyStreamSource(Countdown(), 4, pad_last=True),
+        NumpyStreamSource(batched, 4, batched=True, pad_last=True),
+    ):
         batches = list(source.batches(0))
         assert [batch.size for batch in batches] == [4] * 5 + [3]
         assert {batch.data["x"].shape for batch in batches} == {(4,)}
@@ -217,7 +219,8 @@ def test_the_last_batch_is_padded_or_dropped():
 def test_batches_of_a_torch_loader_become_arrays():
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
     source = numpy_source(DataLoader(data, 4), 4)
-    assert isinstance(source, NumpyLoaderSource)
+    assert isinstance(source, NumpyStreamSource)
+    assert source.batched
     assert source.batches_per_epoch == 3
     first = next(source.batches(0)).data
     assert [type(part) for part in first] == [np.ndarray, np.ndarray]
@@ -255,7 +258,7 @@ def test_what_cannot_be_a_stream_is_refused():
     with pytest.raises(BadArgument, match="an iterable of samples or batches"):
         NumpyStreamSource(3, 2)
     with pytest.raises(BadArgument, match="batch_size with pad_last"):
-        NumpyLoaderSource(batched, pad_last=True)
+        NumpyStreamSource(batched, batched=True, pad_last=True)
     with pytest.raises(BadArgument, match="no collate with a loader"):
         numpy_source(grain_loader(), 4, collate=list)
     source = NumpyStreamSource(Countdown(), 4)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,13 +35,8 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "idlelib", "site-packages", "d
 _SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize", "_distutils_system_mod")
 _HELD_OUT = 20
 
-
-class LabelledImages(NamedTuple):
-    """Images (N, 1, H, W) as uint8, their labels, and the class names."""
-
-    images: np.ndarray
-    labels: np.ndarray
-    classes: list[str]
+# Images (N, 1, H, W) as uint8, their labels, and the class names.
+LabelledImages = tuple[np.ndarray, np.ndarray, list[str]]
 
 
 def load_builtin(name: str) -> ImageTensors:
@@ -107,9 +102,8 @@ def corpus_names() -> list[str]:
 def _read_images(name: str) -> LabelledImages:
     if name not in _IMAGES:
         known = f"Built-in datasets: {', '.join(map(repr, builtin_names()))}."
-        raise BadArgument(
-            expected("the name of a built-in dataset", name, f"{did_you_mean(name, _IMAGES)} {known}".strip())
-        )
+        do = f"{did_you_mean(name, _IMAGES)} {known}".strip()
+        raise BadArgument(expected("the name of a built-in dataset", name, do))
     return _IMAGES[name]()
 
 
@@ -117,7 +111,7 @@ def _digits() -> LabelledImages:
     """1,797 handwritten digits of 8x8 pixels with values 0 to 16 (UCI, from scikit-learn)."""
     data = require("sklearn.datasets", "samples", "for the dataset 'digits'").load_digits()
     pixels = np.round(data.images * (255 / 16)).astype(np.uint8)
-    return LabelledImages(pixels[:, None], data.target.astype(np.int64), [str(digit) for digit in range(10)])
+    return pixels[:, None], data.target.astype(np.int64), [str(digit) for digit in range(10)]
 
 
 def _fashion_mnist(part: str) -> LabelledImages:
@@ -127,7 +121,7 @@ def _fashion_mnist(part: str) -> LabelledImages:
     labels = read_idx(folder / f"{part}-labels-idx1-ubyte.gz")
     if images.ndim != 3 or labels.shape != images.shape[:1]:
         raise DataError(expected(f"images and as many labels in '{folder}'", f"{images.shape} and {labels.shape}"))
-    return LabelledImages(images[:, None], labels.astype(np.int64), list(_FASHION_CLASSES))
+    return images[:, None], labels.astype(np.int64), list(_FASHION_CLASSES)
 
 
 def _fashion_folder(part: str) -> Path:
@@ -181,7 +175,8 @@ def _stdlib(held_out: bool) -> TextFiles:
     A hash of the path decides what is held out: a file stays in its split when others are added or removed.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [name for name in sorted(_sources(root)) if _is_held_out(name) == held_out]
+    shares = {name: int(hashlib.sha256(name.encode()).hexdigest(), 16) % _HELD_OUT for name in _sources(root)}
+    files = sorted(name for name, share in shares.items() if (share == 0) == held_out)
     if not files:
         raise DataError(
             f"Expected the source of Python's standard library in '{root}', received no readable file. Some "
@@ -205,10 +200,6 @@ def _is_text(path: str) -> bool:
             return bool(file.read().strip())
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def _is_held_out(name: str) -> bool:
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _HELD_OUT == 0
 
 
 _CORPORA: dict[str, Callable[[], TextFiles]] = {

@@ -12,38 +12,37 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.dataset import is_array
-from trainformer.data.sharding import Shard
+from trainformer.data.sharding import Shard, map_batch
 
 #: The key of the mask in a padded batch: which rows are samples. The other rows repeat samples and do not count.
 VALID = "_valid"
 _ADVICE = "Leave it out of the samples, convert it, or pass a collate function."
 
 
-def stack_samples(samples: Sequence[Any]) -> Any:
+def stack_samples(samples: Sequence[Any], name: str = "") -> Any:
     """Collate samples: dicts become a dict, tuples a tuple, of arrays whose first dimension is the sample.
 
     Anything NumPy can read is an array, tensors and images included. Shapes that differ between samples, and values
-    that are not numbers, are errors that name the key.
+    that are not numbers, are errors that name the key (after `name`).
 
     >>> stack_samples([{"x": [1, 2], "y": 0}, {"x": [3, 4], "y": 1}])
     {'x': array([[1, 2],
            [3, 4]]), 'y': array([0, 1])}
     """
-    return _stack(samples, "")
-
-
-def _stack(values: Sequence[Any], name: str) -> Any:
-    first = values[0]
+    first = samples[0]
     if isinstance(first, Mapping):
-        _check_same_keys(values, name)
-        return {key: _stack([value[key] for value in values], f"{name}[{key!r}]") for key in first}
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_stack([value[i] for value in values], f"{name}[{i}]") for i in range(len(first))))
+        for other in samples:
+            if not isinstance(other, Mapping) or set(other) != set(first):
+                received = sorted(map(str, other)) if isinstance(other, Mapping) else _shown(other)
+                what = f"{_described(name)} to have the keys {sorted(map(str, first))} everywhere"
+                raise DataError(expected(what, received))
+        return {key: stack_samples([sample[key] for sample in samples], f"{name}[{key!r}]") for key in first}
     if isinstance(first, tuple) or (isinstance(first, list) and any(is_array(part) for part in first)):
-        if len({len(value) for value in values}) != 1:
-            raise DataError(expected(f"{_described(name)} to have equally many parts", _distinct(map(len, values))))
-        return tuple(_stack([value[i] for value in values], f"{name}[{i}]") for i in range(len(first)))
-    return _array(values, name)
+        if len({len(sample) for sample in samples}) != 1:
+            raise DataError(expected(f"{_described(name)} to have equally many parts", _distinct(map(len, samples))))
+        parts = [stack_samples([sample[i] for sample in samples], f"{name}[{i}]") for i in range(len(first))]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    return _array(samples, name)
 
 
 def _array(values: Sequence[Any], name: str) -> np.ndarray:
@@ -76,15 +75,6 @@ def _distinct(values: Any) -> str:
     return ", ".join(map(str, dict.fromkeys(list(values)[:64])))
 
 
-def _check_same_keys(values: Sequence[Mapping[str, Any]], name: str) -> None:
-    keys = set(values[0])
-    for other in values:
-        if not isinstance(other, Mapping) or set(other) != keys:
-            received = sorted(map(str, other)) if isinstance(other, Mapping) else _shown(other)
-            what = f"{_described(name)} to have the keys {sorted(map(str, keys))} everywhere"
-            raise DataError(expected(what, received))
-
-
 def pad_rows(data: Any, size: int, rows: int) -> dict[str, Any]:
     """Pad a batch of `size` samples to `rows` rows by repeating samples, and add the mask of valid rows.
 
@@ -99,21 +89,12 @@ def pad_rows(data: Any, size: int, rows: int) -> dict[str, Any]:
     have = next((len(value) for value in data.values() if is_array(value)), 0)
     if have > rows:
         raise DataError(expected(f"batches of at most {rows} rows", have, "Let the loader make smaller ones."))
-    return {**{key: _repeat(value, have, rows) for key, value in data.items()}, VALID: np.arange(rows) < size}
+    repeated = np.arange(rows) % max(have, 1)
+    padded = map_batch(lambda value: value[repeated] if is_array(value) and len(value) == have < rows else value, data)
+    return {**padded, VALID: np.arange(rows) < size}
 
 
-def _repeat(value: Any, have: int, rows: int) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _repeat(part, have, rows) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_repeat(part, have, rows) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if not is_array(value) or len(value) != have or have == rows:
-        return value
-    return value[np.arange(rows) % have]
-
-
-def check_batching(batch_size: int, drop_last: bool, pad_last: bool, shard: Shard) -> None:
+def check_batching(batch_size: int | None, drop_last: bool, pad_last: bool, shard: Shard) -> None:
     """Raise for a batch size, or a combination of options, that makes no sense."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
         raise BadArgument(expected("batch_size to be a positive integer", batch_size))

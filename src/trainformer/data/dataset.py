@@ -30,6 +30,18 @@ class IndexedDataset:
         return ConcatDataset(parts)
 
 
+def normalize_index(index: int, size: int) -> int:
+    """A non-negative index, else an `IndexError`, which also ends a loop over the dataset.
+
+    >>> normalize_index(-1, 3)
+    2
+    """
+    positive = index + size if index < 0 else index
+    if not 0 <= positive < size:
+        raise IndexError(f"index {index} is out of range for {size} samples")
+    return int(positive)
+
+
 class Subset(IndexedDataset):
     """The samples of a dataset at `indices`: torch's `Subset`, without torch.
 
@@ -79,20 +91,15 @@ class ArrayDataset(IndexedDataset):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        if not -self._length <= index < self._length:
-            raise IndexError(f"index {index} is out of range for {self._length} samples")
-        return self._each(lambda array: array[index])
+        return self.rows(normalize_index(index, len(self)))
 
-    def rows(self, indices: np.ndarray) -> Any:
-        """The samples at these indices, as a batch."""
-        return self._each(lambda array: array[indices])
-
-    def _each(self, function: Any) -> Any:
+    def rows(self, indices: np.ndarray | int) -> Any:
+        """The samples at these indices, as a batch; the sample at a single index."""
         if isinstance(self.arrays, dict):
-            return {key: function(array) for key, array in self.arrays.items()}
+            return {key: array[indices] for key, array in self.arrays.items()}
         if isinstance(self.arrays, tuple):
-            return tuple(function(array) for array in self.arrays)
-        return function(self.arrays)
+            return tuple(array[indices] for array in self.arrays)
+        return self.arrays[indices]
 
 
 def is_array(value: Any) -> bool:

@@ -42,7 +42,10 @@ class Fetcher:
         self.seed = seed
         self.skip_bad = skip_bad
         self._rows = rows
-        self._reads_whole_batches = rows is None and not skip_bad and reads_whole_batches(self.dataset)
+        # A transform set on an HF dataset may be random; it would see one seed for the whole batch.
+        is_hf = hasattr(self.dataset, "__getitems__") and type(self.dataset).__module__.startswith("datasets.")
+        is_plain = is_hf and getattr(self.dataset, "_format_type", None) != "custom"
+        self._reads_whole_batches = rows is None and not skip_bad and is_plain
         self._size = len(self.dataset)
 
     @property
@@ -52,45 +55,38 @@ class Fetcher:
 
     def __call__(self, epoch: int, draws: np.ndarray, in_worker: bool = False, in_thread: bool = False) -> Fetched:
         """The batch of these draws in this epoch. In a thread only `sample_rng` is seeded, no shared generator."""
-        draws = self._base_draws(draws)
+        if self._map is not None:  # indices of the dataset below any subsets
+            repetition, chosen = np.divmod(draws, len(self._map))
+            draws = self._map[chosen] + repetition * self._size
         if self._rows is not None:
             return Fetched(self._rows(draws % self._size), len(draws), [], draws)
         if self._reads_whole_batches:
             data = self.collate(self.dataset.__getitems__((draws % self._size).tolist()))
             return Fetched(data, len(draws), [], draws)
+        samples: list[Any] = []
+        bad: list[tuple[int, str]] = []
+        read: list[int] = []
+        seed = set_sample_key if in_thread else seed_generators
         # A worker process owns its generators; the main process shares them with the model's dropout.
         with nullcontext() if in_worker or in_thread else preserved_generators():
-            seed = set_sample_key if in_thread else seed_generators
-            samples, bad, read = self._read_all(epoch, draws, seed)
+            for place, draw in enumerate(map(int, draws)):
+                index = draw % self._size
+                seed(sample_key(self.seed, epoch, draw))
+                try:
+                    samples.append(self.dataset[index])
+                    read.append(place)
+                except Exception as error:
+                    if not self.skip_bad:
+                        error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
+                        raise
+                    bad.append((index, f"{type(error).__name__}: {error}"))
             data = self.collate(samples) if samples else None
             set_sample_key(None)
             return Fetched(data, len(samples), bad, draws[read] if bad else draws)
 
-    def _base_draws(self, draws: np.ndarray) -> np.ndarray:
-        """The same draws with the indices of the base dataset below any subsets."""
-        if self._map is None:
-            return draws
-        repetition, index = np.divmod(draws, len(self._map))
-        return self._map[index] + repetition * self._size
-
-    def _read_all(
-        self, epoch: int, draws: np.ndarray, seed: Callable[[int], None]
-    ) -> tuple[list[Any], list[tuple[int, str]], list[int]]:
-        samples: list[Any] = []
-        bad: list[tuple[int, str]] = []
-        read: list[int] = []
-        for place, draw in enumerate(map(int, draws)):
-            index = draw % self._size
-            seed(sample_key(self.seed, epoch, draw))
-            try:
-                samples.append(self.dataset[index])
-                read.append(place)
-            except Exception as error:
-                if not self.skip_bad:
-                    error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
-                    raise
-                bad.append((index, f"{type(error).__name__}: {error}"))
-        return samples, bad, read
+    def __getitem__(self, index: tuple[int, np.ndarray]) -> Fetched:
+        """As a dataset for the workers of a `DataLoader`: one index, (epoch, draws), is a whole batch."""
+        return self(*index, in_worker=True)
 
 
 def unwrap_subsets(dataset: Any) -> tuple[Any, np.ndarray | None]:
@@ -115,14 +111,6 @@ def tensors_of(dataset: Any) -> Sequence[Any] | None:
     from torch.utils.data import TensorDataset
 
     return dataset.tensors if type(dataset).__getitem__ is TensorDataset.__getitem__ else None
-
-
-def reads_whole_batches(dataset: Any) -> bool:
-    """Whether `__getitems__` may be used without losing the seeds of single samples."""
-    if not hasattr(dataset, "__getitems__"):
-        return False
-    # A transform set on an HF dataset may be random; it would see one seed for the whole batch.
-    return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "_format_type", None) != "custom"
 
 
 def is_in_memory(dataset: Any) -> bool:

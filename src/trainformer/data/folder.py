@@ -9,10 +9,10 @@ import copy
 import io
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
 from torch.utils.data import Dataset
 
@@ -39,7 +39,12 @@ class ImageFiles(Dataset):
         self.channels = channels
         self.files = list(_images_below(self.root))
         if not self.files:
-            raise DataError(_no_images(self.root))
+            others = sorted(entry.name for entry in os.scandir(self.root))[:5]
+            what = f"only other files, such as: {', '.join(others)}" if others else "an empty folder"
+            raise DataError(
+                f"Expected images in '{self.root}', received {what}. Files are recognised by their extension (.png, "
+                ".jpg, ...)."
+            )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -48,7 +53,27 @@ class ImageFiles(Dataset):
         return read_image(self.files[index], self.channels), None
 
 
-class ImageFolder(Dataset):
+class LabelledFiles(Dataset):
+    """Base of the datasets of images with labels, which may have class names."""
+
+    samples: list[tuple[str, Any]]
+    targets: list[int]
+    classes: list[str]
+    class_to_idx: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def remap_classes(self, classes: Sequence[str]) -> Self:
+        """A copy with labels that index another list of classes."""
+        other = copy.copy(self)
+        other.classes, other.class_to_idx = list(classes), {name: index for index, name in enumerate(classes)}
+        other.targets = [other.class_to_idx[self.classes[label]] for label in self.targets]
+        other.samples = [(path, label) for (path, _), label in zip(self.samples, other.targets, strict=True)]
+        return other
+
+
+class ImageFolder(LabelledFiles):
     """Images in one folder per class, possibly nested: ``(image, label)``.
 
     Classes are sorted by name and numbered from 0. Images are converted to `channels` channels, since colour and gray
@@ -59,31 +84,11 @@ class ImageFolder(Dataset):
         self.root = _existing_folder(root)
         self.channels = channels
         self.classes = _class_folders(self.root)
-        _refuse_splits(self.root, self.classes)
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         self.samples = [
             (path, label) for name, label in self.class_to_idx.items() for path in _images_below(self.root / name)
         ]
         self.targets = [label for _, label in self.samples]
-        self._check_found()
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, label = self.samples[index]
-        return read_image(path, self.channels), label
-
-    def remap_classes(self, classes: Sequence[str]) -> ImageFolder:
-        """A copy with labels that index another list of classes."""
-        other = copy.copy(self)
-        numbers = {name: index for index, name in enumerate(classes)}
-        other.samples = [(path, numbers[self.classes[label]]) for path, label in self.samples]
-        other.targets = [label for _, label in other.samples]
-        other.classes, other.class_to_idx = list(classes), numbers
-        return other
-
-    def _check_found(self) -> None:
         loose = sum(1 for _ in _images_in(self.root))
         if not self.samples:
             what = f"{loose} images without class folders" if loose else "no image at all"
@@ -97,6 +102,10 @@ class ImageFolder(Dataset):
             )
         if loose:
             logger.warning("ignoring %d images directly in '%s', which belong to no class", loose, self.root)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        path, label = self.samples[index]
+        return read_image(path, self.channels), label
 
 
 class CorruptImage(NamedTuple):
@@ -119,29 +128,22 @@ def find_corrupt_images(root: str | Path) -> list[CorruptImage]:
 
 def read_image(path: str | Path, channels: int | None = 3) -> Image.Image:
     """Decode one file, with its EXIF orientation applied."""
-    try:
-        image = _decode(path)
-    # Decoders raise anything: OSError, SyntaxError, struct.error, IndexError, ...
-    except Exception as error:
-        raise DataError(
-            f"Expected a readable image, received '{path}', which cannot be decoded ({_reason(error)}). Replace or "
-            "remove the file; trainformer.data.find_corrupt_images(root) lists all such files of a folder."
-        ) from error
-    converted = with_channels(image, channels)
-    return converted  # type: ignore[return-value]
+    lists = "trainformer.data.find_corrupt_images(root) lists all such files of a folder."
+    return _readable(path, channels, f"'{path}'", f"Replace or remove the file; {lists}")
 
 
 def decode_image(data: bytes, channels: int | None, name: str) -> Image.Image:
     """Decode an image from bytes; `name` identifies it in errors."""
+    return _readable(io.BytesIO(data), channels, name, "Remove it, or recreate it.")
+
+
+def _readable(source: str | Path | BinaryIO, channels: int | None, name: str, do: str) -> Any:
     try:
-        image = _decode(io.BytesIO(data))
-    except Exception as error:
-        raise DataError(
-            f"Expected a readable image, received {name}, which cannot be decoded ({_reason(error)}). Remove it, or "
-            "recreate it."
-        ) from error
-    converted = with_channels(image, channels)
-    return converted  # type: ignore[return-value]
+        image = _decode(source)
+    except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError, ...
+        what = f"{name}, which cannot be decoded ({_reason(error)})"
+        raise DataError(f"Expected a readable image, received {what}. {do}") from error
+    return with_channels(image, channels)
 
 
 def has_class_folders(root: str | Path) -> bool:
@@ -173,16 +175,8 @@ def _reason(error: Exception) -> str:
 def _extensions() -> frozenset[str]:
     pil = require("PIL.Image", "vision", "to read images")
     pil.init()
-    return frozenset(
-        extension
-        for extension, kind in pil.registered_extensions().items()
-        if kind in pil.OPEN and kind not in _NOT_DECODED
-    )
-
-
-def _is_image(name: str) -> bool:
-    # macOS leaves "._1.png" next to "1.png" on foreign disks: not an image.
-    return not name.startswith(".") and os.path.splitext(name)[1].lower() in _extensions()
+    kinds = pil.OPEN.keys() - _NOT_DECODED
+    return frozenset(extension for extension, kind in pil.registered_extensions().items() if kind in kinds)
 
 
 def _images_below(folder: Path) -> Iterator[str]:
@@ -193,16 +187,15 @@ def _images_below(folder: Path) -> Iterator[str]:
 
 
 def _images_in(folder: Path) -> Iterator[str]:
-    names = sorted(entry.name for entry in os.scandir(folder) if _is_image(entry.name) and entry.is_file())
-    return (str(folder / name) for name in names)
+    # macOS leaves "._1.png" next to "1.png" on foreign disks: not an image.
+    shown = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
+    images = (entry for entry in shown if os.path.splitext(entry.name)[1].lower() in _extensions() and entry.is_file())
+    return (str(folder / name) for name in sorted(entry.name for entry in images))
 
 
 def _folders_in(folder: Path) -> list[str]:
-    return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith((".", "__MACOSX")) and not _is_link_cycle(entry)
-    )
+    shown = (entry for entry in os.scandir(folder) if not entry.name.startswith((".", "__MACOSX")))
+    return sorted(entry.name for entry in shown if entry.is_dir() and not _is_link_cycle(entry))
 
 
 def _is_link_cycle(entry: os.DirEntry[str]) -> bool:
@@ -217,24 +210,14 @@ def _class_folders(root: Path) -> list[str]:
             f"Expected class folders in '{root}', received none"
             f"{' (images lie directly in it)' if next(_images_in(root), None) else ''}. {LAYOUT}"
         )
-    return names
-
-
-def _refuse_splits(root: Path, names: Iterable[str]) -> None:
-    """`root/train/cat/1.png` would otherwise be read with the classes "train" and "val"."""
     found = {name.lower(): name for name in names}
-    if len(found) > 1 and set(found) <= _SPLITS:
+    if len(found) > 1 and set(found) <= _SPLITS:  # otherwise they would be the classes "train" and "val"
         first, second = sorted(found, key=lambda name: not name.startswith("train"))[:2]
         raise DataError(
             f"Expected class folders in '{root}', received the splits {', '.join(sorted(found.values()))}. Pass one of "
             f"them: data='{root / found[first]}', val_data='{root / found[second]}'."
         )
-
-
-def _no_images(root: Path) -> str:
-    others = sorted(entry.name for entry in os.scandir(root))[:5]
-    what = f"only other files, such as: {', '.join(others)}" if others else "an empty folder"
-    return f"Expected images in '{root}', received {what}. Files are recognised by their extension (.png, .jpg, ...)."
+    return names
 
 
 def _existing_folder(root: str | Path) -> Path:

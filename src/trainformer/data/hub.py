@@ -88,15 +88,12 @@ def has_state(stream: Any) -> bool:
 
     An HF `IterableDataset` that shuffles in a buffer does not: its `state_dict` lacks the buffer.
     """
-    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not _has_shuffle_buffer(stream)
+    if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
+        return False
+    return not _has_shuffle_buffer(getattr(stream, "_ex_iterable", None))
 
 
-def _has_shuffle_buffer(stream: Any) -> bool:
-    steps = [getattr(stream, "_ex_iterable", None)]
-    while steps:
-        step = steps.pop()
-        if type(step).__name__.startswith("BufferShuffled"):
-            return True
-        steps += [getattr(step, "ex_iterable", None)] if hasattr(step, "ex_iterable") else []
-        steps += list(getattr(step, "ex_iterables", None) or [])
-    return False
+def _has_shuffle_buffer(step: Any) -> bool:
+    inner = [getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or [])]
+    is_buffer = type(step).__name__.startswith("BufferShuffled")
+    return is_buffer or any(_has_shuffle_buffer(part) for part in inner if part is not None)

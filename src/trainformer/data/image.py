@@ -22,14 +22,9 @@ from trainformer.core.errors import DataError, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.data.builtin import builtin_names, load_builtin
 from trainformer.data.fetcher import is_in_memory, tensors_of, unwrap_subsets
-from trainformer.data.folder import (
-    ImageFiles,
-    ImageFolder,
-    has_class_folders,
-    has_images,
-)
+from trainformer.data.folder import ImageFiles, ImageFolder, has_class_folders, has_images
 from trainformer.data.hub import is_hf_saved, load_from_hub, load_hf_saved
-from trainformer.data.labels import label_column, targets_of
+from trainformer.data.labels import LABEL_KEYS_OF_RECORDS, label_column, targets_of
 from trainformer.data.lists import IMAGE_COLUMNS, LABEL_COLUMNS, ImageList, is_list
 from trainformer.data.pixels import ImageTensors, channels_in, image_tensor, tensor_channels, with_channels
 from trainformer.data.tar_shards import is_shard_path
@@ -37,7 +32,6 @@ from trainformer.data.webdataset import LABEL_KEYS, WebDataset
 
 _MAX_SCANNED_BYTES = 4 << 30
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x", "input")
-_LABEL_KEYS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
 
 
 class ImageDataset(Dataset):
@@ -127,7 +121,9 @@ def load_images(path_or_name: str | Path, *, labels: bool | None = None, channel
     if is_hf_saved(path):
         return hf_images(load_hf_saved(path), labels=labels, channels=channels)
     if is_shard_path(path) and not (path.is_dir() and has_images(path)):
-        return _load_shards(path_or_name, labels, channels)
+        stream = WebDataset(path_or_name, channels=channels, label_key=() if labels is False else LABEL_KEYS)
+        is_small = sum(os.path.getsize(shard) for shard in stream.shards) <= _MAX_SCANNED_BYTES
+        return stream.scan() if is_small else stream
     if labels is None:
         labels = has_class_folders(path_or_name)
     return ImageFolder(path_or_name, channels) if labels else ImageFiles(path_or_name, channels)
@@ -139,17 +135,8 @@ def _refuse_misspelt_name(name: str | Path) -> None:
         kinds = {f"{known}:{rest}": known for known in _NAMED} if colon and kind not in builtin_names() else {}
         close = did_you_mean(name, [*builtin_names(), *kinds])
         if close:
-            known = ", ".join(map(repr, builtin_names()))
-            raise DataError(
-                expected("a folder of images or a built-in dataset", name, f"{close} Built-in datasets: {known}.")
-            )
-
-
-def _load_shards(urls: str | Path, labels: bool | None, channels: int | None) -> WebDataset:
-    stream = WebDataset(urls, channels=channels, label_key=() if labels is False else LABEL_KEYS)
-    if sum(os.path.getsize(shard) for shard in stream.shards) <= _MAX_SCANNED_BYTES:
-        stream.scan()
-    return stream
+            do = f"{close} Built-in datasets: {', '.join(map(repr, builtin_names()))}."
+            raise DataError(expected("a folder of images or a built-in dataset", name, do))
 
 
 # -- HF datasets -------------------------------------------------------------------------------------------
@@ -167,9 +154,8 @@ def hf_images(dataset: Any, *, labels: bool | None = None, channels: int | None 
     """
     features = dataset.features
     images = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
-    image = next(
-        (name for name in IMAGE_COLUMNS if name in (images or features)), images[0] if len(images) == 1 else None
-    )
+    common = (name for name in IMAGE_COLUMNS if name in (images or features))
+    image = next(common, images[0] if len(images) == 1 else None)
     if image is None:
         what = "one column of images" if images else "a column of images"
         raise DataError(expected(what, images or list(features), "Rename the column you mean to 'image'."))
@@ -230,12 +216,8 @@ def _torchvision_options(kind: Any, split: str, options: dict[str, Any]) -> dict
         chosen["split"] = split
     elif split:
         raise DataError(expected(f"no split, since torchvision's {kind.__name__} has none", split))
-    needed = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    missing = [name for name in needed if name not in chosen]
+    needed = [p for p in parameters.values() if p.default is p.empty]
+    missing = [p.name for p in needed if p.name not in chosen and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if missing:
         raise DataError(
             f"Expected a torchvision dataset that needs only its name, received {kind.__name__}, which "
@@ -262,7 +244,7 @@ def split_sample(sample: Any) -> tuple[Any, Any]:
         image = next((key for key in _IMAGE_KEYS if key in sample), None)
         if image is None:
             raise DataError(expected(f"a sample with one of the keys {', '.join(_IMAGE_KEYS)}", list(sample)))
-        label = next((key for key in _LABEL_KEYS if key in sample), None)
+        label = next((key for key in LABEL_KEYS_OF_RECORDS if key in sample), None)
         return sample[image], None if label is None else sample[label]
     if isinstance(sample, tuple | list):
         if not sample:

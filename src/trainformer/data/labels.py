@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ HF_STREAM = "datasets.iterable_dataset.IterableDataset"
 
 _LABEL_ATTRIBUTES = ("targets", "labels", "y", "_labels")  # the last is torchvision's Food101, Flowers102 and others
 _SAMPLE_ATTRIBUTES = ("samples", "imgs", "_samples")  # lists of (path, label): ImageFolder; torchvision's GTSRB
-_LABEL_COLUMNS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
+LABEL_KEYS_OF_RECORDS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
 _MAX_CLASSES = 10_000_000  # larger integers are identifiers; counting them would take 80 MB and more
 
 
@@ -52,40 +53,37 @@ class Targets:
 
 def targets_of(dataset: Any) -> Targets:
     """All a dataset knows about its targets; `labels_of` and `extract_info` are the public functions."""
-    if is_subset(dataset):
-        return _select(targets_of(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64))
+    if is_subset(dataset):  # which has all classes of the whole dataset, even without samples of them
+        whole, indices = targets_of(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
+        labels = None if whole.labels is None else whole.labels[indices]
+        continuous = None if whole.continuous is None else whole.continuous[indices]
+        return replace(whole, labels=labels, continuous=continuous)
     if is_instance_of(dataset, CONCATENATION):
         return _concatenate([targets_of(part) for part in dataset.datasets])
     labels, continuous, names = None, None, _class_names(dataset)
     if is_stream(dataset):
         pass  # only reading it would tell
     elif is_instance_of(dataset, HF_DATASET):
-        labels = _column_labels(dataset)
+        column = label_column(dataset.features)
+        if column is not None:
+            # Selecting the column first leaves images and texts unread; "arrow" bypasses a transform of the user.
+            values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
+            labels = None if values.null_count else _as_labels(values.to_numpy(), len(dataset))
     else:
         stored = _stored_labels(dataset)
         if stored is not None:
             labels = _after_target_transform(dataset, stored)
             names = names if np.array_equal(labels, stored) else None  # names of the untransformed labels
-        elif is_instance_of(dataset, TENSORS) and len(dataset.tensors) > 1:
-            labels, continuous = _tensor_targets(_target_tensor(dataset.tensors))
+        elif is_instance_of(dataset, TENSORS):
+            labels, continuous = _array_targets(dataset.tensors)
         elif isinstance(dataset, ArrayDataset):
             labels, continuous = _array_targets(dataset.arrays)
     return Targets(labels, continuous, names, _number_of_classes(dataset, labels, names))
 
 
-def _select(targets: Targets, indices: np.ndarray) -> Targets:
-    """A subset has all classes of the whole dataset, even without samples of them."""
-    return replace(
-        targets,
-        labels=None if targets.labels is None else targets.labels[indices],
-        continuous=None if targets.continuous is None else targets.continuous[indices],
-    )
-
-
 def _concatenate(parts: Sequence[Targets]) -> Targets:
     names = [part.names for part in parts]
-    numbers = [part.num_classes for part in parts]
-    known = [number for number in numbers if number is not None]
+    known = [part.num_classes for part in parts if part.num_classes is not None]
     return Targets(
         labels=concatenated([part.labels for part in parts]),
         continuous=concatenated([part.continuous for part in parts]),
@@ -114,7 +112,8 @@ def _number_of_classes(dataset: Any, labels: np.ndarray | None, names: list[str]
 
 
 def _class_names(dataset: Any) -> list[str] | None:
-    features = getattr(dataset, "features", None) if _comes_from(dataset, "datasets") else None
+    is_hf = any(kind.__module__.split(".")[0] == "datasets" for kind in type(dataset).__mro__)
+    features = getattr(dataset, "features", None) if is_hf else None
     if isinstance(features, Mapping):
         column = label_column(features)
         names = None if column is None else getattr(features[column], "names", None)
@@ -131,12 +130,10 @@ def _stored_labels(dataset: Any) -> np.ndarray | None:
     size = length(dataset)
     if size is None:
         return None
-    for name in _LABEL_ATTRIBUTES:
-        labels = _as_labels(getattr(dataset, name, None), size)
-        if labels is not None:
-            return labels
-    for name in _SAMPLE_ATTRIBUTES:
-        labels = _as_labels(_labels_in(getattr(dataset, name, None)), size)
+    stored = (getattr(dataset, name, None) for name in _LABEL_ATTRIBUTES)
+    listed = (_labels_in(getattr(dataset, name, None)) for name in _SAMPLE_ATTRIBUTES)
+    for values in chain(stored, listed):
+        labels = _as_labels(values, size)
         if labels is not None:
             return labels
     return _as_labels(_labels_in(dataset), size)
@@ -150,8 +147,8 @@ def _labels_in(samples: Any) -> list[Any] | None:
     for sample in samples:
         if (isinstance(sample, tuple | list) or _holds_objects(sample)) and len(sample) == 2:
             found.append(sample[1])
-        elif isinstance(sample, Mapping) and any(name in sample for name in _LABEL_COLUMNS):
-            found.append(next(sample[name] for name in _LABEL_COLUMNS if name in sample))
+        elif isinstance(sample, Mapping) and any(name in sample for name in LABEL_KEYS_OF_RECORDS):
+            found.append(next(sample[name] for name in LABEL_KEYS_OF_RECORDS if name in sample))
         else:
             return None
     return found
@@ -178,25 +175,23 @@ def _after_target_transform(dataset: Any, labels: np.ndarray) -> np.ndarray:
     return labels if shown is None else shown[inverse]
 
 
-def _target_tensor(tensors: Sequence[Any]) -> Any:
-    """The last tensor, or the one before a boolean query mask."""
-    marked = len(tensors) == 3 and str(tensors[-1].dtype) in ("torch.bool", "bool")
-    return tensors[-2] if marked else tensors[-1]
-
-
 def _array_targets(arrays: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The last of several arrays, as with tensors; of named arrays the one with a common label name."""
+    """Labels or continuous targets among arrays or tensors: the one with a common label name, or the last of several.
+
+    A boolean mask of queries may follow it.
+    """
+    target = None
     if isinstance(arrays, Mapping):
-        name = next((name for name in _LABEL_COLUMNS if name in arrays), None)
-        return (None, None) if name is None else _tensor_targets(arrays[name])
-    return _tensor_targets(_target_tensor(arrays)) if isinstance(arrays, tuple) and len(arrays) > 1 else (None, None)
-
-
-def _tensor_targets(tensor: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    array = _as_array(tensor)
-    if array is not None and array.dtype.kind == "f" and array.ndim in (1, 2):
+        target = next((arrays[name] for name in LABEL_KEYS_OF_RECORDS if name in arrays), None)
+    elif isinstance(arrays, tuple) and len(arrays) > 1:
+        is_marked = len(arrays) == 3 and str(arrays[-1].dtype) in ("torch.bool", "bool")
+        target = arrays[-2] if is_marked else arrays[-1]
+    array = _as_array(target)
+    if array is None:
+        return None, None
+    if array.dtype.kind == "f" and array.ndim in (1, 2):
         return None, array.astype(np.float64)
-    return _as_labels(array, len(tensor)), None
+    return _as_labels(array, len(array)), None
 
 
 def _as_labels(values: Any, size: int) -> np.ndarray | None:
@@ -223,25 +218,13 @@ def _as_array(values: Any) -> np.ndarray | None:
         return None
 
 
-# -- HF datasets -------------------------------------------------------------------------------------------
-
-
 def label_column(features: Mapping[str, Any]) -> str | None:
     """An integer column with a common label name, else the only column with class names."""
-    for name in _LABEL_COLUMNS:
+    for name in LABEL_KEYS_OF_RECORDS:
         if str(getattr(features.get(name), "dtype", "")).startswith(("int", "uint", "bool")):
             return name
     named = [name for name, feature in features.items() if getattr(feature, "names", None)]
     return named[0] if len(named) == 1 else None
-
-
-def _column_labels(dataset: Any) -> np.ndarray | None:
-    column = label_column(dataset.features)
-    if column is None:
-        return None
-    # Selecting the column first leaves images and texts unread; "arrow" bypasses a transform of the user.
-    values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
-    return None if values.null_count else _as_labels(values.to_numpy(), len(dataset))
 
 
 # -- kinds of dataset --------------------------------------------------------------------------------------
@@ -260,10 +243,6 @@ def qualified_name(kind: type) -> str:
 def is_subset(dataset: Any) -> bool:
     """Whether a dataset is a `Subset`, ours or torch's, or a subclass."""
     return isinstance(dataset, Subset) or is_instance_of(dataset, SUBSET)
-
-
-def _comes_from(value: Any, package: str) -> bool:
-    return any(kind.__module__.split(".")[0] == package for kind in type(value).__mro__)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -5,19 +5,16 @@ Only the list is read up front; an image is decoded when its sample is read.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-from torch.utils.data import Dataset
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.data.folder import decode_image, read_image
+from trainformer.data.folder import LabelledFiles, decode_image, read_image
 from trainformer.data.text.tables import read_csv
 
 if TYPE_CHECKING:
@@ -35,7 +32,7 @@ _MAX_CHECKED = 10_000  # files checked up front: about 50 ms on a local disk
 _NUMBER = re.compile(r"[+-]?\d+(\.0*)?")
 
 
-class ImageList(Dataset):
+class ImageList(LabelledFiles):
     """Images from a list file: ``(image, label)``, or ``(image, None)`` for a list without labels.
 
     The file is `.csv`, `.tsv`, `.json` (a list of records), `.jsonl` or `.parquet`. Columns are found by common names
@@ -45,10 +42,6 @@ class ImageList(Dataset):
 
     The first 10,000 files are checked at once, so that a wrong `root` is an error before training.
     """
-
-    classes: list[str]
-    class_to_idx: dict[str, int]
-    targets: list[int]
 
     def __init__(
         self,
@@ -61,52 +54,52 @@ class ImageList(Dataset):
         self.path = _existing_file(path)
         self.root = self.path.parent if root is None else Path(root).expanduser()
         self.channels = channels
-        table = _read_table(self.path)
-        if not table.size:
+        suffix = self.path.suffix.lower()
+        try:
+            columns, class_names = _READERS[suffix](self.path)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            what = f"a list that can be read as {suffix}"
+            raise DataError(f"Expected {what}, received '{self.path}': {error}.") from error
+        size = len(next(iter(columns.values()), ()))
+        if not size:
             raise DataError(f"Expected at least one image in the list '{self.path}', received an empty list.")
-        self.image_key = _column(table.columns, image_key, IMAGE_COLUMNS, "image", self.path)
-        self.label_key = None if label_key is False else _label_column(table.columns, label_key, self.path)
-        labels: Sequence[int | None] = [None] * table.size
+        self.image_key = _column(columns, image_key, IMAGE_COLUMNS, "image", self.path)
+        found = None if label_key is False else _column(columns, label_key, LABEL_COLUMNS, "label", self.path)
+        self.label_key = found
+        labels: Sequence[int | None] = [None] * size
         if self.label_key is not None:
-            self.targets, names = _numbered(table.columns[self.label_key], f"'{self.label_key}' of '{self.path}'")
-            names = names or table.class_names.get(self.label_key)
+            self.targets, names = _numbered(columns[self.label_key], f"'{self.label_key}' of '{self.path}'")
+            names = names or class_names.get(self.label_key)
             labels = self.targets
             # Absent rather than None for integer labels, so that hasattr() works.
             if names is not None:
                 self.classes, self.class_to_idx = names, {name: number for number, name in enumerate(names)}
-        self._encoded = _encoded_images(table.columns[self.image_key])
-        locations = self._locations(table.columns[self.image_key])
-        self.samples: list[tuple[str, int | None]] = list(zip(locations, labels, strict=True))
-        if self._encoded is None:
+        column = columns[self.image_key]
+        kind = str(getattr(column, "type", ""))
+        holds_images = kind in ("binary", "large_binary") or (kind.startswith("struct<") and "bytes:" in kind)
+        self._encoded = column if holds_images else None  # the images, unless the column has their paths
+        if holds_images:
+            locations = self._stored_locations(column)
+        else:
+            paths = _paths(column, f"'{self.image_key}' of '{self.path}'")
+            locations = [os.path.join(self.root, path) for path in paths]
             self._check_files(locations)
-
-    def __len__(self) -> int:
-        return len(self.samples)
+        self.samples = list(zip(locations, labels, strict=True))
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int | None]:
         place, label = self.samples[index]
-        data = None if self._encoded is None else self._encoded.data(index)
-        if data is None:
+        data = None if self._encoded is None else _stored_image(self._encoded[index])[0]
+        if data is None or not data.is_valid:
             return read_image(place, self.channels), label
-        return decode_image(data, self.channels, f"the image {place} of '{self.path}'"), label
+        return decode_image(data.as_py(), self.channels, f"the image {place} of '{self.path}'"), label
 
-    def remap_classes(self, classes: Sequence[str]) -> ImageList:
-        """A copy with labels that index another list of classes."""
-        other = copy.copy(self)
-        numbers = {name: index for index, name in enumerate(classes)}
-        other.targets = [numbers[self.classes[label]] for label in self.targets]
-        other.samples = [(place, label) for (place, _), label in zip(self.samples, other.targets, strict=True)]
-        other.classes, other.class_to_idx = list(classes), numbers
-        return other
-
-    def _locations(self, column: Any) -> list[str]:
-        """The path of every image, or a description of one that is stored in the list."""
-        if self._encoded is None:
-            return [os.path.join(self.root, path) for path in _paths(column, f"'{self.image_key}' of '{self.path}'")]
+    def _stored_locations(self, column: Any) -> list[str]:
+        """A description of every image that is stored in the list, or its path."""
         locations = []
-        for row in range(len(column)):
-            name = self._encoded.path(row)
-            if not self._encoded.has_data(row):
+        for row, value in enumerate(column):
+            data, path = _stored_image(value)
+            name = None if path is None else path.as_py()
+            if data is None or not data.is_valid:
                 if not name:
                     where = f"row {row} of '{self.path}'"
                     raise DataError(f"Expected an image in {where}, received neither its bytes nor a path.")
@@ -129,32 +122,22 @@ class ImageList(Dataset):
 # -- columns -----------------------------------------------------------------------------------------------
 
 
-def _column(columns: Mapping[str, Any], name: str | None, common: Sequence[str], what: str, path: Path) -> str:
+def _column(columns: Mapping[str, Any], name: str | None, common: Sequence[str], what: str, path: Path) -> Any:
+    """The named column, else one with a common name; None if there are no labels."""
     has = f"'{path}' has the columns: {', '.join(map(repr, columns))}."
     if name is not None:
         if name not in columns:
-            raise DataError(
-                expected(f"{what}_key to be a column", name, f"{did_you_mean(name, columns)} {has}".strip())
-            )
+            do = f"{did_you_mean(name, columns)} {has}".strip()
+            raise DataError(expected(f"{what}_key to be a column", name, do))
         return name
-    found = _common_column(columns, common)
-    if found is None:
+    by_name = {name.strip().lower(): name for name in reversed(list(columns))}
+    found = next((by_name[name] for name in common if name in by_name), None)
+    if found is None and what == "image":
         raise DataError(
             f"Expected a column of {what}s with a common name ({', '.join(common[:6])}, ...), received none. {has} "
             f"Pass {what}_key='...'; the first row of a CSV file must name the columns."
         )
     return found
-
-
-def _label_column(columns: Mapping[str, Any], name: str | None, path: Path) -> str | None:
-    if name is None:
-        return _common_column(columns, LABEL_COLUMNS)
-    return _column(columns, name, LABEL_COLUMNS, "label", path)
-
-
-def _common_column(columns: Iterable[str], common: Sequence[str]) -> str | None:
-    by_name = {name.strip().lower(): name for name in reversed(list(columns))}
-    return next((by_name[name] for name in common if name in by_name), None)
 
 
 def _paths(column: Any, where: str) -> list[str]:
@@ -184,21 +167,12 @@ def _numbered(column: Any, where: str) -> tuple[list[int], list[str] | None]:
     if str in kinds and len(kinds) > 1:
         name = next(value for value in values if isinstance(value, str))
         other = next(value for value in values if not isinstance(value, str))
-        raise DataError(
-            expected(f"labels of one kind in {where}", f"{name!r} and {other!r}", "Use names or integers for all.")
-        )
+        both = f"{name!r} and {other!r}"
+        raise DataError(expected(f"labels of one kind in {where}", both, "Use names or integers for all."))
     if str in kinds and not all(_NUMBER.fullmatch(value) for value in values):
-        return _from_names(values)
-    return _from_numbers(values, where), None
-
-
-def _from_names(values: Sequence[str]) -> tuple[list[int], list[str]]:
-    names = sorted(set(values))
-    numbers = {name: number for number, name in enumerate(names)}
-    return [numbers[value] for value in values], names
-
-
-def _from_numbers(values: Sequence[Any], where: str) -> list[int]:
+        names = sorted(set(values))
+        indices = {name: index for index, name in enumerate(names)}
+        return [indices[value] for value in values], names
     numbers = []
     for value in values:
         try:
@@ -206,68 +180,24 @@ def _from_numbers(values: Sequence[Any], where: str) -> list[int]:
         except (TypeError, ValueError):
             whole = False
         if not whole:
-            raise DataError(
-                expected(f"integers from 0, or names, as labels in {where}", value, "Pass label_key='...'.")
-            )
+            what = f"integers from 0, or names, as labels in {where}"
+            raise DataError(expected(what, value, "Pass label_key='...'."))
         numbers.append(int(value.partition(".")[0]) if isinstance(value, str) else int(value))
-    return numbers
+    return numbers, None
 
 
-# -- images stored in the list ------------------------------------------------------------------------------
-
-
-class _EncodedImages:
-    """A column of encoded images, or of records {"bytes", "path"} as HF `datasets` writes them."""
-
-    def __init__(self, column: Any) -> None:
-        kind = column.type
-        fields = [kind.field(i).name for i in range(kind.num_fields)]
-        self._column = column
-        self._in_records = "bytes" in fields
-        self._has_paths = "path" in fields
-
-    def data(self, row: int) -> bytes | None:
-        """The encoded image, or None if there is only a path."""
-        value = self._column[row]
-        return (value["bytes"] if self._in_records and value.is_valid else value).as_py()
-
-    def has_data(self, row: int) -> bool:
-        value = self._column[row]
-        return bool(value.is_valid and (not self._in_records or value["bytes"].is_valid))
-
-    def path(self, row: int) -> str | None:
-        value = self._column[row]
-        return value["path"].as_py() if self._has_paths and value.is_valid else None
-
-
-def _encoded_images(column: Any) -> _EncodedImages | None:
-    """The images of a column, unless it holds paths."""
-    kind = str(getattr(column, "type", ""))
-    holds_images = kind in ("binary", "large_binary") or (kind.startswith("struct<") and "bytes:" in kind)
-    return _EncodedImages(column) if holds_images else None
+def _stored_image(value: Any) -> tuple[Any, Any]:
+    """The Arrow scalars (or None) of bytes and path: of an encoded image, or of a record as HF `datasets` writes it."""
+    if not str(value.type).startswith("struct<"):
+        return value, None
+    return (value.get("bytes"), value.get("path")) if value.is_valid else (None, None)
 
 
 # -- files -------------------------------------------------------------------------------------------------
 
 
-class _Table(NamedTuple):
-    """Columns by name, the number of rows, and class names the file declares for a column."""
-
-    columns: Mapping[str, Any]
-    size: int
-    class_names: Mapping[str, list[str]]
-
-
-def _read_table(path: Path) -> _Table:
-    suffix = path.suffix.lower()
-    try:
-        return _READERS[suffix](path)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"Expected a list that can be read as {suffix}, received '{path}': {error}.") from error
-
-
-def _read_csv(path: Path) -> _Table:
-    return _from_records(read_csv(path).records, path)
+# Columns by name, and class names the file declares for a column.
+_Table = tuple[Mapping[str, Any], Mapping[str, list[str]]]
 
 
 def _read_json_lines(path: Path) -> _Table:
@@ -281,10 +211,9 @@ def _read_json(path: Path) -> _Table:
         content = json.loads(text)
     except json.JSONDecodeError:
         return _read_json_lines(path)  # often named .json too
-    if isinstance(content, Mapping) and content and all(isinstance(column, list) for column in content.values()):
-        lengths = {len(column) for column in content.values()}
-        if len(lengths) == 1:
-            return _Table(content, lengths.pop(), {})
+    columns = list(content.values()) if isinstance(content, Mapping) else []
+    if all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1:
+        return content, {}
     return _from_records(content, path)
 
 
@@ -295,7 +224,7 @@ def _from_records(records: Any, path: Path) -> _Table:
             '{"image": "cat/1.png", "label": "cat"}, received something else.'
         )
     names = list(dict.fromkeys(name for record in records for name in record))
-    return _Table({name: [record.get(name) for record in records] for name in names}, len(records), {})
+    return {name: [record.get(name) for record in records] for name in names}, {}
 
 
 def _read_parquet(path: Path) -> _Table:
@@ -310,20 +239,16 @@ def _read_parquet(path: Path) -> _Table:
         column = table.column(name)
         is_image = str(column.type).startswith(("struct<", "binary", "large_binary"))
         columns[name] = column if is_image else column.to_pylist()
-    return _Table(columns, table.num_rows, _declared_names(table.schema.metadata or {}))
-
-
-def _declared_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
-    """Class names in the metadata HF `datasets` writes."""
-    try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return {name: list(kind["names"]) for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
+    try:  # the metadata HF `datasets` writes
+        features = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]
+        names = {name: list(kind["names"]) for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
-        return {}
+        names = {}
+    return columns, names
 
 
 _READERS: dict[str, Callable[[Path], _Table]] = {
-    **dict.fromkeys((".csv", ".tsv", ".tab"), _read_csv),
+    **dict.fromkeys((".csv", ".tsv", ".tab"), lambda path: _from_records(read_csv(path).records, path)),
     **dict.fromkeys((".jsonl", ".ndjson"), _read_json_lines),
     ".json": _read_json,
     **dict.fromkeys((".parquet", ".pq"), _read_parquet),

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainformer.core.errors import DataError
 from trainformer.core.types import HostBatch, Origin
 from trainformer.data.fetcher import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.hub import has_state
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
-from trainformer.data.sharding import WHOLE, Shard, batch_length, check_sliceable, is_sharded, unsharded
-from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch, require_samples
+from trainformer.data.sharding import WHOLE, Shard, batch_length, is_sharded, unsharded
+from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch
 
 logger = logging.getLogger("trainformer")
 
@@ -60,12 +60,13 @@ class DatasetSource(MapStyleSource):
         skip_bad: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
-        require_samples(dataset)
-        rows = tensor_rows(dataset) if collate is None else None
+        tensors = tensors_of(unwrap_subsets(dataset)[0]) if collate is None else None
+        rows = None if tensors is None else partial(_select, tensors)
         fetch = Fetcher(dataset, collate or default_collate, seed, skip_bad, rows)
         super().__init__(dataset, batch_size, fetch, shuffle=shuffle, sampler=sampler, drop_last=drop_last, shard=shard)
         self.num_workers = default_num_workers(dataset) if num_workers is None else num_workers
-        self._plan = _EpochPlan()
+        # What the workers read. The epoch is part of the index, since workers persist across epochs.
+        self._plan: list[tuple[int, np.ndarray]] = []
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
         self._loader: DataLoader | None = None
@@ -77,7 +78,7 @@ class DatasetSource(MapStyleSource):
             return
         done = restarts = 0
         while done < len(chunks):
-            self._plan.set(epoch, chunks[done:])
+            self._plan[:] = [(epoch, chunk) for chunk in chunks[done:]]
             self._loader = self._loader or self._make_loader()
             iterator = _iter_without_sigchld_handler(self._loader)
             try:
@@ -104,7 +105,7 @@ class DatasetSource(MapStyleSource):
 
     def _make_loader(self) -> DataLoader:
         return DataLoader(
-            _BatchFetcher(self._fetch),
+            self._fetch,  # type: ignore[arg-type]
             sampler=self._plan,
             batch_size=None,
             collate_fn=_identity,
@@ -115,12 +116,6 @@ class DatasetSource(MapStyleSource):
             # Without it torch draws a seed from the global generator, which changes every later draw.
             generator=torch.Generator().manual_seed(self.seed),
         )
-
-
-def tensor_rows(dataset: Any) -> Callable[[np.ndarray], Any] | None:
-    """A function that indexes whole batches out of a `TensorDataset` (or a subset of one); None for other datasets."""
-    tensors = tensors_of(unwrap_subsets(dataset)[0])
-    return None if tensors is None else partial(_select, tensors)
 
 
 def _select(tensors: Sequence[torch.Tensor], indices: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -158,33 +153,6 @@ def _has_dead_worker(iterator: Any) -> bool:
             time.sleep(0.05)
         except RuntimeError:  # torch's SIGCHLD handler, if another loader has set it: a worker was killed
             return True
-
-
-class _EpochPlan(Sampler[tuple[int, np.ndarray]]):
-    """Tells the workers what to read. The epoch is part of the index, since workers persist across epochs."""
-
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._chunks: list[np.ndarray] = []
-
-    def set(self, epoch: int, chunks: list[np.ndarray]) -> None:
-        self._epoch, self._chunks = epoch, chunks
-
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        return ((self._epoch, chunk) for chunk in self._chunks)
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-
-class _BatchFetcher(Dataset):
-    """The fetcher as a dataset for workers: one index is a whole batch."""
-
-    def __init__(self, fetch: Fetcher) -> None:
-        self._fetch = fetch
-
-    def __getitem__(self, index: tuple[int, np.ndarray]) -> Fetched:
-        return self._fetch(*index, in_worker=True)
 
 
 def default_num_workers(dataset: Any) -> int:
@@ -260,13 +228,7 @@ class LoaderSource:
             size = self._count(data)
             batch = HostBatch(data, size, 0, Origin(self.seed, epoch, np.arange(position, position + size)))
             position += size
-            if self.shard.is_whole:
-                yield batch
-            elif self.is_sharded:
-                yield batch._replace(consumed=size * self.shard.count)
-            else:
-                check_sliceable(batch)
-                yield self.shard.slice(batch)
+            yield self.shard.of_loaded(batch, self.is_sharded)
 
 
 class StatefulLoaderSource(LoaderSource):
@@ -276,7 +238,8 @@ class StatefulLoaderSource(LoaderSource):
 
     @property
     def _stateful(self) -> Any:
-        return self.loader
+        """The loader, or the stream that a plain `DataLoader` reads in this process."""
+        return self.loader if has_state(self.loader) else self.loader.dataset  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         return self._stateful.state_dict()
@@ -303,14 +266,6 @@ class StatefulLoaderSource(LoaderSource):
         yield from super().batches(epoch, batch, position)
 
 
-class StatefulStreamSource(StatefulLoaderSource):
-    """An iterable-style dataset that saves and restores its own position, read in this process."""
-
-    @property
-    def _stateful(self) -> Any:
-        return self.loader.dataset  # type: ignore[attr-defined]
-
-
 def loader_source(
     loader: Iterable[Any], seed: int, count: CountSamples | None = None, shard: Shard = WHOLE
 ) -> LoaderSource:
@@ -331,5 +286,5 @@ def stream_source(
     if not shard.is_whole:
         dataset = unsharded(dataset)
     loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
-    kind = StatefulStreamSource if has_state(dataset) and num_workers == 0 else LoaderSource
+    kind = StatefulLoaderSource if has_state(dataset) and num_workers == 0 else LoaderSource
     return kind(loader, seed, shard=shard)

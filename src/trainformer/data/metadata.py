@@ -84,35 +84,26 @@ def extract_info(dataset: Any) -> DatasetInfo:
     info = DatasetInfo(num_samples=length(dataset) or 0)
     info.num_classes, info.class_names = targets.num_classes, targets.names
     if targets.labels is not None and targets.num_classes is not None:
-        info.class_counts = _count(targets.labels, targets.num_classes)
+        if targets.labels.size and targets.labels.max() >= targets.num_classes:
+            what = f"labels from 0 to {targets.num_classes - 1} in a dataset of {targets.num_classes} classes"
+            do = "Number labels from 0, and let `classes` (or `num_classes`) cover all of them."
+            raise DataError(expected(what, int(targets.labels.max()), do))
+        info.class_counts = np.bincount(targets.labels, minlength=targets.num_classes).tolist()
     if targets.continuous is not None and targets.continuous.size:
         values = targets.continuous
         info.num_targets = 1 if values.ndim == 1 else values.shape[1]
         info.target_mean, info.target_std = float(values.mean()), float(values.std())
     if is_stream(dataset):
-        _read_stream_attributes(dataset, info)
+        counts, shape = getattr(dataset, "class_counts", None), getattr(dataset, "input_shape", None)
+        info.class_counts = list(counts) if isinstance(counts, list | tuple) else None
+        info.input_shape = tuple(shape) if isinstance(shape, list | tuple) else None
     elif info.num_samples:
         sample = _first_sample(dataset)
-        info.input_shape = _shape(_input_of(sample))
-        info.max_length = _max_length(dataset, sample)
+        info.input_shape = _input_shape(sample)
+        # The longest sequence if lengths are known without loading samples, else the length of the first one.
+        lengths = _token_lengths(dataset)
+        info.max_length = int(lengths.max()) if lengths is not None and lengths.size else _token_length(sample)
     return info
-
-
-def _read_stream_attributes(stream: Any, info: DatasetInfo) -> None:
-    counts, shape = getattr(stream, "class_counts", None), getattr(stream, "input_shape", None)
-    info.class_counts = list(counts) if isinstance(counts, list | tuple) else None
-    info.input_shape = tuple(shape) if isinstance(shape, list | tuple) else None
-
-
-def _count(labels: np.ndarray, num_classes: int) -> list[int]:
-    if labels.size and labels.max() >= num_classes:
-        what = f"labels from 0 to {num_classes - 1} in a dataset of {num_classes} classes"
-        do = "Number labels from 0, and let `classes` (or `num_classes`) cover all of them."
-        raise DataError(expected(what, int(labels.max()), do))
-    return np.bincount(labels, minlength=num_classes).tolist()
-
-
-# -- the first sample --------------------------------------------------------------------------------------
 
 
 def _first_sample(dataset: Any) -> Any:
@@ -128,15 +119,10 @@ def _first_sample(dataset: Any) -> Any:
             raise DataError(expected(what, error, "Read dataset[0] yourself to see where it fails.")) from error
 
 
-def _input_of(sample: Any) -> Any:
-    if isinstance(sample, tuple | list) and len(sample) > 0:
-        sample = sample[0]
-    if isinstance(sample, Mapping):
-        return next((sample[key] for key in _INPUT_KEYS if key in sample), None)
-    return sample
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
+def _input_shape(sample: Any) -> tuple[int, ...] | None:
+    value = sample[0] if isinstance(sample, tuple | list) and len(sample) > 0 else sample
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in _INPUT_KEYS if key in value), None)
     if is_instance_of(value, "PIL.Image.Image"):
         return (len(value.getbands()), value.height, value.width)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -147,17 +133,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     # Integers of another rank are tokens or indices, whose number says nothing about a model's input.
     is_input = len(shape) == 3 or (len(shape) > 0 and "float" in str(value.dtype))
     return shape if is_input else None
-
-
-# -- lengths of sequences ----------------------------------------------------------------------------------
-
-
-def _max_length(dataset: Any, sample: Any) -> int | None:
-    """The longest sequence if lengths are known without loading samples, else the length of the first one."""
-    lengths = _token_lengths(dataset)
-    if lengths is not None and lengths.size:
-        return int(lengths.max())
-    return _token_length(sample)
 
 
 def _token_lengths(dataset: Any) -> np.ndarray | None:

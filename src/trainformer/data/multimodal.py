@@ -7,13 +7,13 @@ Records are parsed and images decoded when a sample is read; of a JSON Lines fil
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
@@ -30,7 +30,8 @@ from trainformer.data.text.sources import load_text
 from trainformer.data.text.tables import JSON, MAX_PARSED_BYTES, RecordList, location_of, normalize_index
 from trainformer.data.webdataset import WebDataset
 
-logger = logging.getLogger("trainformer")
+if TYPE_CHECKING:
+    from PIL import Image
 
 IMAGE_MARK = "<image>"  # the placeholder of an image in a text, as in LLaVA
 TEXT_COLUMNS = ("text", "caption", "captions", "texts", "sentence", "sentences", "title", "alt_text", "description")
@@ -90,7 +91,10 @@ class ImageTextDataset(Dataset):
         if not len(self._records):
             raise DataError(f"Expected at least one record in '{path}', received none.")
         self._reader = RecordReader(image_key, text_key)
-        self.has_several_captions = self._check_first()
+        # Check the first records without decoding images; HF datasets, without `location`, would decode one for each.
+        count = _CHECKED if hasattr(self._records, "location") else 1
+        items = [self._converted(index, self._find) for index in range(min(len(self), count))]
+        self.has_several_captions = any("captions" in item for item in items)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -116,13 +120,6 @@ class ImageTextDataset(Dataset):
             return self._reader.item(record, opener)
         except DataError as error:
             raise DataError(f"{self.location(index)}: {error}") from error.__cause__
-
-    def _check_first(self) -> bool:
-        """Check the first records without decoding images; whether any has several captions."""
-        # HF datasets, which have no `location`, would decode an image for each record.
-        count = _CHECKED if hasattr(self._records, "location") else 1
-        items = [self._converted(index, self._find) for index in range(min(len(self), count))]
-        return any("captions" in item for item in items)
 
     def _open(self, image: Any) -> Any:
         """The image of a record: a path, an image, or encoded bytes as in HF datasets."""
@@ -167,9 +164,8 @@ class ImageTextStream(WebDataset):
     ) -> None:
         if image_dir is not None:
             raise BadArgument(expected("no image_dir with tar shards, which contain their images", str(image_dir)))
-        super().__init__(urls, label_key=("txt", "text", "caption", "json"), **options)
+        super().__init__(urls, **options | {"label_key": ("txt", "text", "caption", "json"), "channels": 3})
         self._reader = RecordReader(image_key, text_key)
-        self._text_key = text_key
         self.has_several_captions = "captions" in self.first()
 
     def scan(self) -> ImageTextStream:
@@ -185,18 +181,11 @@ class ImageTextStream(WebDataset):
                 item["text"] = item["captions"][key % len(item["captions"])]
             yield identity, item
 
-    def _read(self, raw: RawSample) -> Any:
+    def _item(self, image: Image.Image, raw: RawSample) -> dict[str, Any]:
         try:
-            data = next(raw.files[key] for key in self.image_keys if key in raw.files)
-            image = decode_image(data, 3, self._where(raw))
             return self._reader.item({**self._record(raw), self._reader.image_key: image}, lambda found: found)
         except DataError as error:
-            where = self._where(raw)
-            located = error if where in str(error) else DataError(f"{where}: {error}")
-            if not self.skip_bad:
-                raise located from error.__cause__
-            logger.warning("skipping a sample: %s", located)
-            return None
+            raise DataError(f"{self._where(raw)}: {error}") from error.__cause__
 
     def _record(self, raw: RawSample) -> dict[str, Any]:
         """The fields of the JSON file and the text file; the text file wins."""
@@ -207,16 +196,16 @@ class ImageTextStream(WebDataset):
                 value = json.loads(text) if ending == "json" else text.strip()
             except ValueError as error:
                 raise DataError(f"Expected UTF-8 text or JSON in '.{ending}', received: {error}.") from error
-            record |= value if isinstance(value, Mapping) else {self._text_key: value}
+            record |= value if isinstance(value, Mapping) else {self._reader.text_key: value}
         return record
 
 
+@dataclass(frozen=True)
 class RecordReader:
     """Converts records to items. The caller passes the function that opens an image."""
 
-    def __init__(self, image_key: str, text_key: str) -> None:
-        self.image_key = image_key
-        self.text_key = text_key
+    image_key: str
+    text_key: str
 
     def item(self, record: Any, opener: Opener) -> dict[str, Any]:
         """The checked item of a record."""
@@ -224,7 +213,9 @@ class RecordReader:
             raise DataError(expected_value("a record with an image and a text", record))
         images = self._images(record)
         text = self._text_fields(record, images)
-        marks = _count_marks(text)
+        contents = [message["content"] for message in text.get("messages", [])]
+        marks = sum(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
+        marks += str(text.get("prompt", "")).count(IMAGE_MARK)
         if marks and marks != len(images):
             raise DataError(expected(f"{marks} images, one for each {IMAGE_MARK}", len(images)))
         if not images and "text" in text:
@@ -236,9 +227,7 @@ class RecordReader:
     def _images(self, record: Mapping[str, Any]) -> list[Any]:
         key = _key(record, self.image_key, "image", IMAGE_COLUMNS)
         value = None if key is None else record[key]
-        if isinstance(value, list):
-            return list(value)
-        return [] if value is None or value == "" else [value]
+        return list(value) if isinstance(value, list) else [] if value is None or value == "" else [value]
 
     def _text_fields(self, record: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
         """Text, messages or prompt and completion; images named in messages are added to `images`."""
@@ -270,9 +259,7 @@ class RecordReader:
 
 def _key(record: Mapping[str, Any], wanted: str, default: str, common: Sequence[str]) -> str | None:
     """The wanted key, or if it is the default, the first common name in the record."""
-    if wanted in record or wanted != default:
-        return wanted if wanted in record else None
-    return next((name for name in common if name in record), None)
+    return next((name for name in (wanted, *(common if wanted == default else ())) if name in record), None)
 
 
 # -- conversations -----------------------------------------------------------------------------------------
@@ -317,12 +304,6 @@ def image_parts(content: str) -> str | list[dict[str, str]]:
         if text := text.strip("\n"):
             parts.append({"type": "text", "text": text})
     return parts
-
-
-def _count_marks(text: Mapping[str, Any]) -> int:
-    contents = [message["content"] for message in text.get("messages", [])]
-    found = sum(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
-    return found + str(text.get("prompt", "")).count(IMAGE_MARK)
 
 
 # -- files -------------------------------------------------------------------------------------------------
@@ -380,7 +361,8 @@ def _parse_mapping(file: TextFile, image_key: str, text_key: str) -> RecordList 
     if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
         return RecordList(_coco_records(content, image_key, text_key), file)
     is_record = image_key in content or text_key in content or any(key in content for key in _MESSAGES)
-    if is_record or not all(_is_caption(value) for value in content.values()):
+    captions = [caption for value in content.values() for caption in (value if isinstance(value, list) else [value])]
+    if is_record or not all(isinstance(caption, str) for caption in captions):
         return None
     return RecordList([{image_key: name, text_key: caption} for name, caption in content.items()], file)
 
@@ -392,10 +374,6 @@ def _is_json_lines(head: bytes) -> bool:
         return bool(rest.strip()) and isinstance(json.loads(first), Mapping)
     except ValueError:
         return False
-
-
-def _is_caption(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
 
 
 def _coco_records(content: Mapping[str, Any], image_key: str, text_key: str) -> list[dict[str, Any]]:

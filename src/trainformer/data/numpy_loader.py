@@ -1,40 +1,40 @@
 """Sources of NumPy batches, without torch: the order, resuming, seeds and shards are those of the torch loader.
 
-`numpy_source` accepts anything a user may pass as data. `NumpySource` reads data with a length; iterables are read by
-`numpy_streams`.
-
-By default samples are read on demand in the main thread, while the device runs a compiled step. Threads pay off for
-samples that take long to read and release the GIL, as image decoding does.
+`numpy_source` accepts anything a user may pass as data. `NumpySource` reads data with a length, by default on demand in
+the main thread, while the device runs a compiled step. Threads pay off for samples that take long to read and release
+the GIL, as image decoding does. `NumpyStreamSource` reads iterables.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import HostBatch
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.types import HostBatch, Origin
 from trainformer.data.collate import check_batching, pad_rows, stack_samples
 from trainformer.data.dataset import ArrayDataset, is_array
 from trainformer.data.fetcher import Collate, Fetched, Fetcher, unwrap_subsets
-from trainformer.data.hub import load_registered, select_split
-from trainformer.data.labels import is_stream
-from trainformer.data.numpy_streams import NumpyLoaderSource, NumpyStreamSource
-from trainformer.data.order import global_rng_state, preserved_generators, seed_generators
-from trainformer.data.sharding import WHOLE, Shard
-from trainformer.data.source import EpochOrder, MapStyleSource, require_samples
+from trainformer.data.hub import has_state, load_registered, select_split
+from trainformer.data.labels import is_instance_of, is_stream
+from trainformer.data.order import global_rng_state, preserved_generators, sample_key, seed_generators
+from trainformer.data.sharding import WHOLE, Shard, batch_length, is_sharded, map_batch, unsharded
+from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch
 from trainformer.data.text.sources import load_text
 
 logger = logging.getLogger("trainformer")
 
 _AHEAD = 2  # batches in flight per thread
 _PROBED = 4  # samples read to find out whether they draw from the process's generators
+_STREAM, _ITERATOR, _NOBODY = "stream", "iterator", "nobody"  # who knows the position in a stream
 _MAX_SAMPLES = 1 << 40  # more is an endless repetition, such as grain's repeat() without a number
 
 
@@ -79,27 +79,20 @@ def numpy_source(
     threads: int = 0,
     lookahead: int = 0,
     batched: bool | None = None,
-) -> NumpySource | NumpyStreamSource | NumpyLoaderSource:
+) -> NumpySource | NumpyStreamSource:
     """The source for anything `as_data` accepts. `batched` says whether an iterable yields batches instead of samples.
 
     By default a `DataLoader` of torch or grain yields batches, and everything else samples. `shuffle`, `skip_bad` and
     `threads` apply to data with a length, `lookahead` to streams and loaders.
     """
     data = as_data(data)
-    if batched or (batched is None and is_loader(data)):
-        if collate is not None or drop_last:
-            given = "collate" if collate is not None else "drop_last"
-            raise BadArgument(expected(f"no {given} with a loader, which makes its own batches", given))
-        return NumpyLoaderSource(data, batch_size, seed=seed, pad_last=pad_last, shard=shard, lookahead=lookahead)
-    options: dict[str, Any] = {
-        "seed": seed,
-        "collate": collate,
-        "drop_last": drop_last,
-        "pad_last": pad_last,
-        "shard": shard,
-    }
-    if is_stream(data):
-        return NumpyStreamSource(data, batch_size, **options, lookahead=lookahead)
+    options: Any = {"seed": seed, "collate": collate, "drop_last": drop_last, "pad_last": pad_last, "shard": shard}
+    batched = is_loader(data) if batched is None else batched
+    if batched and (collate is not None or drop_last):
+        given = "collate" if collate is not None else "drop_last"
+        raise BadArgument(expected(f"no {given} with a loader, which makes its own batches", given))
+    if batched or is_stream(data):
+        return NumpyStreamSource(data, batch_size, batched=batched, **options, lookahead=lookahead)
     return NumpySource(data, batch_size, **options, shuffle=shuffle, skip_bad=skip_bad, threads=threads)
 
 
@@ -141,21 +134,13 @@ class NumpySource(MapStyleSource):
         check_batching(batch_size, drop_last, pad_last, shard)
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
             raise BadArgument(expected("threads to be 0 or more", threads))
-        require_samples(dataset)
         if len(dataset) > _MAX_SAMPLES:
             do = "Leave out repeat(): the trainer counts epochs."
             raise BadArgument(expected("data with as many samples as an epoch has", "an endless repetition", do))
         base = unwrap_subsets(dataset)[0]
         rows = base.rows if collate is None and isinstance(base, ArrayDataset) else None
-        super().__init__(
-            dataset,
-            batch_size,
-            Fetcher(dataset, collate or stack_samples, seed, skip_bad, rows),
-            shuffle=shuffle,
-            sampler=sampler,
-            drop_last=drop_last,
-            shard=shard,
-        )
+        fetch = Fetcher(dataset, collate or stack_samples, seed, skip_bad, rows)
+        super().__init__(dataset, batch_size, fetch, shuffle=shuffle, sampler=sampler, drop_last=drop_last, shard=shard)
         self.pad_last = pad_last
         self.threads = threads
         self._threads_allowed: bool | None = None  # unknown before the first batch
@@ -208,3 +193,191 @@ def _uses_global_rng(dataset: Any, indices: np.ndarray) -> bool:
             if global_rng_state() != before:
                 return True
     return False
+
+
+class NumpyStreamSource:
+    """Batches of an iterable that can be iterated again, or of a function that opens one; resumes exactly.
+
+    The iterable yields samples, or (`batched`) batches that are used as they are, as those of a loader the user brings.
+    For samples the options are those of `NumpySource`; for batches, `batch_size` is only needed with `pad_last`.
+
+    Several processes read the same data and take their shard of each batch, unless the iterable shards itself
+    (`is_sharded`). `lookahead` is the number of batches the caller reads ahead.
+
+    An iterable with `state_dict` and `load_state_dict` (HF `datasets`, `TokenStream`), or whose iterators have
+    `get_state` and `set_state` (grain), resumes at its position, and nothing is read twice. Any other is read again up
+    to the position, and so is an HF stream with a shuffle buffer, which no state contains. What it draws from the
+    process's generators while it reads a batch is a function of (seed, epoch, batch number), so a resumed run draws the
+    same numbers.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        batch_size: int | None = None,
+        *,
+        batched: bool = False,
+        seed: int = 0,
+        collate: Collate | None = None,
+        drop_last: bool = False,
+        pad_last: bool = False,
+        shard: Shard = WHOLE,
+        lookahead: int = 0,
+    ) -> None:
+        if batched and pad_last and batch_size is None:
+            raise BadArgument(expected("batch_size with pad_last, to know how many rows a batch has", None))
+        check_batching(1 if batched and batch_size is None else batch_size, drop_last, pad_last, shard)
+        if isinstance(stream, Iterator):
+            received = f"a {type(stream).__name__}, which can be read only once"
+            do = "Pass the function that makes it, or an object with __iter__."
+            raise BadArgument(expected("data that can be iterated again", received, do))
+        if not hasattr(stream, "__iter__") and not callable(stream):
+            what = "an iterable of samples or batches, or a function that opens one"
+            raise BadArgument(expected(what, type(stream)))
+        self.stream = unsharded(stream) if not shard.is_whole else stream
+        self.batch_size = batch_size or 0
+        self.batched = batched
+        self.seed = seed
+        self.collate = collate or stack_samples
+        self.drop_last = drop_last
+        self.pad_last = pad_last
+        self.shard = shard
+        self.is_sharded = is_sharded(stream)
+        # Samples read for one batch: of all processes, or of this one if the stream shards itself.
+        self._samples_per_read = self.batch_size // shard.count if self.is_sharded else self.batch_size
+        self._iterator: Any = None
+        self._pending: dict[str, Any] | None = None
+        self._states: deque[dict[str, Any]] | None = deque(maxlen=lookahead + 1) if lookahead else None
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        try:
+            return len(self.stream) if self.batched else None
+        except TypeError:
+            return None
+
+    # -- position ------------------------------------------------------------------------------------------
+
+    def state_dict(self, unused: int = 0) -> dict[str, Any]:
+        """The position of the current iteration, not counting the last `unused` batches the caller read ahead."""
+        if self._pending is not None:  # nothing was read since
+            return self._pending
+        if self._states is None and unused == 0:
+            return self._position()
+        states = self._states or ()
+        if unused >= max(1, len(states)):
+            do = "Pass lookahead=... to the source."
+            raise BadArgument(expected("at most `lookahead` unused batches", unused, do))
+        return states[-1 - unused]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume there at the next call of `batches`."""
+        if not isinstance(state, Mapping) or state.get("known_by") not in (_STREAM, _ITERATOR, _NOBODY):
+            raise DataError(expected("the state of a stream, as state_dict() returns it", state))
+        self._pending = dict(state)
+
+    def _position(self) -> dict[str, Any]:
+        known_by, place = _NOBODY, None
+        if has_state(self.stream):
+            known_by, place = _STREAM, self.stream.state_dict()
+        elif hasattr(self._iterator, "get_state"):
+            known_by, place = _ITERATOR, self._iterator.get_state()
+        if isinstance(place, bytes):  # of grain's loaders; JSON cannot store bytes
+            place = {"base64": base64.b64encode(place).decode()}
+        return {"known_by": known_by, "place": place}
+
+    def _resumed(self, state: dict[str, Any]) -> Iterator[Any] | None:
+        """The rest of the iteration a state was saved in; None if the state has no position."""
+        known_by, place = state["known_by"], state["place"]
+        if isinstance(place, Mapping) and set(place) == {"base64"}:
+            place = base64.b64decode(place["base64"])
+        if known_by == _NOBODY:
+            return None
+        if known_by == _STREAM and has_state(self.stream):
+            self.stream.load_state_dict(place)
+            return self._open()
+        iterator = self._open()
+        if known_by == _ITERATOR and hasattr(iterator, "set_state"):
+            iterator.set_state(place)
+            return iterator
+        what = f"data whose {known_by} knows its position, as when the state was saved"
+        raise DataError(expected(what, type(self.stream).__name__, "Pass the same data as before."))
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
+        announce_epoch(self.stream, epoch)
+        pending, self._pending = self._pending, None
+        with preserved_generators():
+            seed_generators(sample_key(self.seed, epoch, batch))
+            self._iterator = None if pending is None else self._resumed(pending)
+        if self._iterator is not None:
+            first = self._next(epoch, batch)
+            # At the very end of an epoch a stream has nothing left; the next epoch then starts as usual.
+            if first is not None or batch:
+                yield from self._host_batches(epoch, batch, position, first)
+                return
+        with preserved_generators():
+            seed_generators(sample_key(self.seed, epoch, 0))
+            self._iterator = self._open()
+        if batch:
+            logger.info("resuming inside epoch %d: reading %d batches again to find the position", epoch, batch)
+            self._skip(epoch, batch, position)
+        yield from self._host_batches(epoch, batch, position, self._next(epoch, batch))
+
+    def _open(self) -> Any:
+        return iter(self.stream if hasattr(self.stream, "__iter__") else self.stream())
+
+    def _next(self, epoch: int, number: int) -> Any:
+        """What `_read` returns, with generators seeded for this batch."""
+        with preserved_generators():
+            seed_generators(sample_key(self.seed, epoch, number))
+            return self._read()
+
+    def _host_batches(self, epoch: int, batch: int, position: int, content: Any) -> Iterator[HostBatch]:
+        """The stream alone knows which samples these are, so their positions in the epoch stand for them."""
+        for number in count(batch + 1):
+            if content is None:
+                return
+            made = self._made(content, Origin(self.seed, epoch, position))
+            if self._states is not None:
+                self._states.append(self._position())
+            position += made.size if made.consumed is None else made.consumed
+            yield made
+            content = self._next(epoch, number)
+
+    def _read(self) -> Any:
+        """The batch, or its list of samples; None at the end."""
+        if self.batched:
+            return next(self._iterator, None)
+        samples = list(islice(self._iterator, self._samples_per_read))
+        return samples if samples and not (self.drop_last and len(samples) < self._samples_per_read) else None
+
+    def _skip(self, epoch: int, batch: int, position: int) -> None:
+        """Read again what was seen. The size of the batches may have changed since, if they are made here."""
+        left = position // self.shard.count if self.is_sharded else position
+        for number in range(batch if self.batched else -(-left // self._samples_per_read)):
+            with preserved_generators():
+                seed_generators(sample_key(self.seed, epoch, number))
+                left -= sum(1 for _ in islice(self._iterator, 1 if self.batched else min(left, self._samples_per_read)))
+
+    def _made(self, content: Any, begin: Origin) -> HostBatch:
+        """This process's part of the batch. `begin` has the position of its first sample."""
+        if self.batched:
+            data = map_batch(lambda part: np.asarray(part) if is_instance_of(part, "torch.Tensor") else part, content)
+            size = batch_length(content)
+            origin = begin._replace(samples=np.arange(begin.samples, begin.samples + size))
+            made = self.shard.of_loaded(HostBatch(data, size, 0, origin), self.is_sharded)
+        else:
+            size = len(content)
+            low, high = (0, size) if self.is_sharded else self.shard.bounds(size)
+            mine = content[low:high] or content[:1]
+            origin = begin._replace(samples=begin.samples + low + np.arange(len(mine)))
+            made = HostBatch(self.collate(mine), high - low, 0, origin)
+            if self.is_sharded:
+                made = self.shard.of_loaded(made, is_sharded=True)
+            elif not self.shard.is_whole:
+                made = made._replace(global_size=size, consumed=size)
+        if self.pad_last:
+            made = made._replace(data=pad_rows(made.data, made.size, self.batch_size // self.shard.count))
+        return made

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the step of splitmix64
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the step of splitmix64
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 # Swapped in for NumPy's global generator to preserve it: swapping costs nothing, saving a state takes 250 us.
 _spare = np.random.MT19937(0)
@@ -45,14 +46,21 @@ def sample_key(seed: int, epoch: int, index: int) -> int:
     """
     key = 0
     for part in (seed, epoch, index):
-        key = _mix((key + _GOLDEN + part) & _MASK)
+        key = _mix((key + GOLDEN + part) & _MASK)
     return key
 
 
 def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = ((z ^ (z >> 30)) * _FACTORS[0]) & _MASK
+    z = ((z ^ (z >> 27)) * _FACTORS[1]) & _MASK
     return z ^ (z >> 31)
+
+
+def mix_bits(bits: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (uint64): every input bit changes half of the output bits on average."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FACTORS[0])
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_FACTORS[1])
+    return bits ^ (bits >> np.uint64(31))
 
 
 def sample_keys(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
@@ -61,11 +69,8 @@ def sample_keys(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
     >>> sample_keys(3, 1, np.array([5, 9])).tolist() == [sample_key(3, 1, 5), sample_key(3, 1, 9)]
     True
     """
-    of_epoch = _mix((_mix((_GOLDEN + seed) & _MASK) + _GOLDEN + epoch) & _MASK)
-    z: np.ndarray = samples.astype(np.uint64) + np.array([(of_epoch + _GOLDEN) & _MASK], dtype=np.uint64)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    of_epoch = _mix((_mix((GOLDEN + seed) & _MASK) + GOLDEN + epoch) & _MASK)
+    return mix_bits(samples.astype(np.uint64) + np.array([(of_epoch + GOLDEN) & _MASK], dtype=np.uint64))
 
 
 def distinct_draws(order: np.ndarray, size: int) -> np.ndarray:

@@ -108,17 +108,13 @@ def tensor_channels(image: Tensor, channels: int | None) -> Tensor:
     if have in (2, 4) and channels in (have - 1, 1, 3):
         return tensor_channels(image[..., : have - 1, :, :], channels)
     if have == 3 and channels == 1:
-        return _luma(image)
+        red, green, blue = (image[..., i : i + 1, :, :] for i in range(3))
+        if image.is_floating_point():
+            return (red * _RED + green * _GREEN + blue * _BLUE) / 65536
+        total = red.int() * _RED + green.int() * _GREEN + blue.int() * _BLUE
+        return ((total + 32768) >> 16).to(torch.uint8)
     what = f"images with {channels} channels"
     raise DataError(expected(what, f"images with {have}", f"Pass in_chans={have}, or convert the images."))
-
-
-def _luma(image: Tensor) -> Tensor:
-    red, green, blue = (image[..., i : i + 1, :, :] for i in range(3))
-    if image.is_floating_point():
-        return (red * _RED + green * _GREEN + blue * _BLUE) / 65536
-    total = red.int() * _RED + green.int() * _GREEN + blue.int() * _BLUE
-    return ((total + 32768) >> 16).to(torch.uint8)
 
 
 def _eight_bits(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -37,11 +37,16 @@ class EpochSampler(ABC):
     A `DataLoader` with workers draws indices ahead of time, so save the loader's position instead.
     """
 
+    num_samples: int  # length of an epoch over all ranks
     block = 1
 
     def __init__(self, seed: int = 0, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.seed = seed
-        this_rank, world_size = _rank_and_world_size()
+        this_rank, world_size = 0, 1
+        if "torch" in sys.modules:
+            from trainformer.utils import distributed
+
+            this_rank, world_size = distributed.rank(), distributed.world_size()
         self.num_replicas = world_size if num_replicas is None else num_replicas
         self.rank = this_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
@@ -49,11 +54,6 @@ class EpochSampler(ABC):
         self.epoch = 0
         self._position = 0
         self._start = 0
-
-    @property
-    @abstractmethod
-    def num_samples(self) -> int:
-        """Length of an epoch over all ranks."""
 
     @abstractmethod
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
@@ -68,7 +68,8 @@ class EpochSampler(ABC):
         # Not at the first `next`: state_dict() refers to this iteration from now on.
         self._position, self._start = self._start, 0
         order = self.order(self.epoch)
-        return self._counted(order[self._is_mine(len(order))][self._position :].tolist())
+        is_mine = np.arange(len(order)) // self.block % self.num_replicas == self.rank
+        return self._counted(order[is_mine][self._position :].tolist())
 
     def _counted(self, indices: list[int]) -> Iterator[int]:
         for index in indices:
@@ -94,19 +95,8 @@ class EpochSampler(ABC):
         self.epoch = state["epoch"]
         self._position = self._start = state["position"]
 
-    def _is_mine(self, size: int) -> np.ndarray:
-        return np.arange(size) // self.block % self.num_replicas == self.rank
-
     def _random(self, stream: int, epoch: int, seed: int | None) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed if seed is None else seed, stream, epoch]))
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if "torch" not in sys.modules:
-        return 0, 1
-    from trainformer.utils.distributed import rank, world_size
-
-    return rank(), world_size()
 
 
 class ClassBalancedSampler(EpochSampler):
@@ -131,18 +121,14 @@ class ClassBalancedSampler(EpochSampler):
     ) -> None:
         super().__init__(seed, num_replicas, rank)
         labels = known_labels(dataset, type(self).__name__)
-        self._num_samples = len(labels) if num_samples is None else _positive("num_samples", num_samples)
+        self.num_samples = len(labels) if num_samples is None else positive("num_samples", num_samples)
         _, self._classes, self._counts = np.unique(labels, return_inverse=True, return_counts=True)
-
-    @property
-    def num_samples(self) -> int:
-        return self._num_samples
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
         rng = self._random(_BALANCED, epoch, seed)
         classes = len(self._counts)
-        due = np.full(classes, self._num_samples // classes)
-        due[rng.permutation(classes)[: self._num_samples % classes]] += 1
+        due = np.full(classes, self.num_samples // classes)
+        due[rng.permutation(classes)[: self.num_samples % classes]] += 1
         # Every sample once per pass; the passes of a class follow each other, each in a new order.
         passes = -(-due // self._counts)
         samples = np.repeat(np.arange(len(self._classes)), passes[self._classes])
@@ -153,7 +139,7 @@ class ClassBalancedSampler(EpochSampler):
         chosen = samples[by_class][rank_in_class < np.repeat(due, drawn)]
         # Shuffle the order of the classes; each class keeps its own sequence.
         turns = rng.permutation(np.repeat(np.arange(classes), due))
-        order = np.empty(self._num_samples, dtype=np.int64)
+        order = np.empty(self.num_samples, dtype=np.int64)
         order[np.argsort(turns, kind="stable")] = chosen
         return order
 
@@ -182,7 +168,8 @@ class PKSampler(EpochSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(seed, num_replicas, rank)
-        self.p, self.k = _positive("p", p), _positive("k", k)
+        self.p, self.k = positive("p", p), positive("k", k)
+        self.batch_size = self.block = self.p * self.k
         labels = known_labels(dataset, type(self).__name__)
         by_class = np.argsort(labels, kind="stable")
         self._members = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
@@ -191,20 +178,8 @@ class PKSampler(EpochSampler):
             do = f"Pass p={len(self._members)} or less, and a larger k for a batch of the same size."
             raise BadArgument(expected(what, p, do))
         fits = max(1, len(labels) // self.batch_size)
-        self.num_batches = fits if num_batches is None else _positive("num_batches", num_batches)
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch: p * k."""
-        return self.p * self.k
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        return self.batch_size
-
-    @property
-    def num_samples(self) -> int:
-        return self.num_batches * self.batch_size
+        self.num_batches = fits if num_batches is None else positive("num_batches", num_batches)
+        self.num_samples = self.num_batches * self.batch_size
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
         rng = self._random(_PK, epoch, seed)
@@ -265,26 +240,18 @@ class RepeatedAugmentSampler(EpochSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(seed, num_replicas, rank)
-        self.repeats = _positive("repeats", repeats)
+        self.repeats = self.block = positive("repeats", repeats)
         size = dataset_or_length if isinstance(dataset_or_length, int) else length(dataset_or_length)
         if size is None or size < 1:
             raise DataError(expected("data with a length of at least 1", "none" if size is None else size))
-        self._size = size
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        return self.repeats
-
-    @property
-    def num_samples(self) -> int:
-        return self._size
+        self.num_samples = size
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
         round_number, part = divmod(epoch, self.repeats)
-        dealt = self._random(_REPEATED, round_number, seed).permutation(self._size)
-        share = -(-self._size // self.repeats)
-        chosen = dealt[(part * share + np.arange(share)) % self._size]
-        return np.repeat(chosen, self.repeats)[: self._size]
+        dealt = self._random(_REPEATED, round_number, seed).permutation(self.num_samples)
+        share = -(-self.num_samples // self.repeats)
+        chosen = dealt[(part * share + np.arange(share)) % self.num_samples]
+        return np.repeat(chosen, self.repeats)[: self.num_samples]
 
 
 class ListedSampler(EpochSampler):
@@ -302,7 +269,7 @@ class ListedSampler(EpochSampler):
 
     def __init__(
         self,
-        sampler: Iterable[int],
+        sampler: Any,
         size: int,
         *,
         seed: int = 0,
@@ -311,11 +278,8 @@ class ListedSampler(EpochSampler):
     ) -> None:
         super().__init__(seed, num_replicas, rank)
         self.sampler = sampler
+        self.num_samples = len(sampler)
         self._size = size
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
         key = sample_key(self.seed if seed is None else seed, epoch, 0)
@@ -347,23 +311,15 @@ class ListedSampler(EpochSampler):
         try:
             order = np.asarray([int(index) for index in listed], dtype=np.int64)
         except (TypeError, ValueError) as error:
-            raise BadArgument(
-                expected(
-                    f"{name} to give one index at a time",
-                    listed[0] if listed else listed,
-                    "Put a batch sampler into your own DataLoader: "
-                    "DataLoader(dataset, batch_sampler=...), which can be passed as data.",
-                )
-            ) from error
+            own = "your own DataLoader: DataLoader(dataset, batch_sampler=...), which can be passed as data"
+            received, do = listed[0] if listed else listed, f"Put a batch sampler into {own}."
+            raise BadArgument(expected(f"{name} to give one index at a time", received, do)) from error
         outside = order[(order < 0) | (order >= self._size)]
         if len(outside):
             raise BadArgument(expected(f"{name} to give indices from 0 to {self._size - 1}", int(outside[0])))
         if len(order) != self.num_samples:
             raise BadArgument(expected(f"{name} to give {self.num_samples} indices, as its len() says", len(order)))
         return order
-
-
-# -- helpers -----------------------------------------------------------------------------------------------
 
 
 def known_labels(dataset: Any, who: str) -> np.ndarray:
@@ -386,7 +342,8 @@ def known_size(dataset: Any) -> int:
     return size
 
 
-def _positive(name: str, value: int) -> int:
+def positive(name: str, value: int) -> int:
+    """A positive integer, else an error."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise BadArgument(expected(f"{name} to be a positive integer", value))
     return int(value)
@@ -434,7 +391,11 @@ def make_sampler(spec: Any, dataset: Any, *, batch_size: int, seed: int, accumul
     if isinstance(spec, Iterable) and not isinstance(spec, type) and hasattr(spec, "__len__"):
         return ListedSampler(spec, known_size(dataset), seed=seed, num_replicas=1, rank=0)
     if callable(spec):
-        return _made_by(spec, dataset, batch_size, seed)
+        made = spec(dataset)
+        if made is None or isinstance(made, str) or (callable(made) and not hasattr(made, "__iter__")):
+            name = getattr(spec, "__name__", type(spec).__name__)
+            raise BadArgument(expected(f"{name}(dataset) to return a sampler", made))
+        return make_sampler(made, dataset, batch_size=batch_size, seed=seed)
     what = f"sampler to be one of {', '.join(map(repr, _FORMS))}, a sampler with a length, or a function of the data"
     raise BadArgument(expected(what, type(spec).__name__))
 
@@ -467,11 +428,3 @@ def _default_k(batch_size: int, classes: int) -> int:
     """The smallest K from 4 on that divides the batch, else the largest below; a batch needs at least two classes."""
     fitting = [k for k in range(2, batch_size) if batch_size % k == 0 and 2 <= batch_size // k <= classes]
     return min((k for k in fitting if k >= _K), default=max(fitting, default=_K))
-
-
-def _made_by(spec: Callable[[Any], Any], dataset: Any, batch_size: int, seed: int) -> Any:
-    made = spec(dataset)
-    if made is None or isinstance(made, str) or (callable(made) and not hasattr(made, "__iter__")):
-        name = getattr(spec, "__name__", type(spec).__name__)
-        raise BadArgument(expected(f"{name}(dataset) to return a sampler", made))
-    return make_sampler(made, dataset, batch_size=batch_size, seed=seed)

@@ -8,14 +8,14 @@ step, and the sample counts for nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import HostBatch, Origin
+from trainformer.core.types import HostBatch
 from trainformer.data.dataset import is_array
 
 
@@ -49,12 +49,18 @@ class Shard:
         if self.is_whole:
             return batch
         low, high = self.bounds(batch.size)
-        data = slice_batch(batch.data, low, max(high, low + 1) if low < batch.size else batch.size, batch.size)
-        if low >= batch.size:
-            data = slice_batch(batch.data, 0, 1, batch.size)
+        data = slice_batch(batch.data, *((low, high) if high > low else (0, 1)), batch.size)
         bad = batch.bad if self.index == 0 else 0  # counts are summed over ranks
-        origin = _slice_origin(batch.origin, low, high)
+        origin = batch.origin and batch.origin._replace(samples=self.take(batch.origin.samples))
         return HostBatch(data, high - low, bad, origin, batch.size, batch.size + batch.bad)
+
+    def of_loaded(self, batch: HostBatch, is_sharded: bool) -> HostBatch:
+        """This part of a batch that every rank has loaded, or (`is_sharded`) the batch of a rank with its own data."""
+        if is_sharded:
+            return batch if self.is_whole else batch._replace(consumed=batch.size * self.count)
+        if not self.is_whole:
+            check_sliceable(batch)
+        return self.slice(batch)
 
 
 #: All samples, for a single process.
@@ -114,6 +120,16 @@ def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
     return data
 
 
+def map_batch(function: Callable[[Any], Any], data: Any) -> Any:
+    """Apply a function to every value of a nested batch."""
+    if isinstance(data, Mapping):
+        return {key: map_batch(function, value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        parts = [map_batch(function, value) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    return function(data)
+
+
 def batch_length(data: Any) -> int:
     """Number of samples in a nested batch.
 
@@ -137,10 +153,3 @@ def _has_rows(data: Any, size: int) -> bool:
     if isinstance(data, Mapping):
         return any(_has_rows(value, size) for value in data.values())
     return isinstance(data, (list, tuple)) and (len(data) == size or any(_has_rows(value, size) for value in data))
-
-
-def _slice_origin(origin: Origin | None, low: int, high: int) -> Origin | None:
-    if origin is None:
-        return None
-    samples = origin.samples[low:high] if high > low else origin.samples[:1]
-    return Origin(origin.seed, origin.epoch, samples)

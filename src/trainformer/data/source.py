@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from trainformer.core.types import DataSource, HostBatch, Origin
 from trainformer.data.fetcher import Fetched, Fetcher
 from trainformer.data.order import distinct_draws, epoch_order
 from trainformer.data.sharding import Shard, check_sliceable
+
+if TYPE_CHECKING:
+    from trainformer.distributed import TorchProcessGroup
 
 logger = logging.getLogger("trainformer")
 
@@ -49,6 +52,8 @@ class MapStyleSource(ABC):
         drop_last: bool,
         shard: Shard,
     ) -> None:
+        if len(dataset) == 0:
+            raise DataError(expected("a dataset with at least one sample", "an empty one"))
         size = len(dataset if sampler is None else sampler)
         if drop_last and size < batch_size:
             advice = "Pass a smaller batch_size, or drop_last=False."
@@ -126,12 +131,6 @@ class MapStyleSource(ABC):
                 logger.warning("sample %d cannot be read and is skipped: %s", index, reason)
 
 
-def require_samples(dataset: Any) -> None:
-    """Raise for a dataset without samples."""
-    if len(dataset) == 0:
-        raise DataError(expected("a dataset with at least one sample", "an empty one"))
-
-
 def announce_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` on a loader, its samplers and its dataset, where they have it."""
     for part in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
@@ -167,52 +166,34 @@ class SlicedSource(_WrappedSource):
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         for whole in self.source.batches(epoch, batch, position):
-            check_sliceable(whole)
-            yield self.shard.slice(whole)
-
-
-class ScatterGroup(Protocol):
-    """The part of a process group that `DispatchedSource` needs."""
-
-    dp_world_size: int
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        ...
-
-    def scatter(self, parts: list[Any] | None) -> Any:
-        """Rank 0 passes one value per shard, and every rank receives its own."""
-        ...
+            yield self.shard.of_loaded(whole, is_sharded=False)
 
 
 class DispatchedSource(_WrappedSource):
     """A source that only rank 0 reads: it scatters each batch to the other ranks."""
 
-    def __init__(self, source: DataSource, process_group: ScatterGroup) -> None:
+    def __init__(self, source: DataSource, process_group: TorchProcessGroup) -> None:
         super().__init__(source)
         self.process_group = process_group
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
-        if self.process_group.is_main:
-            yield from self._read_and_scatter(self.source.batches(epoch, batch, position))
+        group, count = self.process_group, self.process_group.dp_world_size
+        if not group.is_main:
+            while (part := group.scatter(None)) is not None:
+                if isinstance(part, str):
+                    raise DataError(f"Rank 0, which reads the data for all ranks, failed. {part}")
+                yield part
             return
-        while (part := self.process_group.scatter(None)) is not None:
-            if isinstance(part, str):
-                raise DataError(f"Rank 0, which reads the data for all ranks, failed. {part}")
-            yield part
-
-    def _read_and_scatter(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
-        count = self.process_group.dp_world_size
+        batches = self.source.batches(epoch, batch, position)
         while True:
             try:
-                batch = next(batches, None)
-                if batch is not None:
-                    check_sliceable(batch)
+                whole = next(batches, None)
+                if whole is not None:
+                    check_sliceable(whole)
             except Exception as error:
-                self.process_group.scatter([f"{type(error).__name__}: {error}"] * count)
+                group.scatter([f"{type(error).__name__}: {error}"] * count)
                 raise
-            if batch is None:
-                self.process_group.scatter([None] * count)
+            if whole is None:
+                group.scatter([None] * count)
                 return
-            yield self.process_group.scatter([Shard(index, count).slice(batch) for index in range(count)])
+            yield group.scatter([Shard(index, count).slice(whole) for index in range(count)])

@@ -68,13 +68,9 @@ def _stratified(labels: np.ndarray, val_size: int, rng: np.random.Generator) -> 
     room = counts - 1
     order = rng.permutation(len(labels))
     if val_size > room.sum():
-        logger.warning(
-            "%d validation samples out of %d cannot leave one training sample for each of %d classes: the split is not "
-            "stratified.",
-            val_size,
-            len(labels),
-            len(counts),
-        )
+        what = f"{val_size} validation samples out of {len(labels)}"
+        missing = f"one training sample for each of {len(counts)} classes"
+        logger.warning("%s cannot leave %s: the split is not stratified.", what, missing)
         return order[:val_size]
     taken = _apportion(counts, room, val_size, rng)
     # Shuffled samples, sorted by class: take the first of each class, as many as it is due.

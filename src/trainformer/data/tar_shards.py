@@ -17,7 +17,6 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +49,11 @@ class RawSample(NamedTuple):
 def read_samples(path: str, shard: int, offset: int, wanted: set[str]) -> Iterator[RawSample]:
     """Groups of consecutive files with one key, from the offset of a sample on; contents of the `wanted` extensions."""
     group: RawSample | None = None
-    with _opened(path) as tar:
+    with _OPENERS[_ending(path)](path, "rb") as stream:
+        try:
+            tar = tarfile.TarFile(fileobj=stream)
+        except _DAMAGE as error:
+            raise DataError(f"Expected a tar file, received '{path}', which is not one: {error}.") from error
         for member in _members(tar, path, offset):
             folder, name = os.path.split(member.name)
             stem, _, ending = name.partition(".")
@@ -71,20 +74,10 @@ def read_samples(path: str, shard: int, offset: int, wanted: set[str]) -> Iterat
             yield group
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[tarfile.TarFile]:
-    with _OPENERS[_ending(path)](path, "rb") as stream:
-        try:
-            tar = tarfile.TarFile(fileobj=stream)
-        except _DAMAGE as error:
-            raise DataError(f"Expected a tar file, received '{path}', which is not one: {error}.") from error
-        yield tar
-
-
-def _members(tar: tarfile.TarFile, path: str, offset: int) -> Iterator[tarfile.TarInfo]:
+def _members(tar: Any, path: str, offset: int) -> Iterator[tarfile.TarInfo]:
     while True:
         try:
-            _stream(tar).seek(offset)
+            tar.fileobj.seek(offset)
             member = tarfile.TarInfo.fromtarfile(tar)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             return
@@ -100,10 +93,10 @@ def _members(tar: tarfile.TarFile, path: str, offset: int) -> Iterator[tarfile.T
         yield member
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> bytes:
+def _content(tar: Any, member: tarfile.TarInfo, path: str) -> bytes:
     try:
-        _stream(tar).seek(member.offset_data)
-        data = _stream(tar).read(member.size)
+        tar.fileobj.seek(member.offset_data)
+        data = tar.fileobj.read(member.size)
     except _DAMAGE as error:
         raise DataError(f"Expected to read '{member.name}' of shard '{path}', received: {error}.") from error
     if len(data) < member.size:
@@ -112,10 +105,6 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> bytes:
             "truncated. Recreate it."
         )
     return data
-
-
-def _stream(tar: tarfile.TarFile) -> Any:
-    return tar.fileobj
 
 
 def sample_id(shard: str, key: str) -> int:
@@ -136,9 +125,8 @@ def find_shards(urls: str | Path | Iterable[str | Path]) -> list[str]:
     found: list[str] = []
     for url in [urls] if isinstance(urls, str | Path) else urls:
         if "://" in str(url) or str(url).startswith("pipe:"):
-            raise DataError(
-                expected("paths of local tar files", str(url), "Download the shards, or mount their store.")
-            )
+            do = "Download the shards, or mount their store."
+            raise DataError(expected("paths of local tar files", str(url), do))
         for name in expand_braces(os.path.expanduser(url)):
             found += _existing(name)
     missing = [path for path in found if not os.path.isfile(path)]
@@ -165,9 +153,8 @@ def expand_braces(pattern: str) -> list[str]:
     >>> expand_braces("{train,val}-{0..1}.tar")
     ['train-0.tar', 'train-1.tar', 'val-0.tar', 'val-1.tar']
     """
-    match = min(
-        filter(None, (_RANGE.search(pattern), _CHOICE.search(pattern))), key=lambda found: found.start(), default=None
-    )
+    matches = filter(None, (_RANGE.search(pattern), _CHOICE.search(pattern)))
+    match = min(matches, key=lambda found: found.start(), default=None)
     if match is None:
         return [pattern]
     if match.re is _CHOICE:

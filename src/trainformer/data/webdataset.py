@@ -137,8 +137,7 @@ class WebDataset(IterableDataset):
 
     def first(self) -> tuple[Image.Image, int | None]:
         """The first sample of the first shard, independent of order and position."""
-        for raw in self._samples(0, 0):
-            sample = self._read(raw)
+        for sample in map(self._read, self._samples(0, 0)):
             if sample is not None:
                 return sample
         raise DataError(f"Expected at least one image in '{self.shards[0]}', received none.")
@@ -224,31 +223,21 @@ class WebDataset(IterableDataset):
         self.epoch, self._restored, self._cursor = state["epoch"], state, None
 
     def _start(self) -> _Cursor:
-        cursor = _Cursor(self._split())
-        state = self._restored
+        split, state = self._split(), self._restored
         if state is None:
-            return cursor
-        if tuple(state["split"]) != cursor.split:
-            raise DataError(
-                expected(
-                    "the (ranks, rank, workers, worker) that the position in the stream was saved with, "
-                    f"{tuple(state['split'])}",
-                    cursor.split,
-                    "Resume with as many ranks and workers, or restart the epoch.",
-                )
-            )
-        cursor.place, cursor.offset, cursor.drawn = state["place"], state["offset"], state["drawn"]
-        cursor.buffer = self._reread([(shard, offset) for shard, offset in state["buffer"]])
-        return cursor
-
-    def _reread(self, places: list[tuple[int, int]]) -> list[RawSample]:
+            return _Cursor(split)
+        if tuple(state["split"]) != split:
+            what = "the (ranks, rank, workers, worker) that the position in the stream was saved with, "
+            do = "Resume with as many ranks and workers, or restart the epoch."
+            raise DataError(expected(f"{what}{tuple(state['split'])}", split, do))
         found: dict[tuple[int, int], RawSample] = {}
-        for shard, offset in sorted(places):  # in order: compressed shards can only be read forwards
+        for shard, offset in sorted(state["buffer"]):  # in order: compressed shards can only be read forwards
             raw = next(self._samples(shard, offset), None)
             if raw is None or raw.offset != offset:
                 raise DataError(f"Expected shard '{self.shards[shard]}' as it was, received one that has changed.")
             found[shard, offset] = raw
-        return [found[place] for place in places]
+        buffer = [found[shard, offset] for shard, offset in state["buffer"]]
+        return _Cursor(split, state["place"], state["offset"], state["drawn"], buffer)
 
     def _split(self) -> tuple[int, int, int, int]:
         worker = get_worker_info()
@@ -258,15 +247,6 @@ class WebDataset(IterableDataset):
             1 if worker is None else worker.num_workers,
             0 if worker is None else worker.id,
         )
-
-    def _order(self, split: tuple[int, int, int, int]) -> list[int]:
-        """Indices of the shards this worker of this rank reads."""
-        ranks, rank, workers, worker = split
-        if len(self.shards) < ranks:
-            what = f"at least {ranks} shards for {ranks} ranks"
-            raise DataError(expected(what, len(self.shards), "Write the data into more tar files."))
-        order = epoch_order(len(self.shards), self.seed, self.epoch, shuffle=self.shuffle > 0)
-        return order[rank::ranks][worker::workers].tolist()
 
     # -- order ---------------------------------------------------------------------------------------------
 
@@ -298,9 +278,15 @@ class WebDataset(IterableDataset):
         return sample_key(key, 0, cursor.drawn) % len(cursor.buffer)
 
     def _in_sequence(self, cursor: _Cursor) -> Iterator[RawSample]:
-        order = self._order(cursor.split)
-        while cursor.place < len(order):
-            for raw in self._samples(order[cursor.place], cursor.offset):
+        """The samples of the shards this worker of this rank reads."""
+        ranks, rank, workers, worker = cursor.split
+        if len(self.shards) < ranks:
+            what = f"at least {ranks} shards for {ranks} ranks"
+            raise DataError(expected(what, len(self.shards), "Write the data into more tar files."))
+        order = epoch_order(len(self.shards), self.seed, self.epoch, shuffle=self.shuffle > 0)
+        mine = order[rank::ranks][worker::workers].tolist()
+        while cursor.place < len(mine):
+            for raw in self._samples(mine[cursor.place], cursor.offset):
                 cursor.offset = raw.end
                 yield raw
             cursor.place, cursor.offset = cursor.place + 1, 0
@@ -325,16 +311,18 @@ class WebDataset(IterableDataset):
 
     # -- one sample ----------------------------------------------------------------------------------------
 
-    def _read(self, raw: RawSample) -> tuple[Image.Image, int | None] | None:
+    def _read(self, raw: RawSample) -> Any:
         try:
             data = next(raw.files[key] for key in self.image_keys if key in raw.files)
-            image = decode_image(data, self.channels, self._where(raw))
-            return image, self._class_index(self._stored_label(raw), self._where(raw))
+            return self._item(decode_image(data, self.channels, self._where(raw)), raw)
         except DataError as error:
             if not self.skip_bad:
                 raise
             logger.warning("skipping a sample: %s", error)
             return None
+
+    def _item(self, image: Image.Image, raw: RawSample) -> Any:
+        return image, self._class_index(self._stored_label(raw), self._where(raw))
 
     def _where(self, raw: RawSample) -> str:
         return f"sample '{raw.key}' of shard '{self.shards[raw.shard]}'"
@@ -399,7 +387,12 @@ class MappedStream(IterableDataset):
         seed: int = 0,
         shuffle: int | bool = False,
     ) -> None:
-        self.source: Any = _shuffled(stream, _BUFFER if shuffle is True else int(shuffle), seed)
+        size = _BUFFER if shuffle is True else int(shuffle)
+        self.source: Any = stream
+        if size and hasattr(stream, "shuffled"):
+            self.source = stream.shuffled(size, seed)
+        elif size and hasattr(stream, "shuffle"):  # HF datasets
+            self.source = stream.shuffle(seed=seed, buffer_size=size)
         self.transform = transform
         self.channels = channels
         self.seed = seed
@@ -411,7 +404,12 @@ class MappedStream(IterableDataset):
         resume_at, self._resume_at = self._resume_at, None
         self._position = resume_at or 0
         worker = get_worker_info()
-        return self._mapped(self._with_ids(0 if worker is None else worker.id), in_worker=worker is not None)
+        if hasattr(self.source, "with_ids"):
+            return self._mapped(self.source.with_ids(), in_worker=worker is not None)
+        first = 0 if has_state(self.source) else self._position  # without a state it starts from the beginning
+        number = (0 if worker is None else worker.id << 40) + self._position
+        samples = enumerate(islice(iter(self.source), first, None), number)
+        return self._mapped(samples, in_worker=worker is not None)
 
     def _mapped(self, samples: Iterable[tuple[int, Any]], in_worker: bool) -> Iterator[Any]:
         from trainformer.data.image import split_sample  # which imports this module
@@ -464,24 +462,7 @@ class MappedStream(IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume there: the next iteration yields the rest of that epoch."""
-        self.epoch, self._position = state["epoch"], state["position"]
-        self._resume_at = self._position
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self.epoch)
+        self.set_epoch(state["epoch"])
+        self._position = self._resume_at = state["position"]
         if state["source"] is not None:
             self.source.load_state_dict(state["source"])
-
-    def _with_ids(self, worker: int) -> Iterable[tuple[int, Any]]:
-        if hasattr(self.source, "with_ids"):
-            return self.source.with_ids()
-        start = self._position
-        first = 0 if has_state(self.source) else start  # without a state it starts from the beginning
-        return enumerate(islice(iter(self.source), first, None), (worker << 40) + start)
-
-
-def _shuffled(stream: Any, size: int, seed: int) -> Any:
-    if size and hasattr(stream, "shuffled"):
-        return stream.shuffled(size, seed)
-    if size and hasattr(stream, "shuffle"):  # HF datasets
-        return stream.shuffle(seed=seed, buffer_size=size)
-    return stream

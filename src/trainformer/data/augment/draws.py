@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument, expected
+from trainformer.data.order import GOLDEN, mix_bits
 
 Keys = np.ndarray | Tensor | Sequence[int]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: the step of splitmix64
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN = np.uint64(GOLDEN)
 _ALIGNED = 16  # bytes: alignment of tensors in the shared buffer, enough for any dtype
 
 
@@ -39,9 +39,9 @@ def uniforms(keys: Keys | None, count: int, stream: int = 0, *, samples: int | N
         raise BadArgument("Expected keys, or the number of samples to draw fresh ones for, received neither.")
     known = fresh_keys(samples or 0) if keys is None else as_keys(keys, samples)
     # The key is mixed before the stream is added, so small or consecutive keys are as good as any.
-    start = _mix(_mix(known + _GOLDEN) + _GOLDEN * np.array([stream + 1], dtype=np.uint64))
+    start = mix_bits(mix_bits(known + _GOLDEN) + _GOLDEN * np.array([stream + 1], dtype=np.uint64))
     steps = _GOLDEN * np.arange(1, count + 1, dtype=np.uint64)
-    bits = _mix(start[:, None] + steps)
+    bits = mix_bits(start[:, None] + steps)
     # float32 has 24 bits: the highest 24 give multiples of 2**-24 below 1, and never 1 itself.
     return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
@@ -93,10 +93,3 @@ def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[st
         .reshape(array.shape)
         for name, array in arrays.items()
     }
-
-
-def _mix(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every input bit changes half of the output bits on average."""
-    bits = (bits ^ (bits >> np.uint64(30))) * _FACTORS[0]
-    bits = (bits ^ (bits >> np.uint64(27))) * _FACTORS[1]
-    return bits ^ (bits >> np.uint64(31))

@@ -237,9 +237,9 @@ def _sum_channels(pixels: Tensor, matrices: Tensor, offset: Tensor) -> Tensor:
 _SMALL = 128  # pixels: up to this side a CPU blurs faster with matrix products than with convolutions
 
 
-def change_rows(images: Tensor, rows: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `change` to the images at `rows` (None: all), in place if there are rows."""
-    if rows is None:
+def change_rows(images: Tensor, rows: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `change` to the images at `rows`, in place unless these are all of them."""
+    if len(rows) == len(images):
         return change(images)
     return images.index_copy_(0, rows, change(images.index_select(0, rows)))
 

@@ -123,12 +123,8 @@ class BatchAugment(nn.Module):
                 plan["order"] = placement.order
         if self.jitter is not None or self.grey:
             plan["matrices"], plan["luma"] = self._colours(draws, channels)
-        for name, column, p in (
-            ("blur", _BLUR, self.blur),
-            ("solarise", _SOLARISE, self.solarise),
-            ("erase", _ERASE, self.erase),
-        ):
-            rows = np.flatnonzero(draws[:, column] < p)
+        for name, column in (("blur", _BLUR), ("solarise", _SOLARISE), ("erase", _ERASE)):
+            rows = np.flatnonzero(draws[:, column] < getattr(self, name))
             if len(rows):
                 plan[name] = rows
         if "blur" in plan:
@@ -137,7 +133,9 @@ class BatchAugment(nn.Module):
             plan["kernels"] = ops.gaussian_kernels(sigma, ops.blur_size(min(self.size)))
         if "erase" in plan:
             plan["boxes"] = ops.erase_boxes(draws[plan["erase"], _ERASE_BOX], self.size)
-        mean, std = self._statistics_for(channels)
+        mean, std = np.array(self.mean), np.array(self.std)
+        if len(mean) != channels:
+            mean, std = mean.mean(keepdims=True), std.mean(keepdims=True)
         plan["gain"] = (1 / std).astype(np.float32).reshape(-1, 1, 1)
         plan["offset"] = (-mean / std).astype(np.float32).reshape(-1, 1, 1)
         return plan, placement
@@ -153,16 +151,12 @@ class BatchAugment(nn.Module):
         if "matrices" in plan:
             views = ops.recolour(views, plan["matrices"], plan["luma"])
         if "blur" in plan:
-            views = ops.change_rows(
-                views, _some(plan["blur"], views), lambda part: ops.gaussian_blur(part, plan["kernels"])
-            )
+            views = ops.change_rows(views, plan["blur"], lambda part: ops.gaussian_blur(part, plan["kernels"]))
         if "solarise" in plan:
-            views = ops.change_rows(
-                views, _some(plan["solarise"], views), lambda part: ops.solarise(part, self.solarise_threshold)
-            )
+            views = ops.change_rows(views, plan["solarise"], lambda part: ops.solarise(part, self.solarise_threshold))
         views = views.mul_(plan["gain"]).add_(plan["offset"])
         if "erase" in plan:
-            views = ops.change_rows(views, _some(plan["erase"], views), lambda part: ops.erase(part, plan["boxes"]))
+            views = ops.change_rows(views, plan["erase"], lambda part: ops.erase(part, plan["boxes"]))
         return views
 
     def _place(self, draws: np.ndarray, image: tuple[int, int]) -> ops.Placement | None:
@@ -179,9 +173,8 @@ class BatchAugment(nn.Module):
 
     def _colours(self, draws: np.ndarray, channels: int) -> tuple[np.ndarray, np.ndarray]:
         if channels not in (1, 3):
-            raise DataError(
-                expected("images with 1 or 3 channels to change their colours", channels, "Pass jitter=None, grey=0.0.")
-            )
+            what = "images with 1 or 3 channels to change their colours"
+            raise DataError(expected(what, channels, "Pass jitter=None, grey=0.0."))
         strengths = np.array(self.jitter or (0.0, 0.0, 0.0, 0.0))
         # As in torchvision: factors from max(0, 1 - strength) to 1 + strength; hue from -strength to strength.
         low = np.array([*np.maximum(1 - strengths[:3], 0), -strengths[3]])
@@ -189,11 +182,6 @@ class BatchAugment(nn.Module):
         values = low + draws[:, _FACTORS] * (high - low)
         values = np.where(draws[:, _JITTER, None] < self.jitter_p, values, np.array([1.0, 1.0, 1.0, 0.0]))
         return ops.colour_maps(values[:, :3], values[:, 3], draws[:, _GREY] < self.grey, channels)
-
-    def _statistics_for(self, channels: int) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and std, averaged if the images have another number of channels."""
-        mean, std = np.array(self.mean), np.array(self.std)
-        return (mean, std) if len(mean) == channels else (mean.mean(keepdims=True), std.mean(keepdims=True))
 
 
 class MultiView(nn.Module):
@@ -239,10 +227,6 @@ def _not_compiled(function: Callable[..., Out]) -> Callable[..., Out]:
     Only while compiling, since `torch.compiler.disable` takes a second to import.
     """
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-
-
-def _some(rows: Tensor, images: Tensor) -> Tensor | None:
-    return None if len(rows) == len(images) else rows
 
 
 def _check_images(images: Tensor) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,8 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PLACEHOLDER = "zq7StandInForOneTurn7qz"
 
 
-class Conversation(NamedTuple):
-    """The tokens of a conversation, and the mask of those to train on."""
-
-    input_ids: np.ndarray
-    supervised: np.ndarray
+# The tokens of a conversation, and the mask of those to train on.
+Conversation = tuple[np.ndarray, np.ndarray]
 
 
 class ChatRenderer:
@@ -63,17 +61,15 @@ class ChatRenderer:
         """
         chat = _Chat(self.tokenizer, list(messages), {**(options or {}), "tools": tools})
         if since is None:
-            text = chat.render()
-            ids, _ = locate(self.tokenizer, text, [], special=False)
-            return Conversation(ids, np.ones(len(ids), dtype=bool))
-        if self._is_marked(tools):
+            ids, _ = locate(self.tokenizer, chat.render(), [], special=False)
+            return ids, np.ones(len(ids), dtype=bool)
+        has_markers = _MARKER.search(self.tokenizer.get_chat_template(tools=tools))
+        if has_markers and getattr(self.tokenizer, "is_fast", False):  # only fast tokenizers have the offsets
             return self._by_markers(chat, since)
-        return self._by_boundaries(chat, since)
-
-    def _is_marked(self, tools: Any) -> bool:
-        """Whether the template has markers, and the tokenizer offsets to use them."""
-        template = self.tokenizer.get_chat_template(tools=tools)
-        return bool(_MARKER.search(template)) and bool(getattr(self.tokenizer, "is_fast", False))
+        text = chat.render()
+        boundaries = [self._boundaries(chat, text, turn) for turn in chat.assistant_turns(since)]
+        cuts = [cut for begin, end in boundaries for cut in (begin, self._trim(text, begin, end))]
+        return self._supervised(text, cuts)
 
     def _by_markers(self, chat: _Chat, since: int) -> Conversation:
         text, spans = chat.render_marked()
@@ -86,13 +82,7 @@ class ChatRenderer:
             start = self._boundaries(chat, text, turns[0])[0] if turns else len(text)
             _, (first,) = locate(self.tokenizer, text, [start], special=False)
             mask[:first] = False
-        return Conversation(ids, mask)
-
-    def _by_boundaries(self, chat: _Chat, since: int) -> Conversation:
-        text = chat.render()
-        boundaries = [self._boundaries(chat, text, turn) for turn in chat.assistant_turns(since)]
-        cuts = [cut for begin, end in boundaries for cut in (begin, self._trim(text, begin, end))]
-        return self._supervised(text, cuts)
+        return ids, mask
 
     def _supervised(self, text: str, cuts: Sequence[int]) -> Conversation:
         """The tokens of a text, masked between the first and second position, the third and fourth, ..."""
@@ -100,7 +90,7 @@ class ChatRenderer:
         mask = np.zeros(len(ids), dtype=bool)
         for begin, end in zip(places[::2], places[1::2], strict=True):
             mask[begin:end] = True
-        return Conversation(ids, mask)
+        return ids, mask
 
     def _boundaries(self, chat: _Chat, text: str, turn: int) -> tuple[int, int]:
         """The characters of a turn, from after its header to the end of all the template writes for it."""
@@ -126,7 +116,7 @@ class ChatRenderer:
         begin, end = len(parts[0]), len(text) - len(parts[1])
         # What follows the answer with and without later turns closes the turn: the end-of-turn token.
         alone = chat.around_placeholder(turn, turn + 1)
-        closing = 0 if alone is None else _shared(alone[1], parts[1])
+        closing = 0 if alone is None else common_prefix(alone[1], parts[1])
         return begin, max(begin, end) + closing
 
     def _trim(self, text: str, begin: int, end: int) -> int:
@@ -204,16 +194,6 @@ class _Chat:
         )
 
 
-def _shared(first: str, second: str) -> int:
-    """The length of the common prefix.
-
-    >>> _shared("<end>", "<end>\\n<user>")
-    5
-    """
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
 def _not_rendered(error: Exception) -> DataError:
     return DataError(f"The chat template cannot render this conversation: {type(error).__name__}: {error}")
 
@@ -238,14 +218,14 @@ def locate(tokenizer: Any, text: str, cuts: Sequence[int], *, special: bool) -> 
         # Added special tokens have offsets (0, 0), even at the end of the text.
         ends = np.maximum.accumulate(np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1])
         return ids, np.searchsorted(ends, np.asarray(cuts), side="right").tolist()
-    return ids, [_common_prefix(ids, _ids_of(tokenizer, text[:cut], special)) for cut in cuts]
+    parts = [tokenizer(text[:cut], add_special_tokens=special, verbose=False)["input_ids"] for cut in cuts]
+    return ids, [common_prefix(ids.tolist(), part) for part in parts]
 
 
-def _ids_of(tokenizer: Any, text: str, special: bool) -> np.ndarray:
-    return np.asarray(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=np.int32)
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The length of the common prefix.
 
-
-def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    size = min(len(first), len(second))
-    differs = np.flatnonzero(first[:size] != second[:size])
-    return int(differs[0]) if len(differs) else size
+    >>> common_prefix("<end>", "<end>\\n<user>")
+    5
+    """
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.dataset import is_array
-from trainformer.data.samplers import EpochSampler
+from trainformer.data.samplers import EpochSampler, positive
 from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.data.text.store import lengths_of
 
@@ -42,7 +42,10 @@ def pad(
     >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
     ([[5, 6, 2], [7, -100, -100]], [[1, 1, 1], [1, 0, 0]])
     """
-    length = _padded_length(check_lengths(examples, max_length), multiple_of, max_length)
+    if multiple_of < 1:
+        raise BadArgument(expected("multiple_of to be at least 1", multiple_of))
+    length = -(-check_lengths(examples, max_length) // multiple_of) * multiple_of
+    length = length if max_length is None else min(length, max_length)
     return _tensors(padded_rows(examples, pad_id, length, side=side))
 
 
@@ -69,37 +72,22 @@ def collate_packed(
     [0, 2, 3, 4]
     """
     if flatten:
-        return _flattened(examples)
+        rows = {name: np.concatenate([np.asarray(example[name]) for example in examples]) for name in _PACKED}
+        lengths = np.concatenate([np.asarray(example["lengths"]) for example in examples])
+        batch: dict[str, np.ndarray] = {name: row.astype(np.int64)[None] for name, row in rows.items()}
+        batch["cu_seqlens"] = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+        batch["max_seqlen"] = np.asarray(lengths.max(), dtype=np.int64)
+        return _tensors(batch)
     longest = check_lengths(examples, None)
     if length is not None and longest > length:
         raise BadArgument(expected(f"sequences of at most {length} tokens", longest, "Pass length=capacity."))
     return _tensors(packed_rows(examples, pad_id, longest if length is None else length))
 
 
-def _flattened(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    import torch
-
-    names = ("input_ids", "labels", "position_ids")
-    rows = {name: np.concatenate([np.asarray(example[name]) for example in examples]) for name in names}
-    lengths = np.concatenate([np.asarray(example["lengths"]) for example in examples])
-    return {
-        **_tensors({name: row.astype(np.int64)[None] for name, row in rows.items()}),
-        "cu_seqlens": torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)),
-        "max_seqlen": torch.tensor(int(lengths.max())),
-    }
-
-
 def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     import torch
 
     return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-
-def _padded_length(longest: int, multiple_of: int, max_length: int | None) -> int:
-    if multiple_of < 1:
-        raise BadArgument(expected("multiple_of to be at least 1", multiple_of))
-    rounded = -(-longest // multiple_of) * multiple_of
-    return rounded if max_length is None else min(rounded, max_length)
 
 
 class LengthGroupedSampler(EpochSampler):
@@ -125,20 +113,16 @@ class LengthGroupedSampler(EpochSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(seed, num_replicas, rank)
-        for name, value in (("batch_size", batch_size), ("megabatch", megabatch)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadArgument(expected(f"{name} to be a positive integer", value))
-        self._lengths = _as_lengths(lengths)
-        self.batch_size = batch_size
-        self.megabatch = megabatch
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        return self.batch_size
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._lengths)
+        self.batch_size = self.block = positive("batch_size", batch_size)
+        self.megabatch = positive("megabatch", megabatch)
+        is_lengths = is_array(lengths) or (
+            isinstance(lengths, Sequence) and len(lengths) > 0 and not isinstance(lengths[0], Mapping)
+        )
+        array = np.asarray(lengths) if is_lengths else lengths_of(lengths)
+        if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+            raise DataError(expected("the lengths of at least one sequence, as integers", f"shape {array.shape}"))
+        self._lengths = array.astype(np.int64)
+        self.num_samples = len(self._lengths)
 
     def order(self, epoch: int, seed: int | None = None) -> np.ndarray:
         rng = self._random(_GROUPED, epoch, seed)
@@ -154,16 +138,6 @@ class LengthGroupedSampler(EpochSampler):
         batches = np.lexsort((chance, np.arange(full) // self.megabatch))
         whole = by_length[: full * self.batch_size].reshape(full, self.batch_size)[batches].reshape(-1)
         return np.concatenate([whole, by_length[full * self.batch_size :]])
-
-
-def _as_lengths(lengths: Any) -> np.ndarray:
-    is_lengths = is_array(lengths) or (
-        isinstance(lengths, Sequence) and len(lengths) > 0 and not isinstance(lengths[0], Mapping)
-    )
-    array = np.asarray(lengths) if is_lengths else lengths_of(lengths)
-    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise DataError(expected("the lengths of at least one sequence, as integers", f"shape {array.shape}"))
-    return array.astype(np.int64)
 
 
 _PACKED = ("input_ids", "labels", "position_ids")

@@ -142,13 +142,6 @@ class Encoder:
         self.truncation = truncation
         self.add_eos = add_eos
         self.prompt_template = prompt_template
-        self._encoders: dict[str, Callable[[Mapping[str, Any]], Encoded]] = {
-            "tokens": self._encode_tokens,
-            "chat": self._encode_chat,
-            "completion": self._encode_completion,
-            "alpaca": self._encode_alpaca,
-            "text": self._encode_no_text,
-        }
         self._renderer = None if tokenizer is None else ChatRenderer(tokenizer)
         # Cached: each takes 6 us.
         self._vocabulary = None if tokenizer is None else len(tokenizer)
@@ -181,11 +174,13 @@ class Encoder:
         pieces = []
         for place, (record, text) in enumerate(zip(records, texts, strict=True)):
             with context(place):
-                if text is None:
-                    schema = _schema_of(record)
-                    whole = self._encoders[schema](record)
-                else:
-                    schema, whole = "text", self._encode_text(next(tokens), bool(text))
+                schema = "text" if text is not None else _schema_of(record)
+                if text is not None:
+                    whole = self._encode_text(next(tokens), bool(text))
+                elif schema == "text":
+                    raise DataError(expected("'text' to be a string", type(record["text"]).__name__))
+                else:  # _encode_tokens, _encode_chat, _encode_completion or _encode_alpaca
+                    whole = getattr(self, f"_encode_{schema}")(record)
                 pieces.append(self._fit(whole, schema, report))
         return pieces
 
@@ -216,9 +211,6 @@ class Encoder:
         ids = np.asarray(tokens if has_content else [], dtype=np.int32)
         ids = self._add_eos(self._remove_second_bos(ids)[0]) if has_content else ids
         return Encoded(ids, ids.copy())
-
-    def _encode_no_text(self, record: Mapping[str, Any]) -> Encoded:
-        raise DataError(expected("'text' to be a string", type(record["text"]).__name__))
 
     def _encode_tokens(self, record: Mapping[str, Any]) -> Encoded:
         ids = _integers(record["input_ids"], "input_ids")
@@ -357,24 +349,16 @@ def _located_errors(
     try:
         yield
     except Exception as error:
-        number = first + place
-        located = _located(error, records[place], where(number) if where else f"Record {number}")
-        if located is error:
-            raise
-        raise located from error
-
-
-def _located(error: Exception, record: Any, place: str) -> Exception:
-    """An error of ours with the location in its message; any other error with the location as a note."""
-    if isinstance(error, (BadArgument, DataError)):
-        return type(error)(f"{place}: {error}")
-    try:
-        json.dumps(record, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as wrong:
-        do = "A lone surrogate, such as '\\ud83d', comes from truncated text; clean it with errors='ignore'."
-        return DataError(f"{place}: {expected('valid Unicode text', wrong.reason, do)}")
-    error.add_note(f"(while tokenising {place})")
-    return error
+        location = where(first + place) if where else f"Record {first + place}"
+        if isinstance(error, (BadArgument, DataError)):
+            raise type(error)(f"{location}: {error}") from error
+        try:
+            json.dumps(records[place], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as wrong:
+            do = "A lone surrogate, such as '\\ud83d', comes from truncated text; clean it with errors='ignore'."
+            raise DataError(f"{location}: {expected('valid Unicode text', wrong.reason, do)}") from error
+        error.add_note(f"(while tokenising {location})")
+        raise
 
 
 def _text_of(record: Any) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.data.dataset import IndexedDataset, normalize_index
 
 logger = logging.getLogger("trainformer")
 
@@ -65,7 +66,12 @@ class TextFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = existing_file(path)
+        self.path = path = Path(path).expanduser()
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "which does not exist"
+            names = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if path.parent.is_dir() else []
+            close = did_you_mean(path.name, names) if not path.is_dir() else ""
+            raise DataError(f"Expected a file, received '{path}', {what}. {close}".strip())
         status = self.path.stat()
         self.fingerprint = digest(str(self.path.resolve()), status.st_size, status.st_mtime_ns)
         self._plain = _decompressed(self.path, self.fingerprint)
@@ -76,7 +82,7 @@ class TextFile:
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes from `start` up to `end`."""
-        if self._descriptor is None and _OpenFiles.has_room():
+        if self._descriptor is None and _OpenFiles.count < _OpenFiles.limit:
             self._descriptor = self._open()
             _OpenFiles.count += 1
         if self._descriptor is not None:
@@ -153,10 +159,6 @@ class _OpenFiles:
     count = 0
     limit = 256 if hasattr(os, "pread") else 0  # without pread (Windows) threads share the file position
 
-    @classmethod
-    def has_room(cls) -> bool:
-        return cls.count < cls.limit
-
 
 def _read(descriptor: int, start: int, end: int) -> bytes:
     """Bytes of an open file, fewer only at its end. Linux reads at most 2 GiB at once."""
@@ -174,15 +176,22 @@ def _read(descriptor: int, start: int, end: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-class Spans:
-    """Consecutive pieces of a file: piece `i` is the bytes from ``starts[i]`` to ``starts[i + 1]``."""
+class Spans(IndexedDataset):
+    """Consecutive pieces of a file: piece `i` is the bytes from ``starts[i]`` to ``starts[i + 1]``.
+
+    As a dataset its items are documents ``{"text"}``.
+    """
 
     def __init__(self, file: TextFile, starts: np.ndarray) -> None:
         self.file = file
         self.starts = starts
+        self.fingerprint = digest(file.fingerprint, type(self).__name__)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"text": self.text(normalize_index(index, len(self))).replace("\r\n", "\n").rstrip()}
 
     def text(self, index: int) -> str:
         start, end = int(self.starts[index]), int(self.starts[index + 1])
@@ -210,14 +219,15 @@ class LineIndex(Spans):
 
     def __init__(self, path: str | Path | TextFile) -> None:
         file = path if isinstance(path, TextFile) else TextFile(path)
-        self._cached: Path | None = _index_name(file)
-        found = _load_index(self._cached)
+        name = f"{digest(file.path.resolve())}-{digest(file.fingerprint, _VERSION)}.npy"
+        cached = cache_dir() / "lines" / name
+        found, is_cached = _load_index(cached), True
         if found is None:
             started = time.perf_counter()
             found = _index_lines(file)
             slow = time.perf_counter() - started > _CACHE_AFTER_SECONDS
-            if not (slow and _save_index(self._cached, *found)):
-                self._cached = None
+            is_cached = slow and _save_index(cached, *found)
+        self._cached = cached if is_cached else None
         starts, self._blanks = found
         super().__init__(file, starts)
 
@@ -248,6 +258,7 @@ class LineIndex(Spans):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.starts is None:
+            assert self._cached is not None
             self.starts, self._blanks = _load_index(self._cached) or _index_lines(self.file)
 
 
@@ -324,19 +335,13 @@ def digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 
 
-def _index_name(file: TextFile) -> Path:
-    return cache_dir() / "lines" / f"{digest(file.path.resolve())}-{digest(file.fingerprint, _VERSION)}.npy"
-
-
-def _load_index(path: Path | None) -> tuple[np.ndarray, np.ndarray] | None:
+def _load_index(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """A memory-mapped index, so that processes share its memory."""
     try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False) if path is not None else None
+        # A plain array over the same memory: indexing np.memmap takes 1 us per number.
+        table = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError):
         return None
-    if table is None:
-        return None
-    table = np.asarray(table)  # a plain array over the same memory: indexing np.memmap takes 1 us per number
     blanks = int(table[0])
     return table[1 + blanks :], table[1 : 1 + blanks]
 
@@ -346,19 +351,10 @@ def _save_index(path: Path, starts: np.ndarray, blanks: np.ndarray) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _atomic_write(path) as file:
             np.save(file, np.concatenate(([len(blanks)], blanks, starts)).astype(np.int64))
-        _remove_outdated(path)
     except OSError as error:  # a full disk or a read-only home must not stop the run
         logger.info("cannot cache the line index in '%s': %s", path.parent, error)
         return False
     return True
-
-
-def _remove_outdated(path: Path) -> None:
-    """Remove cache entries of earlier versions of the same file."""
-    family = path.name.partition("-")[0]
-    for other in path.parent.glob(f"{family}-*"):
-        if other.name != path.name and not other.name.endswith(".tmp"):
-            other.unlink(missing_ok=True)
 
 
 def _decompressed(path: Path, fingerprint: str) -> Path:
@@ -380,13 +376,15 @@ def _decompressed(path: Path, fingerprint: str) -> Path:
                 target.write(block)
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise DataError(f"Expected a file that can be decompressed, received '{path}': {error}.") from error
-    _remove_outdated(plain)
     return plain
 
 
 @contextmanager
 def _atomic_write(path: Path) -> Iterator[Any]:
-    """Write to a temporary file and rename it at the end, so that other processes see all of it or nothing."""
+    """Write to a temporary file and rename it at the end, so that other processes see all of it or nothing.
+
+    Cache entries of earlier versions of the same file, whose names start with the same digest, are removed.
+    """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name[:24], suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -395,14 +393,6 @@ def _atomic_write(path: Path) -> Iterator[Any]:
     except BaseException:
         os.unlink(name)
         raise
-
-
-def existing_file(path: str | Path) -> Path:
-    """The path of an existing file, else an error that suggests similar names."""
-    path = Path(path).expanduser()
-    if path.is_file():
-        return path
-    what = "a folder" if path.is_dir() else "which does not exist"
-    names = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if path.parent.is_dir() else []
-    close = did_you_mean(path.name, names) if not path.is_dir() else ""
-    raise DataError(f"Expected a file, received '{path}', {what}. {close}".strip())
+    for other in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
+        if other.name != path.name and not other.name.endswith(".tmp"):
+            other.unlink(missing_ok=True)

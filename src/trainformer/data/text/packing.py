@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.dataset import IndexedDataset
+from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.data.text.store import lengths_of
 
@@ -28,7 +28,19 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     [[0, 3], [1], [2, 4]]
     """
     sizes = np.asarray(lengths)
-    _check(sizes, capacity)
+    if isinstance(capacity, bool) or capacity < 1:
+        raise BadArgument(expected("capacity to be at least 1", capacity))
+    if sizes.size == 0:
+        raise DataError(expected("at least one document to pack", "none"))
+    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer):
+        raise BadArgument(expected("lengths to be a list of integers", f"{sizes.dtype} of shape {sizes.shape}"))
+    longest = int(sizes.argmax())
+    if sizes[longest] > capacity:
+        what = f"documents of at most {capacity} tokens, the capacity of a sequence"
+        do = "Tokenise with max_length=capacity, or pass a larger capacity."
+        raise DataError(expected(what, f"{sizes[longest]} tokens in document {longest}", do))
+    if sizes.min() < 1:
+        raise DataError(expected("documents of at least one token", f"an empty one, number {int(sizes.argmin())}"))
     bins: list[list[int]] = []
     with_space: defaultdict[int, list[int]] = defaultdict(list)  # free tokens -> bins
     spaces: list[int] = []  # the keys of `with_space` that have bins, sorted
@@ -52,22 +64,6 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     for documents in bins:
         documents.sort()
     return sorted(bins)
-
-
-def _check(sizes: np.ndarray, capacity: int) -> None:
-    if isinstance(capacity, bool) or capacity < 1:
-        raise BadArgument(expected("capacity to be at least 1", capacity))
-    if sizes.size == 0:
-        raise DataError(expected("at least one document to pack", "none"))
-    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer):
-        raise BadArgument(expected("lengths to be a list of integers", f"{sizes.dtype} of shape {sizes.shape}"))
-    longest = int(sizes.argmax())
-    if sizes[longest] > capacity:
-        what = f"documents of at most {capacity} tokens, the capacity of a sequence"
-        do = "Tokenise with max_length=capacity, or pass a larger capacity."
-        raise DataError(expected(what, f"{sizes[longest]} tokens in document {longest}", do))
-    if sizes.min() < 1:
-        raise DataError(expected("documents of at least one token", f"an empty one, number {int(sizes.argmin())}"))
 
 
 class PackedDataset(IndexedDataset):
@@ -109,9 +105,7 @@ class PackedDataset(IndexedDataset):
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        index = int(index) % len(self)
+        index = normalize_index(index, len(self))
         documents = self._documents[self._offsets[index] : self._offsets[index + 1]]
         return join_documents([self.store[document] for document in documents.tolist()])
 

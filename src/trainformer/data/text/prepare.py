@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.dataset import normalize_index
 from trainformer.data.labels import is_stream
+from trainformer.data.text.chat import common_prefix
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.packing import PackedDataset
 from trainformer.data.text.records import StandardRecords
@@ -84,9 +86,7 @@ class Pairs(StoreView):
         return len(self.store) // 2
 
     def __getitem__(self, index: int) -> dict[str, dict[str, np.ndarray]]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
-        place = 2 * (int(index) % len(self))
+        place = 2 * normalize_index(index, len(self))
         return {"chosen": self.store[place], "rejected": self.store[place + 1]}
 
 
@@ -145,7 +145,9 @@ def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise DataError(expected("a prompt, or two whole conversations as messages", list(record), "Add 'prompt'."))
     question = _as_messages(prompt, "user") if prompt is not None else []
     both = [_as_messages(answer, "assistant") for answer in (chosen, rejected)]
-    shared = _common(*both)
+    # Their common messages, without the last one of either, which is the answer.
+    size = min(common_prefix(*both), *(len(answer) - 1 for answer in both))
+    shared = both[0][: max(0, size)]
     if prompt is None or (shared and shared[: len(question)] == question) or shared[-len(question) :] == question:
         # Whole conversations that start with the prompt (perhaps after a system message).
         question, both = shared, [answer[len(shared) :] for answer in both]
@@ -154,11 +156,3 @@ def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _as_messages(value: Any, role: str) -> list[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
-
-
-def _common(first: list[Any], second: list[Any]) -> list[Any]:
-    """The common prefix of messages, without the last one of either, which is the answer."""
-    size = 0
-    while size < min(len(first), len(second)) - 1 and first[size] == second[size]:
-        size += 1
-    return first[:size]

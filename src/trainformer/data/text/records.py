@@ -5,17 +5,18 @@ All have a length, read lazily by index, pickle small for worker processes, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainformer.core.errors import DataError
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.dataset import IndexedDataset
 from trainformer.data.text.files import LineIndex, Spans, TextFile, character_spans, digest
 from trainformer.data.text.schemas import (
+    SCHEMAS,
     TEXT_KEYS,
     Schema,
-    check_schema_name,
     conversation,
     detect_schema,
     require_key,
@@ -73,12 +74,16 @@ class _RecordsView(IndexedDataset):
         """Where a record is, for error messages: file and line if known."""
         return location_of(self._records, index)
 
-    def _converted(self, index: int, convert: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        index = normalize_index(index, len(self))
         record = self._records[index]
         try:
-            return convert(record)
+            return self._convert(record)
         except DataError as error:
             raise DataError(f"{self.location(index)}: {error}") from error.__cause__
+
+    @abstractmethod
+    def _convert(self, record: Any) -> dict[str, Any]: ...
 
     def _fingerprint_with(self, *settings: object) -> str | None:
         known = known_fingerprint(self._records)
@@ -107,11 +112,7 @@ class TextDataset(_RecordsView):
         if self.text_key is not None and hasattr(self._records, "select_columns"):
             self._records = self._records.select_columns([self.text_key])  # reading a row decodes all of its columns
 
-    def __getitem__(self, index: int) -> dict[str, str]:
-        index = normalize_index(index, len(self))
-        return self._converted(index, self._text_of)
-
-    def _text_of(self, record: Any) -> dict[str, str]:
+    def _convert(self, record: Any) -> dict[str, str]:
         if self.text_key is None or isinstance(record, str):
             return {"text": require_text(record, "text")}
         return {"text": require_text(require_key(record, self.text_key), self.text_key)}
@@ -153,28 +154,23 @@ class ChatDataset(_RecordsView):
 
     def __init__(self, source: Any, messages_key: str | None = None, split: str | None = None) -> None:
         super().__init__(source, split)
-        self.schema = _chat_schema(self._records, messages_key)
+        if messages_key is not None:
+            _check_key(self._records, messages_key)
+            extra = {field: field for field in ("tools", "system") if field in self._records[0]}
+            self.schema = Schema("chat", {"messages": messages_key, **extra})
+        else:
+            self.schema = detect_schema(self._records)
+        if self.schema.name not in ("chat", "completion", "alpaca"):
+            raise DataError(
+                "Expected conversations (messages, conversations, prompt and completion, or instruction and output), "
+                f"received records of the schema '{self.schema.name}' with the keys "
+                f"{', '.join(map(repr, self._records[0]))}. Pass messages_key=... if one of them contains messages."
+            )
         self.fingerprint = self._fingerprint_with("chat", messages_key)
         self[0]  # fail now if all records are wrong
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = normalize_index(index, len(self))
-        return self._converted(index, lambda record: conversation(record, self.schema))
-
-
-def _chat_schema(records: Any, messages_key: str | None) -> Schema:
-    if messages_key is not None:
-        _check_key(records, messages_key)
-        extra = {field: field for field in ("tools", "system") if field in records[0]}
-        return Schema("chat", {"messages": messages_key, **extra})
-    schema = detect_schema(records)
-    if schema.name not in ("chat", "completion", "alpaca"):
-        raise DataError(
-            "Expected conversations (messages, conversations, prompt and completion, or instruction and output), "
-            f"received records of the schema '{schema.name}' with the keys {', '.join(map(repr, records[0]))}. Pass "
-            "messages_key=... if one of them contains messages."
-        )
-    return schema
+    def _convert(self, record: Any) -> dict[str, Any]:
+        return conversation(record, self.schema)
 
 
 class StandardRecords(_RecordsView):
@@ -187,8 +183,11 @@ class StandardRecords(_RecordsView):
 
     def __init__(self, source: Any, schema: str | None = None, split: str | None = None) -> None:
         super().__init__(source, split)
+        if schema is not None and schema not in SCHEMAS:
+            what = f"one of the schemas {', '.join(SCHEMAS)}"
+            raise BadArgument(expected(what, schema, did_you_mean(schema, SCHEMAS)))
         self.schema = detect_schema(self._records)
-        if schema is not None and self.schema.name != check_schema_name(schema):
+        if schema is not None and self.schema.name != schema:
             keys = ", ".join(map(repr, self._records[0])) if isinstance(self._records[0], Mapping) else "no keys"
             raise DataError(
                 f"Expected records of the schema '{schema}', received '{self.schema.name}', with {keys}. "
@@ -196,6 +195,5 @@ class StandardRecords(_RecordsView):
             )
         self.fingerprint = self._fingerprint_with("standard")
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = normalize_index(index, len(self))
-        return self._converted(index, lambda record: standard(record, self.schema))
+    def _convert(self, record: Any) -> dict[str, Any]:
+        return standard(record, self.schema)

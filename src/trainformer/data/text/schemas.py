@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
-from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.errors import DataError, did_you_mean, expected
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -49,15 +49,6 @@ class _Spec:
         return None
 
 
-def _combinations(*groups: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """All combinations of names, in order.
-
-    >>> _combinations(["a"], ["b", "c"])
-    (('a', 'b'), ('a', 'c'))
-    """
-    return ((),) if not groups else tuple((name, *rest) for name in groups[0] for rest in _combinations(*groups[1:]))
-
-
 _LABELS = {"label": ("label", "labels"), "score": ("score", "similarity_score")}
 # The first schema that matches wins: a record with chosen and rejected answers may also have a prompt and messages, and
 # one with an instruction a ready-made text.
@@ -66,26 +57,28 @@ _SPECS: dict[str, _Spec] = {
     "preference": _Spec(
         ("chosen", "rejected"), (("chosen", "rejected"),), {"prompt": ("prompt", "question", "instruction")}
     ),
-    "chat": _Spec(("messages",), _combinations(_MESSAGE_KEYS), {"tools": ("tools",), "system": ("system",)}),
+    "chat": _Spec(("messages",), tuple(product(_MESSAGE_KEYS)), {"tools": ("tools",), "system": ("system",)}),
     "alpaca": _Spec(
         ("instruction", "output"),
-        _combinations(["instruction"], ["output", "response", "completion", "answer"]),
+        tuple(product(["instruction"], ["output", "response", "completion", "answer"])),
         {"input": ("input", "context"), "system": ("system",)},
     ),
     "completion": _Spec(
         ("prompt", "completion"),
         (
-            *_combinations(["prompt"], ["completion", "response", "output", "answer"]),
-            *_combinations(["query", "question"], ["response", "answer", "completion"]),
+            *product(["prompt"], ["completion", "response", "output", "answer"]),
+            *product(["query", "question"], ["response", "answer", "completion"]),
         ),
         {"tools": ("tools",)},
         unless=frozenset({"context"}),  # a question about a context needs the context
     ),
-    "tagged": _Spec(("tokens", "tags"), _combinations(["tokens", "words"], ["tags", "ner_tags", "pos_tags", "labels"])),
+    "tagged": _Spec(
+        ("tokens", "tags"), tuple(product(["tokens", "words"], ["tags", "ner_tags", "pos_tags", "labels"]))
+    ),
     "similarity": _Spec(
         ("anchor", "positive"),
         (
-            *_combinations(["anchor", "query", "question"], ["positive", "pos"]),
+            *product(["anchor", "query", "question"], ["positive", "pos"]),
             *(("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("premise", "hypothesis")),
             *(("question1", "question2"), ("text1", "text2")),
         ),
@@ -96,11 +89,11 @@ _SPECS: dict[str, _Spec] = {
         (
             *(("source", "target"), ("src", "tgt"), ("source_text", "target_text"), ("input_text", "target_text")),
             *(("inputs", "targets"), ("input", "target"), ("input", "output"), ("article", "highlights")),
-            *_combinations(["document", "dialogue", "article", "text"], ["summary"]),
+            *product(["document", "dialogue", "article", "text"], ["summary"]),
             ("translation", "translation"),
         ),
     ),
-    "text": _Spec(("text",), _combinations(TEXT_KEYS), _LABELS),
+    "text": _Spec(("text",), tuple(product(TEXT_KEYS)), _LABELS),
 }
 SCHEMAS = tuple(_SPECS)
 
@@ -125,7 +118,8 @@ def detect_schema(records: Any) -> Schema:
     >>> detect_schema([{"context": "", "instruction": "Sing.", "response": "La."}]).keys
     {'instruction': 'instruction', 'output': 'response', 'input': 'context'}
     """
-    first = list(islice(_first(records), _PEEKED))
+    is_indexed = hasattr(records, "__getitem__") and hasattr(records, "__len__")
+    first = list(islice(map(records.__getitem__, range(len(records))) if is_indexed else records, _PEEKED))
     if not first:
         raise DataError(expected("at least one record", "none"))
     if not isinstance(first[0], Mapping):
@@ -138,21 +132,15 @@ def detect_schema(records: Any) -> Schema:
         if keys is None or not _plausible(name, keys, first[0]):
             continue
         for field, names in spec.optional.items():
-            found = next(
-                (in_any[other] for other in names if other in in_any and in_any[other] not in keys.values()), None
-            )
-            keys |= {} if found is None else {field: found}
+            free = (in_any[other] for other in names if other in in_any and in_any[other] not in keys.values())
+            if (found := next(free, None)) is not None:
+                keys[field] = found
         return Schema(name, keys)
+    known = "; ".join(f"{name} ({', '.join(map(repr, spec.names[0]))})" for name, spec in _SPECS.items())
     raise DataError(
         f"Expected records of a known schema, received records with the keys {', '.join(map(repr, first[0]))}. Known "
-        f"schemas are: {_known()}. Rename the keys, or convert the records."
+        f"schemas are: {known}. Rename the keys, or convert the records."
     )
-
-
-def _first(records: Any) -> Iterator[Any]:
-    if hasattr(records, "__getitem__") and hasattr(records, "__len__"):
-        return (records[index] for index in range(len(records)))
-    return iter(records)
 
 
 def _schema_of_value(record: Any) -> Schema:
@@ -176,17 +164,6 @@ def _plausible(name: str, keys: Mapping[str, str], record: Mapping[str, Any]) ->
     return name != "text" or isinstance(record[keys["text"]], str)
 
 
-def _known() -> str:
-    return "; ".join(f"{name} ({', '.join(map(repr, spec.names[0]))})" for name, spec in _SPECS.items())
-
-
-def check_schema_name(name: str) -> str:
-    """The name of a schema, else an error."""
-    if name not in _SPECS:
-        raise BadArgument(expected(f"one of the schemas {', '.join(SCHEMAS)}", name, did_you_mean(name, SCHEMAS)))
-    return name
-
-
 # -- one record --------------------------------------------------------------------------------------------
 # Errors say what is wrong with the record; the caller adds its location, which is slow to find.
 
@@ -204,7 +181,10 @@ def standard(record: Any, schema: Schema) -> dict[str, Any]:
         return {field: require_text(record, field) if schema.name == "text" else record}
     fields = {field: require_key(record, schema.keys[field]) for field in _SPECS[schema.name].fields}
     if schema.name == "pairs" and schema.keys["source"] == schema.keys["target"]:
-        fields = _languages(fields["source"])
+        translation = fields["source"]  # {"en": ..., "de": ...}
+        if not isinstance(translation, Mapping) or len(translation) < 2:
+            raise DataError(expected_value("a text and its translation, by language", translation))
+        fields = dict(zip(("source", "target"), translation.values(), strict=False))
     if schema.name not in ("tokens", "tagged"):
         fields = {field: _text_or_messages(value, field, schema.name) for field, value in fields.items()}
     for field in _SPECS[schema.name].optional:
@@ -216,14 +196,6 @@ def standard(record: Any, schema: Schema) -> dict[str, Any]:
     if schema.name == "alpaca":
         fields["input"] = require_text(fields.get("input", ""), "input")
     return fields
-
-
-def _languages(translation: Any) -> dict[str, Any]:
-    """Source and target of ``{"en": ..., "de": ...}``, in this order."""
-    if not isinstance(translation, Mapping) or len(translation) < 2:
-        raise DataError(expected_value("a text and its translation, by language", translation))
-    source, target, *_ = translation.values()
-    return {"source": source, "target": target}
 
 
 def _text_or_messages(value: Any, field: str, schema: str) -> Any:
@@ -325,16 +297,11 @@ def _message(raw: Any) -> dict[str, Any]:
     if content is None and "tool_calls" in rest:
         content = ""  # a message that only calls a tool has no text
     if isinstance(content, Sequence) and not isinstance(content, str) and content:
-        content = _joined_parts(content)
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise DataError(expected_value("parts of the type text", part, "Images need a multimodal task."))
+        content = "".join(part["text"] for part in content)
     return {"role": role, "content": require_text(content, names[1]), **rest}
-
-
-def _joined_parts(parts: Sequence[Any]) -> str:
-    """The text of a content that is a list of parts; image parts need a multimodal task."""
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(expected_value("parts of the type text", part, "Images need a multimodal task."))
-    return "".join(part["text"] for part in parts)
 
 
 def _tools(tools: Any) -> list[Any] | None:

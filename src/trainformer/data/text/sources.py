@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.builtin import corpus_names, load_corpus
-from trainformer.data.hub import is_hf_saved, load_hf_saved, select_split
+from trainformer.data.hub import is_hf_saved, load_from_hub, load_hf_saved, select_split
 from trainformer.data.labels import HF_STREAM, STREAM, is_instance_of
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix
 from trainformer.data.text.streams import PREFIX, open_stream
@@ -24,9 +24,7 @@ from trainformer.data.text.tables import (
     TEXT_SUFFIXES,
     JSONLDataset,
     TextFiles,
-    TextSpans,
     concat_records,
-    from_hub,
     read_csv,
     read_parquet,
 )
@@ -47,9 +45,8 @@ def records_of(source: Any, split: str | None) -> Any:
     elif split is not None:
         raise BadArgument(expected("split only with a path or a name", split, "Choose the split of the data yourself."))
     if is_instance_of(source, STREAM) or is_instance_of(source, HF_STREAM):
-        raise DataError(
-            expected("data with a length", type(source).__name__, "Pass a list of the first records, or the files.")
-        )
+        do = "Pass a list of the first records, or the files."
+        raise DataError(expected("data with a length", type(source).__name__, do))
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         if not isinstance(source, Iterable):
             raise BadArgument(expected("a path, a dataset, or an iterable of texts or records", source))
@@ -77,7 +74,9 @@ def load_text(path_or_name: str | Path, *, split: str | None = None) -> Any:
         if path_or_name.startswith(PREFIX):
             return open_stream(path_or_name)
         if path_or_name.startswith("hf:") and not os.path.exists(path_or_name):
-            return from_hub(path_or_name.removeprefix("hf:"), split)
+            name, _, named_split = path_or_name.removeprefix("hf:").partition(":")
+            name, _, configuration = name.partition("@")
+            return load_from_hub(name, split or named_split or None, configuration or None)
     path = Path(path_or_name).expanduser()
     if not os.path.exists(path):  # Path.exists raises if a name is too long
         _refuse_missing(path_or_name)
@@ -106,7 +105,12 @@ def _refuse_missing(name: str | Path) -> NoReturn:
 
 
 def _load_folder(folder: Path, split: str | None) -> Any:
-    files = _files_below(folder)
+    files = []  # those that are not hidden or empty
+    for parent, below, names in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
+        files += [path for path in paths if path.is_file() and path.stat().st_size]
+    files.sort(key=lambda path: path.relative_to(folder).as_posix())
     tables = [path for path in files if content_suffix(path) in RECORD_SUFFIXES]
     texts = [path for path in files if content_suffix(path) in TEXT_SUFFIXES]
     # A folder of tables often has a README; a folder of source code has JSON settings.
@@ -123,19 +127,11 @@ def _load_folder(folder: Path, split: str | None) -> Any:
     return _load_files(texts, split)
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """All files that are not hidden or empty, sorted by path."""
-    found = []
-    for parent, below, names in os.walk(folder):
-        below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
-        paths = (Path(parent, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.is_file() and path.stat().st_size]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-
-
 def _of_split(folder: Path, tables: Sequence[Path], split: str | None) -> list[Path]:
     """The files of a split. Without one, files such as train.jsonl and test.jsonl must not be mixed."""
-    names = {path: _name_parts(path.relative_to(folder)) for path in tables}
+    # The names of folders and file up to a number or an extension: data/train-00000-of-00002.parquet.
+    relative = {path: path.relative_to(folder).parts for path in tables}
+    names = {path: {re.split(r"[-_.]", part.lower())[0] for part in parts} for path, parts in relative.items()}
     if split is None:
         splits = set().union(*names.values()) & _SPLITS
         if len(splits) > 1:
@@ -145,11 +141,6 @@ def _of_split(folder: Path, tables: Sequence[Path], split: str | None) -> list[P
     if not chosen:
         raise DataError(expected(f"a split of '{folder}'", split, f"It contains: {', '.join(map(str, tables[:5]))}."))
     return chosen
-
-
-def _name_parts(path: Path) -> set[str]:
-    """The names of folders and file up to a number or an extension: data/train-00000-of-00002.parquet."""
-    return {re.split(r"[-_.]", part.lower())[0] for part in path.parts}
 
 
 def _load_files(paths: Sequence[Path], split: str | None) -> Any:
@@ -170,19 +161,14 @@ def _load_files(paths: Sequence[Path], split: str | None) -> Any:
 def _load_documents(paths: Sequence[Path], split: str | None) -> Any:
     if split is not None and split not in _UNITS:
         raise BadArgument(expected(f"split to be one of {', '.join(_UNITS)}", split, did_you_mean(split, _UNITS)))
-    _refuse_binary(paths[0])
+    first = TextFile(paths[0])  # text may have any extension; binary files have zero bytes at the start
+    if b"\0" in first.read(0, min(first.size, 4096)):
+        what = f"text, or records in one of {', '.join(sorted(RECORD_SUFFIXES))}"
+        raise DataError(expected(what, str(paths[0]), "It contains binary data."))
     if split in (None, "document"):
         return TextFiles(paths)
     indices = [LineIndex(path) for path in paths]
     spans = [index if split == "line" else index.paragraphs() for index in indices if len(index)]
     if not spans:
         raise DataError(expected("some text", f"{len(paths)} files of blank lines"))
-    return concat_records([TextSpans(span) for span in spans])
-
-
-def _refuse_binary(path: Path) -> None:
-    """Text may have any extension; binary files have zero bytes at the start."""
-    file = TextFile(path)
-    if b"\0" in file.read(0, min(file.size, 4096)):
-        known = ", ".join(sorted(RECORD_SUFFIXES))
-        raise DataError(expected(f"text, or records in one of {known}", str(path), "It contains binary data."))
+    return concat_records(spans)

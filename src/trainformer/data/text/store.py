@@ -31,10 +31,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.data.dataset import IndexedDataset
+from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.fetcher import is_plain_subset, unwrap_subsets
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import cache_dir as user_cache
+from trainformer.utils.files import sync
 
 logger = logging.getLogger("trainformer")
 
@@ -75,10 +76,7 @@ class TokenStore(IndexedDataset):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        size = len(self.lengths)
-        if not -size <= index < size:
-            raise IndexError(f"sequence {index} of a store with {size}")
-        index = int(index) % size
+        index = normalize_index(index, len(self))
         piece = slice(self.offsets[index], self.offsets[index + 1])
         return {"input_ids": self._tokens[piece], "labels": self._labels[piece]}
 
@@ -149,8 +147,9 @@ def tokenize(
     if _manifest(target) is None:
         with _lock(root / f".{key}.lock", name) as locked:
             if _manifest(target) is None:
-                if locked:
-                    _remove_leftovers(root, key)
+                # Drafts of killed processes; with the lock, no other process is writing.
+                for draft in root.glob(f".{key}-*.writing") if locked else ():
+                    shutil.rmtree(draft, ignore_errors=True)
                 chunks = _chunks(records, encoder, workers)
                 _write(target, _with_progress_bar(chunks, len(records), name, progress), name)
     store = TokenStore(target)
@@ -261,19 +260,8 @@ def _fill(draft: Path, chunks: Iterator[_Chunk]) -> EncodingReport:
 
 
 def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove_leftovers(root: Path, key: str) -> None:
-    """Remove drafts of killed processes. Needs the lock: no other process is writing."""
-    for path in root.glob(f".{key}-*.writing"):
-        shutil.rmtree(path, ignore_errors=True)
+    if path.is_file() or os.name != "nt":
+        sync(path)
 
 
 @contextmanager
@@ -285,13 +273,12 @@ def _lock(path: Path, name: str) -> Iterator[bool]:
         yield False
         return
     with path.open("a") as file:
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
         except BlockingIOError:
             logger.info("%s: another process is tokenising the same data; waiting for it", name)
             fcntl.flock(file, fcntl.LOCK_EX)
-            locked = True
         except OSError:  # some network file systems
             locked = False
         yield locked

@@ -56,12 +56,6 @@ def open_stream(name: str) -> Any:
         raise DataError(expected(f"to stream {what}", f"{type(error).__name__}: {error}")) from error
 
 
-def register_as_iterable_dataset(kind: type) -> None:
-    """Register a class as an `IterableDataset` if torch is imported, since it checks the class."""
-    if (torch := sys.modules.get("torch.utils.data")) is not None:
-        torch.IterableDataset.register(kind)
-
-
 @dataclass
 class _Cursor:
     """The position of an iteration: the source before the current chunk of records, and what was yielded of it."""
@@ -98,7 +92,8 @@ class TokenStream:
         self.capacity = capacity
         self.report = EncodingReport()
         self._schema: Schema | None = None
-        register_as_iterable_dataset(type(self))
+        if (torch := sys.modules.get("torch.utils.data")) is not None:
+            torch.IterableDataset.register(type(self))  # a DataLoader checks the class
         self._cursor = _Cursor()
         self._restored = False
 
@@ -150,7 +145,7 @@ class TokenStream:
             done = cursor.given = 0
             cursor.records += len(chunk)
             # Not before the first record: until then the source reports the previous iteration.
-            cursor.source = self._source_state()
+            cursor.source = self.source.state_dict() if has_state(self.source) else None
             if cursor.records >= _PATIENCE:
                 self._check_trainable(cursor)
 
@@ -158,23 +153,22 @@ class TokenStream:
         if cursor.source is not None:
             self.source.load_state_dict(cursor.source)
             return iter(self.source)
-        return islice(self._split_over_workers(iter(self.source)), cursor.records, None)
-
-    def _split_over_workers(self, records: Iterator[Any]) -> Iterator[Any]:
         torch = sys.modules.get("torch.utils.data")
         worker = None if torch is None else torch.get_worker_info()
-        if worker is None or is_instance_of(self.source, HF_STREAM):
-            return records
-        return islice(records, worker.id, None, worker.num_workers)
-
-    def _source_state(self) -> Any:
-        return self.source.state_dict() if has_state(self.source) else None
+        records = iter(self.source)
+        if worker is not None and not is_instance_of(self.source, HF_STREAM):
+            records = islice(records, worker.id, None, worker.num_workers)
+        return islice(records, cursor.records, None)
 
     def _encoded(self, chunk: list[Any], first: int) -> list[Encoded]:
         if self._schema is None and not (isinstance(chunk[0], Mapping) and "input_ids" in chunk[0]):
             self._schema = detect_schema(chunk)
-        schema = self._schema
-        records = chunk if schema is None else [_to_standard(r, schema, first + i) for i, r in enumerate(chunk)]
+        records = []
+        for number, record in enumerate(chunk, first):
+            try:
+                records.append(record if self._schema is None else standard(record, self._schema))
+            except DataError as error:
+                raise DataError(f"Record {number} of the stream: {error}") from error
         encoded = self.encoder.encode_all(records, self.report, first=first)
         return [sequence for of_record in encoded for sequence in of_record]
 
@@ -206,10 +200,3 @@ def _pop_bin(waiting: list[Encoded], capacity: int) -> list[Encoded]:
             return chosen
         chosen.append(waiting.pop(sizes.index(best)))
         space -= best
-
-
-def _to_standard(record: Any, schema: Schema, number: int) -> dict[str, Any]:
-    try:
-        return standard(record, schema)
-    except DataError as error:
-        raise DataError(f"Record {number} of the stream: {error}") from error

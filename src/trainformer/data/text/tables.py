@@ -19,9 +19,8 @@ from typing import Any
 
 from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
-from trainformer.data.dataset import IndexedDataset
-from trainformer.data.hub import load_from_hub
-from trainformer.data.text.files import LineIndex, Spans, TextFile, content_suffix, digest
+from trainformer.data.dataset import IndexedDataset, normalize_index
+from trainformer.data.text.files import LineIndex, TextFile, content_suffix, digest
 from trainformer.data.text.schemas import detect_schema, expected_value, require_key, require_text
 
 MAX_PARSED_BYTES = 1 << 30  # of a file that is parsed at once: it takes ten times that in memory, as Python objects
@@ -33,18 +32,6 @@ _TEXT_ENDINGS = (
 TEXT_SUFFIXES = frozenset("." + ending for ending in _TEXT_ENDINGS.split())
 LINES, JSON, CSV, PARQUET = {".jsonl", ".ndjson"}, {".json"}, {".csv", ".tsv"}, {".parquet", ".pq"}
 RECORD_SUFFIXES = frozenset(LINES | JSON | CSV | PARQUET)
-
-
-def normalize_index(index: int, size: int) -> int:
-    """A non-negative index, else an `IndexError`, which also ends a loop over the dataset.
-
-    >>> normalize_index(-1, 3)
-    2
-    """
-    positive = index + size if index < 0 else index
-    if not 0 <= positive < size:
-        raise IndexError(f"index {index} is out of range for {size} samples")
-    return int(positive)
 
 
 def location_of(records: Any, index: int) -> str:
@@ -90,41 +77,18 @@ class TextFiles(IndexedDataset):
         self.fingerprint = digest(*((path, known.st_size, known.st_mtime_ns) for path, known in status))
         large = next((path for path, known in status if known.st_size > MAX_PARSED_BYTES), None)
         if large is not None:
-            raise DataError(
-                expected("files of at most 1 GB as single documents", large, "Pass split='line' or split='paragraph'.")
-            )
+            do = "Pass split='line' or split='paragraph'."
+            raise DataError(expected("files of at most 1 GB as single documents", large, do))
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, str]:
         file = TextFile(self.files[normalize_index(index, len(self))])
-        return {"text": _normalize_newlines(file.decode(file.read(file.begin, file.size), file.begin))}
+        return {"text": file.decode(file.read(file.begin, file.size), file.begin).replace("\r\n", "\n")}
 
     def location(self, index: int) -> str:
         return self.files[index]
-
-
-class TextSpans(IndexedDataset):
-    """The lines or paragraphs of one file, each a document ``{"text"}``."""
-
-    def __init__(self, spans: Spans) -> None:
-        self._spans = spans
-        self.fingerprint = digest(spans.file.fingerprint, type(spans).__name__)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index: int) -> dict[str, str]:
-        text = self._spans.text(normalize_index(index, len(self)))
-        return {"text": _normalize_newlines(text).rstrip()}
-
-    def location(self, index: int) -> str:
-        return self._spans.location(index)
-
-
-def _normalize_newlines(text: str) -> str:
-    return text.replace("\r\n", "\n")
 
 
 class ConcatRecords(IndexedDataset):
@@ -166,17 +130,6 @@ def parse_json(file: TextFile) -> RecordList:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{file.path}, line {error.lineno}: Expected JSON, received: {error.msg}.") from error
-    return RecordList(_list_of_records(content, file), file)
-
-
-def wrapped_list(content: Mapping[str, Any]) -> list[Any] | None:
-    """The only list of records in a mapping: ``{"version": 1, "data": [{...}, ...]}``."""
-    lists = [value for value in content.values() if isinstance(value, list)]
-    found = len(lists) == 1 and bool(lists[0]) and all(isinstance(record, Mapping) for record in lists[0])
-    return lists[0] if found else None
-
-
-def _list_of_records(content: Any, file: TextFile) -> list[Any]:
     if isinstance(content, Mapping):
         content = wrapped_list(content) or content
     if not isinstance(content, list):
@@ -184,7 +137,14 @@ def _list_of_records(content: Any, file: TextFile) -> list[Any]:
             f"Expected '{file.path}' to contain a list of records, received {type(content).__name__}. Write "
             '[{"text": "..."}, ...], or one record per line.'
         )
-    return content
+    return RecordList(content, file)
+
+
+def wrapped_list(content: Mapping[str, Any]) -> list[Any] | None:
+    """The only list of records in a mapping: ``{"version": 1, "data": [{...}, ...]}``."""
+    lists = [value for value in content.values() if isinstance(value, list)]
+    found = len(lists) == 1 and bool(lists[0]) and all(isinstance(record, Mapping) for record in lists[0])
+    return lists[0] if found else None
 
 
 def read_csv(path: str | Path) -> RecordList:
@@ -224,9 +184,6 @@ def _read_all(file: TextFile, instead: str) -> str:
     return file.decode(file.read(file.begin, file.size), file.begin)
 
 
-# -- HF datasets -------------------------------------------------------------------------------------------
-
-
 def read_parquet(paths: Sequence[Path]) -> Any:
     """Parquet files through HF `datasets`: converted once to Arrow in its cache, and memory-mapped from there."""
     datasets = require("datasets", "datasets", "to read Parquet files")
@@ -236,13 +193,6 @@ def read_parquet(paths: Sequence[Path]) -> Any:
         reason = error.__cause__ or error
         names = ", ".join(f"'{path}'" for path in paths[:3])
         raise DataError(f"Expected Parquet files of one kind, received {names}: {reason}.") from error
-
-
-def from_hub(spec: str, split: str | None) -> Any:
-    """A dataset of the Hugging Face hub: `name`, `name:split`, `name@configuration` or `name@configuration:split`."""
-    name, _, named_split = spec.partition(":")
-    name, _, configuration = name.partition("@")
-    return load_from_hub(name, split or named_split or None, configuration or None)
 
 
 class JSONLDataset(IndexedDataset):
@@ -277,18 +227,12 @@ class JSONLDataset(IndexedDataset):
             raise DataError(f"{self.location(index)}: {expected_value('a JSON object', record)}")
         if self.text_key is None:
             return record
-        text = record.get(self.text_key)
-        if not isinstance(text, str):
-            text = self._text_of(record, index)
-        has_label = self.label_key is not None and self.label_key in record
-        return {"text": text, "label": record[self.label_key]} if has_label else {"text": text}
-
-    def _text_of(self, record: dict[str, Any], index: int) -> str:
-        assert self.text_key is not None
         try:
-            return require_text(require_key(record, self.text_key), self.text_key)
+            text = require_text(require_key(record, self.text_key), self.text_key)
         except DataError as error:
             raise DataError(f"{self.location(index)}: {error}") from None
+        has_label = self.label_key is not None and self.label_key in record
+        return {"text": text, "label": record[self.label_key]} if has_label else {"text": text}
 
     @property
     def in_memory(self) -> bool:

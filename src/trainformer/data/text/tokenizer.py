@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ def open_tokenizer(source: Any) -> Any:
     folder = Path(source).expanduser()
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         do = "Save it as a fast tokenizer: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
-        raise BadArgument(
-            expected(f"a tokenizer.json in '{folder}'", sorted(p.name for p in folder.iterdir())[:20], do)
-        )
+        names = sorted(path.name for path in folder.iterdir())[:20]
+        raise BadArgument(expected(f"a tokenizer.json in '{folder}'", names, do))
     transformers = require("transformers", "text", "to load tokenizers")
     try:
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder) if folder.is_dir() else str(source))
@@ -74,15 +73,11 @@ def train_tokenizer(data: Iterable[Any], vocabulary: int, *, special: Sequence[s
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    plain.train_from_iterator(_texts(data), trainer)
+    texts = (require_text(record["text"] if isinstance(record, Mapping) else record, "text") for record in data)
+    plain.train_from_iterator(texts, trainer)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=plain, bos_token=end, eos_token=end, pad_token=end, additional_special_tokens=list(special)
     )
-
-
-def _texts(data: Iterable[Any]) -> Iterator[str]:
-    for record in data:
-        yield require_text(record["text"] if isinstance(record, Mapping) else record, "text")
 
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a single byte in SentencePiece vocabularies
@@ -95,8 +90,14 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
     The sum over the tokens of a text is its length, up to spaces the tokenizer adds or drops.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    # In a byte-level vocabulary each character stands for a byte.
-    width = _by_bytes if _is_byte_level(tokenizer) else _by_characters
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        is_byte_level = hasattr(tokenizer, "byte_encoder")
+    else:
+        state = json.loads(backend.to_str())
+        is_byte_level = "ByteLevel" in json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
+    # In a byte-level vocabulary, as in GPT-2, each character stands for a byte.
+    width = len if is_byte_level else _by_characters
     special = set(tokenizer.all_special_ids)
     added = {index: str(token) for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     sizes = np.zeros(len(tokens), dtype=np.int64)
@@ -105,10 +106,6 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
             continue
         sizes[index] = len(added[index].encode()) if index in added else width(token)
     return sizes
-
-
-def _by_bytes(token: str) -> int:
-    return len(token)
 
 
 def _by_characters(token: str) -> int:
@@ -120,12 +117,3 @@ def _by_characters(token: str) -> int:
     if _BYTE.fullmatch(token):
         return 1
     return len(token.removeprefix("##").replace(_SPACE, " ").encode("utf-8", "surrogatepass"))
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether every byte is one printable character in the vocabulary, as in GPT-2."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return hasattr(tokenizer, "byte_encoder")
-    state = json.loads(backend.to_str())
-    return "ByteLevel" in json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
