@@ -57,7 +57,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
     return args
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     if args.out is not None:
         check_free(args.out, args.force)
     if args.format == "parquet":
@@ -66,14 +66,13 @@ def _run(args: argparse.Namespace) -> int:
         trained = load_trained(args)
         predictions = _predictions(trained.trainer, args)
     if not trained.trainer.is_main:
-        return 0
+        return
     rows = rows_of(trained.trainer.task, predictions)
     if args.out is None:
         _WRITERS[args.format](rows, sys.stdout)
     else:
         write_file(rows, args.out, args.format)
         note(f"wrote {len(predictions)} predictions of {trained.checkpoint.path} to {args.out}")
-    return 0
 
 
 def _predictions(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:
