@@ -221,23 +221,18 @@ class OptionTable:
         from jsonargparse import ArgumentError
 
         parser = _value_parser(self.by_key.values())
-        words = {key: f"--{key}={self.by_key[key].with_brackets(text)}" for key, (_, text) in given.items()}
-        try:
-            parsed = parser.parse_args(list(words.values()), defaults=False)
-        except ArgumentError:
-            for key, (word, text) in given.items():
-                try:
-                    parser.parse_args([words[key]], defaults=False)
-                except ArgumentError:
-                    option = self.by_key[key]
-                    hint = did_you_mean(text, option.choices) or (_OBJECT if "object" in option.type_text else "")
-                    raise BadArgument(expected(f"{word.typed} to be {option.type_text}", text, hint)) from None
-            raise
-        for key, (_, text) in given.items():
-            if isinstance(parsed[key], str) and re.match(r"\s*(!|\{\s*type\b)", text):
+        values = {}
+        for key, (word, text) in given.items():
+            option = self.by_key[key]
+            try:
+                value = parser.parse_args([f"--{key}={option.with_brackets(text)}"], defaults=False)[key]
+            except ArgumentError:
+                hint = did_you_mean(text, option.choices) or (_OBJECT if "object" in option.type_text else "")
+                raise BadArgument(expected(f"{word.typed} to be {option.type_text}", text, hint)) from None
+            if isinstance(value, str) and re.match(r"\s*(!|\{\s*type\b)", text):
                 load_value(text)  # broken notation would pass for a name: raise its error
-        values = {key: parsed[key] for key in given}
-        return {key: value.value if isinstance(value, ConfigObject) else value for key, value in values.items()}
+            values[key] = value.value if isinstance(value, ConfigObject) else value
+        return values
 
     def _resolve(self, word: Word) -> tuple[Option, str, str]:
         """The option that a word means, the path of keys if it sets one in a mapping, and the text of the value."""

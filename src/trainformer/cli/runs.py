@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,35 +51,17 @@ def _as_json(info: RunInfo) -> dict[str, Any]:
     return {**dataclasses.asdict(info), "path": str(info.path), "age": info.age}
 
 
-def _progress_cells(info: RunInfo) -> list[str]:
+def _progress_cells(run: Mapping[str, Any]) -> list[str]:
     """Name, status, step and progress: the first cells of a run's row."""
     return [
-        info.name,
-        f"{info.status} on {info.host}" if info.host else info.status,
-        f"{info.step}/{info.steps}" if info.steps else str(info.step),
-        "" if info.progress is None else f"{info.progress:.0%}",
+        run["name"],
+        f"{run['status']} on {run['host']}" if run["host"] else run["status"],
+        f"{run['step']}/{run['steps']}" if run["steps"] else str(run["step"]),
+        "" if run["progress"] is None else f"{run['progress']:.0%}",
     ]
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """A run in the table. `best` is the best value of the metric that it monitors, reached at `best_step`."""
-
-    info: RunInfo
-    task: str | None
-    metric: str
-    mode: str
-    best: float | None
-    best_step: int | None
-    size: int  # bytes of its checkpoints
-
-    def as_json(self) -> dict[str, Any]:
-        own = {"task": self.task, "monitor_metric": self.metric, "monitor_mode": self.mode}
-        best = {"best": self.best, "best_step": self.best_step, "checkpoints_size": self.size}
-        return _as_json(self.info) | own | best
 
 
 def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,15 +79,15 @@ def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
 def _runs(args: argparse.Namespace) -> None:
     from trainformer.live import list_runs
 
-    rows = [row_of(_up_to_date(info)) for info in list_runs(*args.folders)]
+    rows = [_row(_up_to_date(info)) for info in list_runs(*args.folders)]
     found = [
         row
         for row in rows
-        if (not args.status or row.info.status in args.status) and (not args.task or row.task in args.task)
+        if (not args.status or row["status"] in args.status) and (not args.task or row["task"] in args.task)
     ]
     found.sort(key=lambda row: _sort_key(row, args.sort), reverse=args.reverse)
     if args.json:
-        print_json([row.as_json() for row in found])
+        print_json(found)
     elif not found:
         where = ", ".join(args.folders) or "runs"
         print(f"no such runs in {where} (there are {len(rows)} others)" if rows else f"no runs in {where}")
@@ -118,8 +100,8 @@ def _runs(args: argparse.Namespace) -> None:
         print_table(columns, [[row[name] for name in columns] for row in cells])
 
 
-def row_of(info: RunInfo) -> Row:
-    """A run with its task, best metric and size, from its folder."""
+def _row(info: RunInfo) -> dict[str, Any]:
+    """A run with its task, the best value of the metric that it monitors, and the size of its checkpoints."""
     from trainformer.checkpointing.store import checkpoints_folder
 
     settings = settings_of(info.path)
@@ -128,7 +110,8 @@ def row_of(info: RunInfo) -> Row:
     checkpoints = checkpoints_folder(info.path)
     # For a run without checkpoints this is its own folder.
     size = size_of(checkpoints) if checkpoints != info.path else 0
-    return Row(info, settings.get("task_type"), metric, mode, best, step, size)
+    own = {"task": settings.get("task_type"), "monitor_metric": metric, "monitor_mode": mode}
+    return _as_json(info) | own | {"best": best, "best_step": step, "checkpoints_size": size}
 
 
 def best_of(path: Path, metric: str, mode: str) -> tuple[int | None, float | None]:
@@ -157,32 +140,30 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def _sort_key(row: Row, sort: str) -> tuple[Any, ...]:
-    info = row.info
+def _sort_key(row: Mapping[str, Any], sort: str) -> tuple[Any, ...]:
+    name, best, loss = row["name"], row["best"], row["loss"]
     if sort == "best":
-        value = math.inf if row.best is None else (row.best if row.mode == "min" else -row.best)
-        return (row.metric, row.best is None, value, info.name)
+        value = math.inf if best is None else (best if row["monitor_mode"] == "min" else -best)
+        return (row["monitor_metric"], best is None, value, name)
     values = {
-        "since": info.since or 0.0,
-        "name": info.name,
-        "task": row.task or "",
-        "status": info.status,
-        "step": info.step,
-        "loss": info.loss if isinstance(info.loss, int | float) else math.inf,
-        "size": row.size,
+        **row,
+        "since": row["since"] or 0.0,
+        "task": row["task"] or "",
+        "loss": loss if isinstance(loss, int | float) else math.inf,
+        "size": row["checkpoints_size"],
     }
-    return (values[sort], info.name)
+    return (values[sort], name)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     from trainformer.checkpointing.tools.summary import in_words
 
-    info = row.info
-    name, *far = _progress_cells(info)
-    best = "" if row.best is None else f"{row.metric.removeprefix('val/')} {row.best:.4g}"
-    loss = f"{info.loss:.4g}" if isinstance(info.loss, float) else number(info.loss)
-    since = " ".join(duration(info.age).split()[:2])  # the larger unit is enough
-    return [name, row.task or "", *far, best, loss, since, in_words(row.size) if row.size else ""]
+    name, *far = _progress_cells(row)
+    best = "" if row["best"] is None else f"{row['monitor_metric'].removeprefix('val/')} {row['best']:.4g}"
+    loss = f"{row['loss']:.4g}" if isinstance(row["loss"], float) else number(row["loss"])
+    since = " ".join(duration(row["age"]).split()[:2])  # the larger unit is enough
+    size = row["checkpoints_size"]
+    return [name, row["task"] or "", *far, best, loss, since, in_words(size) if size else ""]
 
 
 # -- ctl -------------------------------------------------------------------------------------------------------------
@@ -287,15 +268,15 @@ def _pairs(metrics: dict[str, Any] | None) -> str:
 def _list(args: argparse.Namespace) -> None:
     from trainformer.live import list_runs
 
-    runs = [_up_to_date(info) for info in list_runs(*args.folders)]
+    runs = [_as_json(_up_to_date(info)) for info in list_runs(*args.folders)]
     if args.json or not runs:
-        print_result(args, list(map(_as_json, runs)), f"no runs in {', '.join(args.folders) or 'runs'}")
+        print_result(args, runs, f"no runs in {', '.join(args.folders) or 'runs'}")
     else:
         columns = dict.fromkeys(("run", "status", "step", "done", "loss", "since", "process"), "right")
-        rows = [
-            [*_progress_cells(info), number(info.loss), duration(info.age), info.process if info.is_running else None]
-            for info in runs
-        ]
+        rows = []
+        for run in runs:
+            process = run["process"] if run["status"] == "running" else None
+            rows.append([*_progress_cells(run), number(run["loss"]), duration(run["age"]), process])
         print_table(columns | {"run": "fold", "status": "left"}, rows)
 
 
