@@ -432,7 +432,10 @@ def _add_component(
         group = group or parser.add_argument_group(title)
         about, type_text = _HELP.get(option.name, option.about), option.type_text
         ending = "required" if option.is_required else f"default: {option.shown}"
-        keywords = {"default": argparse.SUPPRESS, "help": _escaped(f"{about} ({type_text}; {ending})".strip())}
+        keywords: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": _escaped(f"{about} ({type_text}; {ending})".strip()),
+        }
         flags = list(map(as_flag, spellings))
         if type_text.startswith("bool"):
             group.add_argument(*flags, f"--no-{flags[0][2:]}", action="store_true", **keywords)

@@ -28,7 +28,7 @@ def collect_events(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         kinds.setdefault(record["kind"], []).append(record)
     events = [record for record in usable if record["kind"] not in _SHOWN_SEPARATELY]
     # How the run ended, if it has not been started again since.
-    last = next((record for record in reversed(usable) if record["kind"] in ("ended", "began")), {})
+    last: dict[str, Any] = next((record for record in reversed(usable) if record["kind"] in ("ended", "began")), {})
     error = last.get("error") if last.get("kind") == "ended" else None
     began = {key: value for start in kinds.get("began", []) for key, value in start.items() if value is not None}
     return {
