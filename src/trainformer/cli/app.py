@@ -3,7 +3,8 @@
 0: success. 1: failed, with one paragraph that says why. 2: wrong usage. 128 + n: ended by signal n.
 
 A module of this package has one or several commands, each a `Command` in its table `COMMANDS`. It is imported when one
-of them is called, and imports torch only when that runs. Every command takes `--debug`, anywhere after its name.
+of them is called, and imports torch only when that runs; `train` and `check` do for their help, which lists the
+settings of `Trainer`. Every command takes `--debug`, anywhere after its name.
 """
 
 from __future__ import annotations
