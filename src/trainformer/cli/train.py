@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.cli import options
+from trainformer.cli import options, recipes
 from trainformer.cli.app import Command
 from trainformer.cli.output import positive, print_json, print_table, stdout_to_stderr
+from trainformer.config import load_config
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 if TYPE_CHECKING:
     from trainformer.live.runs import RunInfo
-    from trainformer.run.torch.preflight import CheckReport
 
 _IMPLIED_BY_RESUME = ("max_steps", "resume", "load_components")
 
@@ -32,8 +33,6 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     """Build the trainer and train; an interrupted run is resumed."""
-    from trainformer.cli import recipes
-
     if args.dry_run:
         print(recipes.text_of(args.config), end="")
         return
@@ -49,18 +48,11 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Build the trainer and check it; 1 if something would go wrong."""
-    if not args.json:
-        return 0 if _report(args).ok else 1
-    with stdout_to_stderr():
-        report = _report(args)
-    print_json({"ok": report.ok, **asdict(report)})
+    with stdout_to_stderr() if args.json else contextlib.nullcontext():
+        report = recipes.build(args.config["trainer"], trust=args.trust).check(raise_on_failure=False)
+    if args.json:
+        print_json({"ok": report.ok, **asdict(report)})
     return 0 if report.ok else 1
-
-
-def _report(args: argparse.Namespace) -> CheckReport:
-    from trainformer.cli import recipes
-
-    return recipes.build(args.config["trainer"], trust=args.trust).check(raise_on_failure=False)
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------
@@ -113,8 +105,6 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any]) -> None:
-    from trainformer.cli import recipes
-    from trainformer.config import load_config
     from trainformer.run import RunSettings
 
     written, defaults = recipes.settings_in(info.path, trust), RunSettings.defaults()

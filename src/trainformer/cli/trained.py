@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command
 from trainformer.cli.output import check_free, lines_of, positive, print_result, stdout_to_stderr
+from trainformer.cli.recipes import trainer_of
 from trainformer.core.errors import BadArgument, DataError, expected
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
 
 def load_trained(args: argparse.Namespace) -> Trained:
     """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results."""
-    from trainformer.cli.recipes import trainer_of
-
     run, checkpoint = find_checkpoint(args.run, args.which)
     # A logger would open a run of its own, and there is nothing to resume.
     changes: dict[str, Any] = {"log": "none", "resume": None}
