@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from trainformer.cli import app, catalogue, completion
+from trainformer.cli import app, completion
+from trainformer.cli.components import summaries
 
 ASK = r"""
 source script.sh
@@ -60,7 +61,7 @@ def test_options_and_their_values(answers):
     assert answers["completion z"] == {"zsh"}
     assert answers["train --task Caus"] == answers["train --task = Caus"] == {"CausalLM"}
     assert answers["train --lr=1 --adapter ="] >= {"LoRA", "QLoRA"}
-    known = {entry.name for entry in catalogue.entries("tasks") if entry.name.startswith("SSL.d")}
+    known = {name for name in summaries("tasks") if name.startswith("SSL.d")}
     assert "SSL.dino" in known
     assert answers["train --task SSL.d"] == known
 

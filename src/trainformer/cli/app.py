@@ -3,7 +3,8 @@
 0: success. 1: failed, with one paragraph that says why. 2: wrong usage. 128 + n: ended by signal n.
 
 A module of this package has one or several commands, each a `Command` in its table `COMMANDS`. It is imported when one
-of them is called, and imports torch only when that runs. Every command takes `--debug`, anywhere after its name.
+of them is called, and imports torch only when that runs; `train` and `check` do for their help, which lists the
+settings of `Trainer`. Every command takes `--debug`, anywhere after its name.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Command:
-    """`run` returns an exit code. `parse` is for a command whose options depend on the values of others."""
+    """`run` returns an exit code, or None for 0. `parse` is for a command whose options depend on others' values."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[argparse.Namespace], int | None]
     parse: Callable[[argparse.ArgumentParser, list[str]], argparse.Namespace] = argparse.ArgumentParser.parse_args
 
 
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _sigterm_raises():
             args, command = _parse(name, words[1:])
             debug = getattr(args, "debug", False)
-            code = command.run(args)
+            code = command.run(args) or 0
             sys.stdout.flush()  # notice a closed pipe here, not when Python exits
             return code
     except KeyboardInterrupt:
@@ -134,9 +135,12 @@ def complete_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_action(actions: Any, name: str, purpose: str) -> argparse.ArgumentParser:
-    """Add an action of a command, such as `show` of `config show`."""
-    return actions.add_parser(name, help=purpose, description=_sentence(purpose))
+def add_action(actions: Any, name: str, purpose: str, has_json: bool = True) -> argparse.ArgumentParser:
+    """Add an action of a command, such as `list` of `ckpt list`."""
+    parser = actions.add_parser(name, help=purpose, description=_sentence(purpose))
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
 def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command, add_action
-from trainformer.cli.output import check_free, print_json, print_rich, print_table
+from trainformer.cli.output import check_free, print_json, print_result, print_rich, print_table
 
 if TYPE_CHECKING:
     from trainformer.checkpointing import Checkpoint
@@ -20,19 +20,19 @@ _PATH = "a checkpoint's folder, a run's folder or name under runs/ (its newest o
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
-    listing = _action(actions, "list", "the checkpoints of a run, oldest first")
+    listing = add_action(actions, "list", "the checkpoints of a run, oldest first")
     listing.add_argument("run", metavar="RUN", help="the folder of a run or its name, or a folder of checkpoints")
-    inspect = _action(actions, "inspect", "the content of a checkpoint; only headers are read")
+    inspect = add_action(actions, "inspect", "the content of a checkpoint; only headers are read")
     inspect.add_argument("path", metavar="PATH", help=_PATH)
-    verify = _action(actions, "verify", "compare every file with its digest; exit code 1 if any differs")
+    verify = add_action(actions, "verify", "compare every file with its digest; exit code 1 if any differs")
     paths = "checkpoints, files, or runs (all of their checkpoints)"
     verify.add_argument("paths", metavar="PATH", nargs="+", help=paths)
-    compare = _action(actions, "compare", "the differences between two checkpoints")
+    compare = add_action(actions, "compare", "the differences between two checkpoints")
     compare.add_argument("a", metavar="A", help=_PATH)
     compare.add_argument("b", metavar="B", help="the same")
     only = "compare this component only, such as model; can be repeated"
     compare.add_argument("--component", action="append", metavar="NAME", help=only)
-    export = _action(actions, "export", "the weights alone, as a file that other programs can read")
+    export = add_action(actions, "export", "the weights alone, as a file that other programs can read")
     export.add_argument("path", metavar="PATH", help=_PATH)
     export.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .safetensors or .pt")
     ema = "the average of the EMA callback instead; KEY says which, if there are several"
@@ -42,17 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("protect", "never delete a checkpoint, whatever the run's retention settings say"),
         ("unprotect", "let the run's retention settings apply again"),
     ):
-        _action(actions, name, purpose).add_argument("path", metavar="PATH", help=_PATH)
-
-
-def _action(actions: Any, name: str, purpose: str) -> argparse.ArgumentParser:
-    parser = add_action(actions, name, purpose)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _run(args: argparse.Namespace) -> int:
-    return _ACTIONS[args.action](args)
+        add_action(actions, name, purpose).add_argument("path", metavar="PATH", help=_PATH)
 
 
 def _path(path: str) -> Path:
@@ -62,18 +52,15 @@ def _path(path: str) -> Path:
     return RUNS / path if not Path(path).exists() and is_run(RUNS / path) else Path(path)
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import list_checkpoints
     from trainformer.checkpointing.tools.summary import in_words
 
     folder = _path(args.run)
     found = list_checkpoints(folder)
-    if args.json:
-        print_json([_as_json(checkpoint) for checkpoint in found])
-        return 0
-    if not found:
-        print(f"no complete checkpoint in {folder}")
-        return 0
+    if args.json or not found:
+        print_result(args, list(map(_as_json, found)), f"no complete checkpoint in {folder}")
+        return
     columns = dict.fromkeys(("checkpoint", "step", "epochs", "saved", "size", "metrics"), "right")
     rows = []
     for checkpoint in found:
@@ -83,7 +70,6 @@ def _list(args: argparse.Namespace) -> int:
         name = checkpoint.path.name + (" (protected)" if checkpoint.is_protected else "")
         rows.append([name, checkpoint.step, manifest.epoch, saved, in_words(_size(checkpoint)), metrics])
     print_table(columns | {"checkpoint": "left", "metrics": "fold"}, rows, title=str(found[0].path.parent))
-    return 0
 
 
 def _size(checkpoint: Checkpoint) -> int:
@@ -106,7 +92,7 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _inspect(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import inspect
 
     summary = inspect(_path(args.path))
@@ -114,57 +100,47 @@ def _inspect(args: argparse.Namespace) -> int:
         print_json({**dataclasses.asdict(summary), "path": str(summary.path), "size": summary.size})
     else:
         print_rich(summary)
-    return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import verify
 
     problems = {path: verify(_path(path)) for path in args.paths}
-    if args.json:
-        print_json({"ok": not any(problems.values()), "problems": problems})
-    else:
-        for path, found in problems.items():
-            print("\n  ".join([f"{path}: damaged" if found else f"{path}: intact", *found]))
+    blocks = [
+        "\n  ".join([f"{path}: damaged" if found else f"{path}: intact", *found]) for path, found in problems.items()
+    ]
+    print_result(args, {"ok": not any(problems.values()), "problems": problems}, "\n".join(blocks))
     return 1 if any(problems.values()) else 0
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import compare
 
     comparison = compare(_path(args.a), _path(args.b), args.component)
     if args.json:
         print_json({"equal": comparison.equal, **dataclasses.asdict(comparison)})
-        return 0
+        return
     print_rich(comparison)
     print("they are bitwise identical" if comparison.equal else "they differ")
-    return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import export_weights
 
     check_free(args.out, args.force)
     out = export_weights(_path(args.path), args.out, args.ema)
-    if args.json:
-        print_json({"path": str(out), "size": out.stat().st_size})
-    else:
-        print(f"wrote the weights to {out}")
-    return 0
+    print_result(args, {"path": str(out), "size": out.stat().st_size}, f"wrote the weights to {out}")
 
 
-def _mark(args: argparse.Namespace) -> int:
+def _mark(args: argparse.Namespace) -> None:
     from trainformer import checkpoint as checkpoints
 
     found = (checkpoints.protect if args.action == "protect" else checkpoints.unprotect)(_path(args.path))
-    if args.json:
-        print_json({"path": str(found.path), "protected": found.is_protected})
-    else:
-        print(f"{found.path} is {'protected' if found.is_protected else 'not protected any more'}")
-    return 0
+    text = f"{found.path} is {'protected' if found.is_protected else 'not protected any more'}"
+    print_result(args, {"path": str(found.path), "protected": found.is_protected}, text)
 
 
-_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "list": _list,
     "inspect": _inspect,
     "verify": _verify,
@@ -174,4 +150,4 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "unprotect": _mark,
 }
 
-COMMANDS = {"ckpt": Command(_add_arguments, _run)}
+COMMANDS = {"ckpt": Command(_add_arguments, lambda args: _ACTIONS[args.action](args))}

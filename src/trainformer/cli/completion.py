@@ -52,9 +52,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     print(script(args.shell))
-    return 0
 
 
 def script(shell: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.cli import recipes
 from trainformer.cli.app import Command, add_action
+from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 if TYPE_CHECKING:
     from trainformer.config import Config
@@ -51,7 +52,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     from trainformer.config import materialize
 
     config = _read_config(args, args.trust)
@@ -61,13 +62,11 @@ def _run(args: argparse.Namespace) -> int:
     if _is_instance(thing, "trainformer.trainer", "Trainer"):
         recipes.keep(thing, config, key)
     _start(thing, key)
-    return 0
 
 
 def _target(config: Config, wanted: str | None = None) -> str:
     """The top-level key to run."""
     from trainformer.config.nodes import as_call
-    from trainformer.core.errors import BadArgument, did_you_mean, expected
 
     buildable = [key for key, value in config.items() if as_call(value) is not None]
     there = f"What can be built: {', '.join(map(str, buildable)) or 'nothing'}."
@@ -88,8 +87,6 @@ def _target(config: Config, wanted: str | None = None) -> str:
 
 
 def _start(thing: Any, key: str) -> None:
-    from trainformer.core.errors import BadArgument, expected
-
     if _is_instance(thing, "trainformer.trainer", "Trainer"):
         thing.fit()
     elif _is_instance(thing, "torch.nn", "Module"):  # its train() only switches a mode
@@ -116,7 +113,7 @@ def _is_instance(thing: Any, module: str, name: str) -> bool:
 def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
     show, graph, _ = (
-        add_action(actions, name, purpose)
+        add_action(actions, name, purpose, has_json=False)
         for name, purpose in (
             ("show", "the config as YAML, with templates, variables and changes applied"),
             ("graph", "the objects that the config describes, and which of them are shared"),
@@ -131,7 +128,7 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     graph.add_argument("--format", choices=("text", "dot"), default="text", help="a tree, or a graph for Graphviz")
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> None:
     """Print the config; nothing that it names is imported or built."""
     from trainformer import config as configs
 
@@ -148,7 +145,6 @@ def _show(args: argparse.Namespace) -> int:
         else:
             text = configs.to_python(config)
     print(text.removesuffix("\n"))
-    return 0
 
 
 COMMANDS = {"run": Command(_add_run_arguments, _run), "config": Command(_add_show_arguments, _show)}

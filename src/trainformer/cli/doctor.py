@@ -6,6 +6,7 @@ Whatever goes wrong during the diagnosis is reported as a problem, not raised.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import platform
@@ -153,20 +154,13 @@ def _device(name: str, kind: str, memory: str | None = None, **able: bool | None
 
 
 def _processor() -> dict[str, Any]:
-    memory = None
-    try:
+    memory, name = None, platform.processor() or platform.machine()
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         memory = _size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, OSError, ValueError):
-        pass
-    return _device(_processor_name(), "cpu", memory)
-
-
-def _processor_name() -> str:
-    try:
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return _device(name, "cpu", memory)
 
 
 def _torch_devices(torch: Any) -> list[dict[str, Any]]:
@@ -226,46 +220,27 @@ def _machine(problems: Problems) -> dict[str, Any]:
     if disk < LOW_DISK:
         do = "Free some space, or write runs elsewhere (run_dir)."
         problems.append(_problem(f"There are {_size(disk)} free for runs in {place}.", do))
-    shared = _shared_memory(problems)
+    shared = most = None
+    with contextlib.suppress(OSError):
+        shared = shutil.disk_usage("/dev/shm").total
+        if shared < LOW_SHARED_MEMORY:
+            do = "DataLoader workers pass batches through it. In a container: docker run --shm-size=8g"
+            problems.append(_problem(f"There are {_size(shared)} of shared memory (/dev/shm).", do))
+    with contextlib.suppress(ImportError):
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = None if limit == resource.RLIM_INFINITY else limit
+    if most is not None and most < FEW_OPEN_FILES:
+        do = "DataLoader workers need more: ulimit -n 4096"
+        problems.append(_problem(f"A process may open {most} files.", do))
     return {
-        "processors": _processors(),
-        "open files": _open_files(problems),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "open files": most,
         "shared memory": None if shared is None else _size(shared),
         "free for runs": _size(disk),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
     }
-
-
-def _processors() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
-def _open_files(problems: Problems) -> int | None:
-    try:
-        import resource
-    except ImportError:
-        return None
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
-        return None
-    if most < FEW_OPEN_FILES:
-        do = "DataLoader workers need more: ulimit -n 4096"
-        problems.append(_problem(f"A process may open {most} files.", do))
-    return most
-
-
-def _shared_memory(problems: Problems) -> int | None:
-    try:
-        size = shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return None
-    if size < LOW_SHARED_MEMORY:
-        do = "DataLoader workers pass batches through it. In a container: docker run --shm-size=8g"
-        problems.append(_problem(f"There are {_size(size)} of shared memory (/dev/shm).", do))
-    return size
 
 
 # -- packages --------------------------------------------------------------------------------------------------------

@@ -39,7 +39,11 @@ def _run(args: argparse.Namespace) -> int:
     """Start the processes and wait for them; the exit code of the one that failed first, else 0."""
     rendezvous = _rendezvous(args)
     program = _program(args)
-    nproc = args.nproc or _gpus() or 1
+    nproc = args.nproc
+    if nproc is None:
+        import torch
+
+        nproc = torch.cuda.device_count() or 1
     # Otherwise torchrun sets it to 1 and logs a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     options = ["--nproc-per-node", str(nproc), "--max-restarts", str(args.max_restarts), *rendezvous]
@@ -74,12 +78,6 @@ def _program(args: argparse.Namespace) -> list[str]:
         do = did_you_mean(name, LAUNCHABLE) or f"Commands that can be launched are {', '.join(LAUNCHABLE)}."
         raise BadArgument(expected("a script that exists, or a command of trainformer", name, do))
     return ["--", name, *rest]
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _launch(arguments: list[str], world_size: int) -> int:

@@ -1,10 +1,9 @@
 """The options of `train` and `check`: every parameter of the task, of the adapter and of the trainer is one.
 
-Before the task is known only the options of the command and of the trainer are. Those of the trainer are read from its
-source, so that `--help` and shell completion import no torch. Once `--task` and `--adapter` are read, their classes are
-imported. An option then belongs to the component that has a parameter of this name. One that several have is refused
-with the spellings that are unique (`--task.dropout`, `--adapter.dropout`), an unknown one with the nearest name or with
-the component that has it. jsonargparse reads and checks the values.
+Before the task is known only the options of the command and of the trainer are. Once `--task` and `--adapter` are read,
+an option belongs to the component that has a parameter of this name. One that several have is refused with the
+spellings that are unique (`--task.dropout`, `--adapter.dropout`), an unknown one with the nearest name or with the
+component that has it. jsonargparse reads and checks the values.
 """
 
 from __future__ import annotations
@@ -18,13 +17,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainformer.cli import catalogue
+from trainformer.cli.components import (
+    Component,
+    ConfigObject,
+    ConfigValue,
+    Option,
+    built_in,
+    find_component,
+    find_components,
+    summaries,
+    trainer_component,
+)
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 if TYPE_CHECKING:
     import jsonargparse
 
-    from trainformer.cli.components import Component, Option
     from trainformer.config import Config
 
 Values = dict[str, dict[str, Any]]
@@ -64,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trust = "allow objects in options from this package, besides the usual ones and the project's own"
     parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
     group = parser.add_argument_group(_WHAT)
-    names = {kind: [entry.name for entry in catalogue.entries(kind)] for kind in ("tasks", "adapters")}
+    names = {kind: list(summaries(kind)) for kind in ("tasks", "adapters")}
     own = "or your own class: module:Class"
     for name, help_text in (
         ("task", f"one of {', '.join(names['tasks'])}; {own}"),
@@ -75,25 +83,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{name}", metavar=name.upper(), choices=choices, default=argparse.SUPPRESS, help=_escaped(help_text)
         )
-    for field in sorted(catalogue.trainer_fields(), key=lambda field: bool(field.section)):
-        type_text = field.annotation.replace(" | ", " or ").replace(" or Path", "")
-        _add_to_help(parser, field.section or _WHAT, [field.name], type_text, field.default, field.about)
+    _add_component(parser, trainer_component(), {})
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """The options of the command itself, and `config`: a config whose key `trainer` builds the trainer."""
-    from trainformer.cli.components import find_components
-
-    name = _value_of(words, "task")
-    if name is None:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--task", "--adapter"):  # the last one counts
+        first.add_argument(name, nargs="?")
+    chosen, _ = first.parse_known_args(words)
+    if not chosen.task:
         if {"-h", "--help"} & set(words):
             parser.print_help()
             parser.exit(0)
-        known = ", ".join(entry.name for entry in catalogue.entries("tasks"))
-        typos = [word.partition("=")[0] for word in words if _is_typo_of_task(word, parser)]
+        known = ", ".join(summaries("tasks"))
+        unknown = [flag for word in words if (flag := word.partition("=")[0]) not in parser._option_string_actions]
+        typos = [flag for flag in unknown if did_you_mean(flag.lstrip("-"), ["task"])]
         parser.error(f"expected --task=TASK, received {typos[0] if typos else 'none'}; there is {known}")
     try:
-        table = OptionTable(find_components(name, _value_of(words, "adapter")), _command_actions(parser))
+        table = OptionTable(find_components(chosen.task, chosen.adapter or None), _command_actions(parser))
         given = list(_split(words, table.is_alone))
         if any(word.name == "help" for word in given):
             _help_page(parser, table).print_help()
@@ -119,11 +127,6 @@ def _command_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Acti
         for flag, action in parser._option_string_actions.items()
         if flag.startswith("--") and action.default is not argparse.SUPPRESS
     }
-
-
-def _is_typo_of_task(word: str, parser: argparse.ArgumentParser) -> bool:
-    flag = word.partition("=")[0]
-    return flag not in parser._option_string_actions and bool(did_you_mean(flag.lstrip("-"), ["task"]))
 
 
 def config_of(components: Sequence[Component], values: Values) -> Config:
@@ -164,17 +167,6 @@ def _split(words: Sequence[str], is_alone: Callable[[str, str], bool]) -> Iterat
         name = typed[2:].replace("-", "_")
         has_value = bool(rest) and not rest[0].startswith("--") and not is_alone(name, rest[0])
         yield Word(typed, name, text if equals else rest.pop(0) if has_value else None)
-
-
-def _value_of(words: Sequence[str], name: str) -> str | None:
-    """The value of an option before the others can be read; the last one counts."""
-    found = None
-    for position, word in enumerate(words):
-        if word.startswith(f"--{name}="):
-            found = word.partition("=")[2]
-        elif word == f"--{name}" and position + 1 < len(words) and not words[position + 1].startswith("-"):
-            found = words[position + 1]
-    return found or None
 
 
 class OptionTable:
@@ -228,30 +220,24 @@ class OptionTable:
         """The values by key, as jsonargparse reads them."""
         from jsonargparse import ArgumentError
 
-        from trainformer.cli.components import ConfigObject
-
         parser = _value_parser(self.by_key.values())
-        words = {key: f"--{key}={_with_brackets(self.by_key[key], text)}" for key, (_, text) in given.items()}
-        try:
-            parsed = parser.parse_args(list(words.values()), defaults=False)
-        except ArgumentError:
-            for key, (word, text) in given.items():
-                try:
-                    parser.parse_args([words[key]], defaults=False)
-                except ArgumentError:
-                    option = self.by_key[key]
-                    hint = did_you_mean(text, option.choices) or (_OBJECT if "object" in option.type_text else "")
-                    raise BadArgument(expected(f"{word.typed} to be {option.type_text}", text, hint)) from None
-            raise
-        for key, (_, text) in given.items():
-            if isinstance(parsed[key], str) and re.match(r"\s*(!|\{\s*type\b)", text):
+        values = {}
+        for key, (word, text) in given.items():
+            option = self.by_key[key]
+            try:
+                value = parser.parse_args([f"--{key}={option.with_brackets(text)}"], defaults=False)[key]
+            except ArgumentError:
+                hint = did_you_mean(text, option.choices) or (_OBJECT if "object" in option.type_text else "")
+                raise BadArgument(expected(f"{word.typed} to be {option.type_text}", text, hint)) from None
+            if isinstance(value, str) and re.match(r"\s*(!|\{\s*type\b)", text):
                 load_value(text)  # broken notation would pass for a name: raise its error
-        values = {key: parsed[key] for key in given}
-        return {key: value.value if isinstance(value, ConfigObject) else value for key, value in values.items()}
+            values[key] = value.value if isinstance(value, ConfigObject) else value
+        return values
 
     def _resolve(self, word: Word) -> tuple[Option, str, str]:
         """The option that a word means, the path of keys if it sets one in a mapping, and the text of the value."""
-        for name in (word.name, *_prefixes(word.name)):
+        parts = word.name.split(".")
+        for name in (".".join(parts[:end]) for end in range(len(parts), 0, -1)):
             if name not in self.by_key and len(self.by_name.get(name, ())) > 1:
                 roles = [option.role for option in self.by_name[name]]
                 spellings = " or ".join(as_flag(f"{role}.{name}") for role in roles)
@@ -285,7 +271,7 @@ class OptionTable:
         name = last if first in ("task", "adapter", "trainer") and last else word.name
         roles = {component.role: component.name for component in self.components}
         for kind in ("adapters", "tasks"):
-            found = [entry.name for entry in catalogue.entries(kind) if name in catalogue.fields_of(entry)]
+            found = [known for known in built_in(kind) if name in find_component(kind[:-1], known).parameters]
             if found and kind == "adapters" and "adapter" not in roles:
                 if "adapter" not in self.task.parameters:
                     continue
@@ -305,8 +291,6 @@ def _value_parser(options: Iterable[Option]) -> jsonargparse.ArgumentParser:
     import jsonargparse
     from jsonargparse.typing import register_type
 
-    from trainformer.cli.components import ConfigObject, ConfigValue
-
     def refuse(value: Any) -> NoReturn:
         raise ValueError("not in the notation of configs")
 
@@ -323,16 +307,8 @@ def _value_parser(options: Iterable[Option]) -> jsonargparse.ArgumentParser:
     return parser
 
 
-def _with_brackets(option: Option, text: str) -> str:
-    """The text of a list with its brackets, which may be left out where it can be nothing else."""
-    is_complete = text[:1] in ("[", "{", "!") or text in ("None", "null", *option.choices)
-    is_number = option.is_scalar and "," not in text
-    return text if is_complete or is_number or not option.is_bare_list else f"[{text}]"
-
-
 def _load_opaque(text: str) -> Any:
     """A value for jsonargparse, which copies dictionaries in a way that objects of configs do not survive."""
-    from trainformer.cli.components import ConfigObject
     from trainformer.config.nodes import holds_calls
 
     value = load_value(text)
@@ -366,12 +342,6 @@ def _affirmed(name: str) -> str:
     """
     owner, dot, last = name.rpartition(".")
     return f"{owner}{dot}{last[3:]}" if last.startswith("no_") else ""
-
-
-def _prefixes(name: str) -> list[str]:
-    """What comes before each dot, the longest first."""
-    words = name.split(".")
-    return [".".join(words[:end]) for end in range(len(words) - 1, 0, -1)]
 
 
 def _with_key(holder: Any, path: Sequence[str], text: str) -> dict[str, Any]:
@@ -412,15 +382,13 @@ def _expanded(text: str) -> str:
         ]
     except (SyntaxError, ValueError):
         return text
-    sections = []
+    sections, known = [], summaries("callbacks")
     for name, arguments in named:
-        entry = catalogue.find("callbacks", name)
-        if entry is None:
-            known = [entry.name for entry in catalogue.entries("callbacks")]
+        if name not in known:
             hint = did_you_mean(name, known) or f"There is {', '.join(known)}."
             raise BadArgument(expected("the name of a callback", name, hint))
         # The trainer itself finds callbacks of plugins by name.
-        kind = {"type": f"trainformer.callbacks.{name}"} if entry.module else {"name": name}
+        kind = {"type": f"trainformer.callbacks.{name}"} if name in built_in("callbacks") else {"name": name}
         sections.append({**kind, **arguments})
     return json.dumps(sections)
 
@@ -442,39 +410,38 @@ def _help_page(parser: argparse.ArgumentParser, table: OptionTable) -> argparse.
     for action in dict.fromkeys(table.command.values()):
         page._add_action(action)
     for component in table.components:
-        is_trainer = component.role == "trainer"
-        for option in sorted(component.options.values(), key=lambda option: is_trainer and bool(option.section)):
-            title = (option.section or _WHAT) if is_trainer else f"{component.role} {component.name}"
-            spellings = [option.name if len(table.by_name[option.name]) == 1 else option.key]
-            if table.by_name.get("model") == [option] and option.name != "model":
-                spellings.insert(0, "model")
-            default = None if option.is_required else option.shown
-            _add_to_help(page, title, spellings, option.type_text, default, option.about)
+        _add_component(page, component, table.by_name)
     return page
 
 
-def _add_to_help(
-    parser: argparse.ArgumentParser,
-    section: str,
-    spellings: list[str],
-    type_text: str,
-    default: str | None,
-    about: str,
+def _add_component(
+    parser: argparse.ArgumentParser, component: Component, by_name: Mapping[str, Sequence[Option]]
 ) -> None:
-    """One option, in the group of its section, with its type and default (None: it is required)."""
-    title = section[:1].lower() + section[1:]
-    group = next((known for known in parser._action_groups if known.title == title), None)
-    group = group or parser.add_argument_group(title)
-    about = _HELP.get(spellings[-1], about)
-    ending = "required" if default is None else f"default: {default}"
-    help_text = _escaped(f"{about} ({type_text}; {ending})".strip())
-    flags = list(map(as_flag, spellings))
-    if type_text.startswith("bool"):
-        flags.append(f"--no-{flags[0][2:]}")
-        group.add_argument(*flags, action="store_true", default=argparse.SUPPRESS, help=help_text)
-    else:
-        metavar = next((mark for start, mark in _METAVARS.items() if type_text.startswith(start)), "VALUE")
-        group.add_argument(*flags, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
+    """The options of a component for the help, those of the trainer in the sections of its settings.
+
+    `by_name` are all options of the page, to show the full spelling where several have the same name.
+    """
+    is_trainer = component.role == "trainer"
+    for option in sorted(component.options.values(), key=lambda option: is_trainer and bool(option.section)):
+        title = (option.section or _WHAT) if is_trainer else f"{component.role} {component.name}"
+        title = title[:1].lower() + title[1:]
+        spellings = [option.key if len(by_name.get(option.name, ())) > 1 else option.name]
+        if by_name.get("model") == [option] and option.name != "model":
+            spellings.insert(0, "model")
+        group = next((known for known in parser._action_groups if known.title == title), None)
+        group = group or parser.add_argument_group(title)
+        about, type_text = _HELP.get(option.name, option.about), option.type_text
+        ending = "required" if option.is_required else f"default: {option.shown}"
+        keywords: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": _escaped(f"{about} ({type_text}; {ending})".strip()),
+        }
+        flags = list(map(as_flag, spellings))
+        if type_text.startswith("bool"):
+            group.add_argument(*flags, f"--no-{flags[0][2:]}", action="store_true", **keywords)
+        else:
+            metavar = next((mark for start, mark in _METAVARS.items() if type_text.startswith(start)), "VALUE")
+            group.add_argument(*flags, metavar=metavar, **keywords)
 
 
 def _escaped(text: str) -> str:

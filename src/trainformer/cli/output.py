@@ -54,6 +54,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(jsonable(value), ensure_ascii=False, default=str))
 
 
+def print_result(args: argparse.Namespace, value: Any, text: str) -> None:
+    """Print the value as JSON if the user passed `--json`, the text otherwise."""
+    if args.json:
+        print_json(value)
+    else:
+        print(text)
+
+
 def print_rich(thing: Any) -> None:
     """Print anything that rich can show, as wide as the terminal."""
     _console().print(thing)

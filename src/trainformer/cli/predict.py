@@ -57,31 +57,27 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
     return args
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     if args.out is not None:
         check_free(args.out, args.force)
     if args.format == "parquet":
         require("pyarrow", "datasets", "to write Parquet")
     with stdout_to_stderr():
         trained = load_trained(args)
-        predictions = _predictions(trained.trainer, args)
-    if not trained.trainer.is_main:
-        return 0
-    rows = rows_of(trained.trainer.task, predictions)
+        trainer = trained.trainer
+        if hasattr(trainer.task, "predict_step") or not callable(getattr(trainer.task, "generate", None)):
+            predictions = trainer.predict(args.data)
+        else:
+            size = trainer.eval_batch_size or trainer.batch_size
+            predictions = list(_generated(trainer, args.data, size, args.max_new_tokens))
+    if not trainer.is_main:
+        return
+    rows = rows_of(trainer.task, predictions)
     if args.out is None:
         _WRITERS[args.format](rows, sys.stdout)
     else:
         write_file(rows, args.out, args.format)
         note(f"wrote {len(predictions)} predictions of {trained.checkpoint.path} to {args.out}")
-    return 0
-
-
-def _predictions(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:
-    task = trainer.task
-    if hasattr(task, "predict_step") or not callable(getattr(task, "generate", None)):
-        return trainer.predict(args.data)
-    size = trainer.eval_batch_size or trainer.batch_size
-    return list(_generated(trainer, args.data, size, args.max_new_tokens))
 
 
 def rows_of(task: Any, predictions: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

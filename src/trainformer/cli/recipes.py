@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from trainformer.config import Call, Config, build_from_cfg, load_config
+from trainformer.config.nodes import as_call, everything_in
 from trainformer.core.errors import BadArgument, DataError
 
 if TYPE_CHECKING:
-    from trainformer.config import Config
     from trainformer.trainer import Trainer
 
 logger = logging.getLogger("trainformer")
@@ -45,7 +46,6 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
 
     Paths of data are relative to the current folder, as when the run was started.
     """
-    from trainformer.config import load_config
     from trainformer.live.runs import RUNS, find_run
 
     folder = find_run(run)
@@ -73,9 +73,6 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
 
 def settings_in(folder: Path, trust: Sequence[str] = ()) -> Mapping[str, Any]:
     """The settings in the recipe of a run; none if there is no recipe."""
-    from trainformer.config import load_config
-    from trainformer.config.nodes import as_call
-
     file = folder / FILE
     call = as_call(load_config(file, trust=trust).get("trainer")) if file.is_file() else None
     return {} if call is None else call.kwargs
@@ -83,8 +80,6 @@ def settings_in(folder: Path, trust: Sequence[str] = ()) -> Mapping[str, Any]:
 
 def build(part: Any, *, trust: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Any:
     """Build what a part of a config describes, after `seed`. `changes` are arguments, passed as they are."""
-    from trainformer.config import build_from_cfg
-
     seed(part, changes or {})
     try:
         return build_from_cfg(part, trust=trust, **(changes or {}))
@@ -100,8 +95,6 @@ def seed(part: Any, changes: Mapping[str, Any] | None = None) -> None:
 
     A trainer seeds them itself, but too late for a task that builds its model in its constructor.
     """
-    from trainformer.config.nodes import as_call
-
     call = as_call(part)
     if call is None or call.title not in _TRAINERS:
         return
@@ -122,8 +115,6 @@ def text_of(config: Mapping[str, Any]) -> str:
 
 def _unwritable(config: Any) -> str | None:
     """The type of a value that YAML cannot express: a config in Python may hold anything."""
-    from trainformer.config.nodes import Call, everything_in
-
     for value in everything_in(config):
         known = isinstance(value.target, str) if isinstance(value, Call) else isinstance(value, _WRITABLE)
         if not known:

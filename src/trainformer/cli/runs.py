@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command, add_action
-from trainformer.cli.output import duration, lines_of, note, number, print_json, print_table, width
+from trainformer.cli.output import duration, lines_of, note, number, print_json, print_result, print_table, width
 from trainformer.cli.trained import monitored, settings_of
 from trainformer.live.address import STATUS, VERBS
 
@@ -51,35 +51,17 @@ def _as_json(info: RunInfo) -> dict[str, Any]:
     return {**dataclasses.asdict(info), "path": str(info.path), "age": info.age}
 
 
-def _progress_cells(info: RunInfo) -> list[str]:
+def _progress_cells(run: Mapping[str, Any]) -> list[str]:
     """Name, status, step and progress: the first cells of a run's row."""
     return [
-        info.name,
-        f"{info.status} on {info.host}" if info.host else info.status,
-        f"{info.step}/{info.steps}" if info.steps else str(info.step),
-        "" if info.progress is None else f"{info.progress:.0%}",
+        run["name"],
+        f"{run['status']} on {run['host']}" if run["host"] else run["status"],
+        f"{run['step']}/{run['steps']}" if run["steps"] else str(run["step"]),
+        "" if run["progress"] is None else f"{run['progress']:.0%}",
     ]
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """A run in the table. `best` is the best value of the metric that it monitors, reached at `best_step`."""
-
-    info: RunInfo
-    task: str | None
-    metric: str
-    mode: str
-    best: float | None
-    best_step: int | None
-    size: int  # bytes of its checkpoints
-
-    def as_json(self) -> dict[str, Any]:
-        own = {"task": self.task, "monitor_metric": self.metric, "monitor_mode": self.mode}
-        best = {"best": self.best, "best_step": self.best_step, "checkpoints_size": self.size}
-        return _as_json(self.info) | own | best
 
 
 def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,24 +76,32 @@ def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _runs(args: argparse.Namespace) -> int:
+def _runs(args: argparse.Namespace) -> None:
     from trainformer.live import list_runs
 
-    rows = [row_of(_up_to_date(info)) for info in list_runs(*args.folders)]
-    found = [row for row in rows if _is_selected(row, args)]
+    rows = [_row(_up_to_date(info)) for info in list_runs(*args.folders)]
+    found = [
+        row
+        for row in rows
+        if (not args.status or row["status"] in args.status) and (not args.task or row["task"] in args.task)
+    ]
     found.sort(key=lambda row: _sort_key(row, args.sort), reverse=args.reverse)
     if args.json:
-        print_json([row.as_json() for row in found])
+        print_json(found)
     elif not found:
         where = ", ".join(args.folders) or "runs"
         print(f"no such runs in {where} (there are {len(rows)} others)" if rows else f"no runs in {where}")
     else:
-        _print_runs(found)
-    return 0
+        columns = dict.fromkeys(("run", "task", "status", "step", "done", "best", "loss", "since", "size"), "right")
+        columns |= {"run": "fold", "task": "left", "status": "left", "best": "left"}
+        cells = [dict(zip(columns, _cells(row), strict=True)) for row in found]
+        if width() < _NARROW:
+            del columns["task"], columns["loss"]
+        print_table(columns, [[row[name] for name in columns] for row in cells])
 
 
-def row_of(info: RunInfo) -> Row:
-    """A run with its task, best metric and size, from its folder."""
+def _row(info: RunInfo) -> dict[str, Any]:
+    """A run with its task, the best value of the metric that it monitors, and the size of its checkpoints."""
     from trainformer.checkpointing.store import checkpoints_folder
 
     settings = settings_of(info.path)
@@ -120,7 +110,8 @@ def row_of(info: RunInfo) -> Row:
     checkpoints = checkpoints_folder(info.path)
     # For a run without checkpoints this is its own folder.
     size = size_of(checkpoints) if checkpoints != info.path else 0
-    return Row(info, settings.get("task_type"), metric, mode, best, step, size)
+    own = {"task": settings.get("task_type"), "monitor_metric": metric, "monitor_mode": mode}
+    return _as_json(info) | own | {"best": best, "best_step": step, "checkpoints_size": size}
 
 
 def best_of(path: Path, metric: str, mode: str) -> tuple[int | None, float | None]:
@@ -131,74 +122,48 @@ def best_of(path: Path, metric: str, mode: str) -> tuple[int | None, float | Non
         with path.open("rb") as file:
             for line in file:
                 if mark in line:  # most lines are training steps
-                    found += _value(line, metric, sign)
+                    with contextlib.suppress(ValueError, KeyError, TypeError):  # a truncated line, or not a number
+                        record = json.loads(line)
+                        found.append((sign * float(record[metric]), int(record["step"])))
     except OSError:
         return None, None
-    if not found:
-        return None, None
-    value, step = min(found)
-    return step, sign * value
-
-
-def _value(line: bytes, metric: str, sign: int) -> list[tuple[float, int]]:
-    try:
-        record = json.loads(line)
-        value = sign * float(record[metric])
-        return [] if math.isnan(value) else [(value, int(record["step"]))]
-    except (ValueError, KeyError, TypeError):  # a truncated line, or not a number
-        return []
+    value, step = min((pair for pair in found if not math.isnan(pair[0])), default=(None, None))
+    return step, None if value is None else sign * value
 
 
 def size_of(folder: Path) -> int:
     """Total size of the files in a folder; files that are deleted meanwhile do not count."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with contextlib.suppress(OSError):
             total += path.lstat().st_size if path.is_file() else 0
-        except OSError:
-            continue
     return total
 
 
-def _is_selected(row: Row, args: argparse.Namespace) -> bool:
-    return (not args.status or row.info.status in args.status) and (not args.task or row.task in args.task)
-
-
-def _sort_key(row: Row, sort: str) -> tuple[Any, ...]:
-    info = row.info
+def _sort_key(row: Mapping[str, Any], sort: str) -> tuple[Any, ...]:
+    name, best, loss = row["name"], row["best"], row["loss"]
     if sort == "best":
-        value = math.inf if row.best is None else (row.best if row.mode == "min" else -row.best)
-        return (row.metric, row.best is None, value, info.name)
+        value = math.inf if best is None else (best if row["monitor_mode"] == "min" else -best)
+        return (row["monitor_metric"], best is None, value, name)
     values = {
-        "since": info.since or 0.0,
-        "name": info.name,
-        "task": row.task or "",
-        "status": info.status,
-        "step": info.step,
-        "loss": info.loss if isinstance(info.loss, int | float) else math.inf,
-        "size": row.size,
+        **row,
+        "since": row["since"] or 0.0,
+        "task": row["task"] or "",
+        "loss": loss if isinstance(loss, int | float) else math.inf,
+        "size": row["checkpoints_size"],
     }
-    return (values[sort], info.name)
+    return (values[sort], name)
 
 
-def _print_runs(rows: Iterable[Row]) -> None:
-    columns = dict.fromkeys(("run", "task", "status", "step", "done", "best", "loss", "since", "size"), "right")
-    columns |= {"run": "fold", "task": "left", "status": "left", "best": "left"}
-    cells = [dict(zip(columns, _cells(row), strict=True)) for row in rows]
-    if width() < _NARROW:
-        del columns["task"], columns["loss"]
-    print_table(columns, [[row[name] for name in columns] for row in cells])
-
-
-def _cells(row: Row) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     from trainformer.checkpointing.tools.summary import in_words
 
-    info = row.info
-    name, *far = _progress_cells(info)
-    best = "" if row.best is None else f"{row.metric.removeprefix('val/')} {row.best:.4g}"
-    loss = f"{info.loss:.4g}" if isinstance(info.loss, float) else number(info.loss)
-    since = " ".join(duration(info.age).split()[:2])  # the larger unit is enough
-    return [name, row.task or "", *far, best, loss, since, in_words(row.size) if row.size else ""]
+    name, *far = _progress_cells(row)
+    best = "" if row["best"] is None else f"{row['monitor_metric'].removeprefix('val/')} {row['best']:.4g}"
+    loss = f"{row['loss']:.4g}" if isinstance(row["loss"], float) else number(row["loss"])
+    since = " ".join(duration(row["age"]).split()[:2])  # the larger unit is enough
+    size = row["checkpoints_size"]
+    return [name, row["task"] or "", *far, best, loss, since, in_words(size) if size else ""]
 
 
 # -- ctl -------------------------------------------------------------------------------------------------------------
@@ -206,23 +171,17 @@ def _cells(row: Row) -> list[str]:
 
 def _add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
-    listing = _add_verb(verbs, "list", "the runs in a folder, and their progress")
+    listing = add_action(verbs, "list", "the runs in a folder, and their progress")
     listing.add_argument("folders", metavar="FOLDER", nargs="*", help="folders of runs (default: runs)")
-    status = _add_verb(verbs, STATUS, "the progress of a run; a running one is asked itself")
+    status = add_action(verbs, STATUS, "the progress of a run; a running one is asked itself")
     _add_run(status)
     _add_timeout(status, 5.0)
     for verb in VERBS:
-        asking = _add_verb(verbs, verb, _PURPOSES[verb])
+        asking = add_action(verbs, verb, _PURPOSES[verb])
         _add_run(asking)
         wait = asking.add_mutually_exclusive_group()
         _add_timeout(wait, 60.0)
         wait.add_argument("--no-wait", action="store_true", help="do not wait for the answer")
-
-
-def _add_verb(verbs: Any, name: str, purpose: str) -> argparse.ArgumentParser:
-    parser = add_action(verbs, name, purpose)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -241,19 +200,16 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _ctl(args: argparse.Namespace) -> int:
+def _ctl(args: argparse.Namespace) -> None:
     if args.verb == "list":
-        return _list(args)
-    if args.verb == STATUS:
-        return _status(args)
-    from trainformer.live import ask
-
-    answer = ask(args.run, args.verb, wait=not args.no_wait, timeout=args.timeout)
-    if args.json:
-        print_json(answer)
+        _list(args)
+    elif args.verb == STATUS:
+        _status(args)
     else:
-        print(_answer_text(args.verb, answer))
-    return 0
+        from trainformer.live import ask
+
+        answer = ask(args.run, args.verb, wait=not args.no_wait, timeout=args.timeout)
+        print_result(args, answer, _answer_text(args.verb, answer))
 
 
 def _answer_text(verb: str, answer: dict[str, Any]) -> str:
@@ -268,7 +224,7 @@ def _answer_text(verb: str, answer: dict[str, Any]) -> str:
     return f"the run has ended at step {step} ({answer['status']}); {kept}"
 
 
-def _status(args: argparse.Namespace) -> int:
+def _status(args: argparse.Namespace) -> None:
     """Ask a running job itself; read the folder of any other."""
     from trainformer.live.runs import describe, find_run, how_to_resume
 
@@ -279,12 +235,9 @@ def _status(args: argparse.Namespace) -> int:
 
         answer |= ask(args.run, STATUS, timeout=args.timeout)
         del answer["ok"]
-    if args.json:
-        print_json(answer)
-        return 0
     advice = {} if info.is_running else {"continue": how_to_resume(info)}
-    print("\n".join(lines_of({name: text for name, text in (_readable(answer) | advice).items() if text})))
-    return 0
+    shown = {name: text for name, text in (_readable(answer) | advice).items() if text}
+    print_result(args, answer, "\n".join(lines_of(shown)))
 
 
 def _readable(answer: dict[str, Any]) -> dict[str, str]:
@@ -312,22 +265,19 @@ def _pairs(metrics: dict[str, Any] | None) -> str:
     )
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> None:
     from trainformer.live import list_runs
 
-    runs = [_up_to_date(info) for info in list_runs(*args.folders)]
-    if args.json:
-        print_json([_as_json(info) for info in runs])
-    elif not runs:
-        print(f"no runs in {', '.join(args.folders) or 'runs'}")
+    runs = [_as_json(_up_to_date(info)) for info in list_runs(*args.folders)]
+    if args.json or not runs:
+        print_result(args, runs, f"no runs in {', '.join(args.folders) or 'runs'}")
     else:
         columns = dict.fromkeys(("run", "status", "step", "done", "loss", "since", "process"), "right")
-        rows = [
-            [*_progress_cells(info), number(info.loss), duration(info.age), info.process if info.is_running else None]
-            for info in runs
-        ]
+        rows = []
+        for run in runs:
+            process = run["process"] if run["status"] == "running" else None
+            rows.append([*_progress_cells(run), number(run["loss"]), duration(run["age"]), process])
         print_table(columns | {"run": "fold", "status": "left"}, rows)
-    return 0
 
 
 # -- report ----------------------------------------------------------------------------------------------------------
@@ -345,21 +295,17 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> None:
     from trainformer.report import write_report
 
     path = write_report(args.sources, args.out, title=args.title, top=args.top)
     size = path.stat().st_size
-    if args.json:
-        print(json.dumps({"report": str(path), "bytes": size}))
-    else:
-        print(f"wrote {path} ({size / 1e6:.1f} MB)")
+    print_result(args, {"report": str(path), "bytes": size}, f"wrote {path} ({size / 1e6:.1f} MB)")
     if args.open:
         import webbrowser
 
         if not webbrowser.open(path.resolve().as_uri()):
             note("no browser could be opened here")
-    return 0
 
 
 COMMANDS = {

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from trainformer.cli.app import Command
+from trainformer.cli.output import duration, lines_of, note, print_json, print_table
+from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 #: Options that are passed to `Sweep.run` unchanged.
 _PASSED = (
@@ -65,17 +67,19 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
 
 def _run(args: argparse.Namespace) -> int:
     if args.show:
-        return _show(args)
+        _show(args)
+        return 0
     given = {name: value for name in _PASSED if (value := getattr(args, name)) is not None}
     with redirect_stdout(sys.stderr) if args.json else nullcontext():  # the script and its trials may print
         sweep = _sweep_of(_load(Path(args.script)), args.function)
         results = sweep.run(**given, resume=not args.no_resume)
     if args.json:
-        from trainformer.cli.output import print_json
-
         print_json(results)
     else:
-        _print_results(results)
+        from trainformer.sweep import Trial
+
+        known = Trial.__dataclass_fields__
+        _print_trials([Trial(**{key: value for key, value in row.items() if key in known}) for row in results])
     return 0 if any(row["status"] == "completed" for row in results) else 1
 
 
@@ -83,7 +87,6 @@ def _load(path: Path) -> ModuleType:
     """Import a script. Its `if __name__ == "__main__":` block does not run."""
     import importlib.util
 
-    from trainformer.core.errors import BadArgument, expected
     from trainformer.core.optional import require
 
     if not path.is_file():
@@ -101,7 +104,6 @@ def _load(path: Path) -> ModuleType:
 
 
 def _sweep_of(module: ModuleType, wanted: str | None) -> Any:
-    from trainformer.core.errors import BadArgument, did_you_mean, expected
     from trainformer.sweep import Sweep
 
     found = {name: value for name, value in vars(module).items() if isinstance(value, Sweep)}
@@ -116,15 +118,7 @@ def _sweep_of(module: ModuleType, wanted: str | None) -> Any:
     return next(iter(found.values()))
 
 
-def _print_results(results: list[dict[str, Any]]) -> None:
-    from trainformer.sweep import Trial
-
-    known = Trial.__dataclass_fields__
-    _print_trials([Trial(**{key: value for key, value in row.items() if key in known}) for row in results])
-
-
 def _print_trials(trials: list[Any]) -> None:
-    from trainformer.cli.output import duration, print_table
     from trainformer.sweep.spaces import format_setting
 
     settings = list(dict.fromkeys(name for trial in trials for name in trial.config))
@@ -145,18 +139,18 @@ def _print_trials(trials: list[Any]) -> None:
 # -- show ------------------------------------------------------------------------------------------------------------
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from trainformer.cli.output import lines_of, print_json
     from trainformer.sweep import read_sweep
 
     if args.sweep is None:
-        return _show_all(args)
+        _show_all(args)
+        return
     record = read_sweep(args.sweep, storage=args.storage)
     if args.json:
         print_json(asdict(record))
-        return 0
+        return
     best = record.best
     counts = [trial.status for trial in record.trials]
     about = {
@@ -170,12 +164,9 @@ def _show(args: argparse.Namespace) -> int:
     print("\n".join(lines_of({name: text for name, text in about.items() if text is not None})))
     if record.trials:
         _print_trials(record.trials)
-    return 0
 
 
-def _show_all(args: argparse.Namespace) -> int:
-    from trainformer.cli.output import note, print_json, print_table
-    from trainformer.core.errors import BadArgument
+def _show_all(args: argparse.Namespace) -> None:
     from trainformer.sweep import list_sweeps, read_sweep
 
     rows: list[dict[str, Any]] = []
@@ -197,7 +188,6 @@ def _show_all(args: argparse.Namespace) -> int:
     else:
         sides = dict.fromkeys(rows[0], "left") | dict.fromkeys(("trials", "ended", "best"), "right")
         print_table(sides, [list(row.values()) for row in rows])
-    return 0
 
 
 COMMANDS = {"sweep": Command(_add_arguments, _run, _parse)}

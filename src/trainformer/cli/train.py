@@ -6,21 +6,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.cli import options
+from trainformer.cli import options, recipes
 from trainformer.cli.app import Command
 from trainformer.cli.output import positive, print_json, print_table, stdout_to_stderr
+from trainformer.config import load_config
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 if TYPE_CHECKING:
-    from trainformer.cli.catalogue import Entry
     from trainformer.live.runs import RunInfo
-    from trainformer.run.torch.preflight import CheckReport
 
 _IMPLIED_BY_RESUME = ("max_steps", "resume", "load_components")
 
@@ -31,17 +31,14 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_arguments(parser)
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> None:
     """Build the trainer and train; an interrupted run is resumed."""
-    from trainformer.cli import recipes
-
     if args.dry_run:
         print(recipes.text_of(args.config), end="")
-        return 0
+        return
     trainer = recipes.build(args.config["trainer"], trust=args.trust)
     recipes.keep(trainer, args.config)
     trainer.fit()
-    return 0
 
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +48,11 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Build the trainer and check it; 1 if something would go wrong."""
-    if not args.json:
-        return 0 if _report(args).ok else 1
-    with stdout_to_stderr():
-        report = _report(args)
-    print_json({"ok": report.ok, **asdict(report)})
+    with stdout_to_stderr() if args.json else contextlib.nullcontext():
+        report = recipes.build(args.config["trainer"], trust=args.trust).check(raise_on_failure=False)
+    if args.json:
+        print_json({"ok": report.ok, **asdict(report)})
     return 0 if report.ok else 1
-
-
-def _report(args: argparse.Namespace) -> CheckReport:
-    from trainformer.cli import recipes
-
-    return recipes.build(args.config["trainer"], trust=args.trust).check(raise_on_failure=False)
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------
@@ -81,7 +71,7 @@ def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def _resume(args: argparse.Namespace) -> int:
+def _resume(args: argparse.Namespace) -> None:
     """Rebuild the trainer of the run and continue from its newest checkpoint."""
     from trainformer.live.runs import describe, find_run
 
@@ -96,7 +86,6 @@ def _resume(args: argparse.Namespace) -> int:
     elif os.environ.get("RANK", "0") == "0":  # once, also under `trainformer launch`
         print(f"{info.path} has finished at step {info.step}: there is nothing to resume.")
         print(f"To train it for longer: trainformer resume {args.run} --epochs N")
-    return 0
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
@@ -116,8 +105,6 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any]) -> None:
-    from trainformer.cli import recipes
-    from trainformer.config import load_config
     from trainformer.run import RunSettings
 
     written, defaults = recipes.settings_in(info.path, trust), RunSettings.defaults()
@@ -153,50 +140,46 @@ def _add_tasks_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def _tasks(args: argparse.Namespace) -> int:
-    """Print the list, or one of its entries. Nothing heavy is imported."""
-    from trainformer.cli import catalogue
+def _tasks(args: argparse.Namespace) -> None:
+    """Print the list, or one of its entries."""
+    from trainformer.cli.components import KINDS, summaries
 
+    lists = {kind: summaries(kind) for kind in KINDS}
     if args.name is not None:
-        _print_entry(_find_entry(args.name), args.json)
-        return 0
-    lists = {kind: catalogue.entries(kind) for kind in catalogue.KINDS}
-    if args.json:
-        print_json({kind: [{"name": e.name, "summary": e.summary} for e in found] for kind, found in lists.items()})
-        return 0
-    for kind, found in lists.items():
-        print_table({kind: "left", "": "fold"}, [(entry.name, entry.summary) for entry in found])
-    print("`trainformer tasks NAME` shows the fields of one; timm's optimizers can be named too.")
-    return 0
+        _print_entry(args.name, lists, args.json)
+    elif args.json:
+        shown = {
+            kind: [{"name": name, "summary": text} for name, text in found.items()] for kind, found in lists.items()
+        }
+        print_json(shown)
+    else:
+        for kind, found in lists.items():
+            print_table({kind: "left", "": "fold"}, found.items())
+        print("`trainformer tasks NAME` shows the fields of one; timm's optimizers can be named too.")
 
 
-def _print_entry(entry: Entry, as_json: bool) -> None:
-    from trainformer.cli import catalogue
+def _print_entry(name: str, lists: dict[str, dict[str, str]], as_json: bool) -> None:
+    from trainformer.cli.components import CLASSES, find_component, first_sentence
 
-    fields = list(catalogue.fields_of(entry).values())
+    # A class of which the list has only the class methods (`SSL`) is found too.
+    kinds = [kind for kind, found in lists.items() if name in found or any(n.startswith(f"{name}.") for n in found)]
+    if not kinds:
+        hint = did_you_mean(name, [n for found in lists.values() for n in found]) or "`trainformer tasks` lists all."
+        raise BadArgument(expected("the name of a task, adapter, callback, logger, optimizer or scheduler", name, hint))
+    kind = kinds[0]
+    summary, fields = lists[kind].get(name), []
+    if kind in CLASSES:
+        component = find_component(kind[:-1], name)
+        summary, fields = summary or first_sentence(component.call), component.fields
     if as_json:
-        shown: dict[str, Any] = {"name": entry.name, "kind": entry.kind, "summary": entry.summary}
-        keys = ("name", "annotation", "default", "about")
-        print_json({**shown, "fields": [{key: getattr(field, key) for key in keys} for field in fields]})
+        print_json({"name": name, "kind": kind, "summary": summary, "fields": fields})
         return
-    print(f"{entry.name}: {entry.summary}")
-    rows = [(field.name, field.annotation, field.default or "required", field.about) for field in fields]
+    print(f"{name}: {summary}")
+    rows = [(field["name"], field["annotation"], field["default"] or "required", field["about"]) for field in fields]
     if rows:
         print_table({"field": "left", "type": "fold", "default": "fold", "": "fold"}, rows)
-    if entry.kind == "tasks":
-        print(f"On the command line: `trainformer train --task={entry.name} --help`.")
-
-
-def _find_entry(name: str) -> Entry:
-    from trainformer.cli import catalogue
-
-    for kind in catalogue.KINDS:
-        entry = catalogue.find(kind, name)
-        if entry is not None:
-            return entry
-    known = [entry.name for kind in catalogue.KINDS for entry in catalogue.entries(kind)]
-    hint = did_you_mean(name, known) or "`trainformer tasks` lists all."
-    raise BadArgument(expected("the name of a task, adapter, callback, logger, optimizer or scheduler", name, hint))
+    if kind == "tasks":
+        print(f"On the command line: `trainformer train --task={name} --help`.")
 
 
 COMMANDS = {

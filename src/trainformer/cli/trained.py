@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command
-from trainformer.cli.output import check_free, lines_of, positive, print_json, stdout_to_stderr
+from trainformer.cli.output import check_free, lines_of, positive, print_result, stdout_to_stderr
+from trainformer.cli.recipes import trainer_of
 from trainformer.core.errors import BadArgument, DataError, expected
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
 
 def load_trained(args: argparse.Namespace) -> Trained:
     """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results."""
-    from trainformer.cli.recipes import trainer_of
-
     run, checkpoint = find_checkpoint(args.run, args.which)
     # A logger would open a run of its own, and there is nothing to resume.
     changes: dict[str, Any] = {"log": "none", "resume": None}
@@ -118,11 +117,9 @@ def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings of a run by name, from its ``config.json``; empty if that cannot be read."""
-    try:
-        content = json.loads((folder / "config.json").read_bytes())
-        return {name: entry["value"] for name, entry in content.items()}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        return {}
+    from trainformer.live.runs import read_config
+
+    return {name: entry["value"] for name, entry in read_config(folder).items()}
 
 
 def monitored(settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -140,19 +137,16 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _evaluate(args: argparse.Namespace) -> int:
+def _evaluate(args: argparse.Namespace) -> None:
     with stdout_to_stderr():
         trained = load_trained(args)
         if args.data is None and trained.trainer.val_dataloader is None:
             raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
         metrics = trained.trainer.evaluate(args.data)
     if not trained.trainer.is_main:
-        return 0
-    if args.json:
-        print_json({**trained.source, "data": args.data, "metrics": metrics})
-    else:
-        print("\n".join([f"{trained.checkpoint.path} on {args.data or 'its validation data'}", *lines_of(metrics)]))
-    return 0
+        return
+    lines = [f"{trained.checkpoint.path} on {args.data or 'its validation data'}", *lines_of(metrics)]
+    print_result(args, {**trained.source, "data": args.data, "metrics": metrics}, "\n".join(lines))
 
 
 # -- export ----------------------------------------------------------------------------------------------------------
@@ -181,7 +175,7 @@ def format_of(path: Path) -> str:
     return {".onnx": "onnx", ".pt2": "torch.export"}.get(path.suffix, "pytorch")
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     form = args.format or format_of(args.out)
     suffix = EXPORT_FORMATS[form]
     out = args.out if args.out.suffix == suffix else args.out.with_name(args.out.name + suffix)
@@ -190,12 +184,9 @@ def _export(args: argparse.Namespace) -> int:
         trained = load_trained(args)
         path = trained.trainer.export(out, form, args.input_shape)
     if not trained.trainer.is_main:
-        return 0
-    if args.json:
-        print_json({**trained.source, "path": path, "format": form})
-    else:
-        print(f"{trained.checkpoint.path} was exported as {form} to {path}")
-    return 0
+        return
+    text = f"{trained.checkpoint.path} was exported as {form} to {path}"
+    print_result(args, {**trained.source, "path": path, "format": form}, text)
 
 
 # -- finalize --------------------------------------------------------------------------------------------------------
@@ -215,14 +206,13 @@ def _add_finalize_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _finalize(args: argparse.Namespace) -> int:
+def _finalize(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import finalize
 
     ema = False if args.no_ema else args.ema
     passed = {name: getattr(args, name) for name in ("quantize", "base", "which", "device")}
     result = finalize(args.run, args.out, ema=ema, **passed)
     print(json.dumps(result.as_dict(), indent=2) if args.json else str(result).rstrip())
-    return 0
 
 
 COMMANDS = {

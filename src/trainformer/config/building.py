@@ -75,7 +75,8 @@ class _Builder:
         if is_shared(value) and id(value) in self.shared:
             return self.shared[id(value)]
         if id(value) in self.open:
-            raise BadArgument(f"Expected a config without cycles, received one that contains itself{_at(value)}.")
+            where = at(getattr(value, "place", None))
+            raise BadArgument(f"Expected a config without cycles, received one that contains itself{where}.")
         self.open.append(id(value))
         try:
             built = self._built(value)
@@ -204,7 +205,3 @@ def _without(takes: _Takes, call: Call, extra: Mapping[str, Any]) -> tuple[list[
             kwargs = {**{key: value for key, value in later if key not in extra}, **kwargs}
             return args[:index], kwargs
     return args, kwargs
-
-
-def _at(value: Any) -> str:
-    return at(getattr(value, "place", None))

@@ -57,13 +57,10 @@ def _jsonable(value: Any, names: Mapping[int, str], seen: set[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_jsonable(item, names, seen) for item in value]
     plain = plain_value(value)
-    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else _scalar(plain)
-
-
-def _scalar(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_scalar(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    if isinstance(plain, list):
+        return [_jsonable(item, names, seen) for item in plain]
+    is_json = plain is None or isinstance(plain, str | int) or (isinstance(plain, float) and math.isfinite(plain))
+    return plain if is_json else str(plain)
 
 
 # -- trees and graphs ------------------------------------------------------------------------------------------------

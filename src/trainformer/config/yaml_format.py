@@ -339,8 +339,6 @@ def plain_value(value: Any) -> Any:
         return sorted(value, key=repr)
     if isinstance(value, PurePath):
         return str(value)
-    return value if _is_known(value) else dotted_name(value) if callable(value) else str(value)
-
-
-def _is_known(value: Any) -> bool:
-    return value is None or type(value) in yaml.SafeDumper.yaml_representers
+    if value is None or type(value) in yaml.SafeDumper.yaml_representers:
+        return value
+    return dotted_name(value) if callable(value) else str(value)

@@ -54,8 +54,18 @@ class RunInfo:
 
 def read_status(folder: Path) -> dict[str, Any]:
     """The content of ``status.json``; empty if it is missing or unreadable."""
+    return _read_object(folder / "status.json")
+
+
+def read_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """The settings in ``config.json``, each with its `value`; empty if it is missing or unreadable."""
+    content = _read_object(folder / "config.json")
+    return {name: entry for name, entry in content.items() if isinstance(entry, dict) and "value" in entry}
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / "status.json").read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -104,7 +114,9 @@ def describe(folder: str | os.PathLike[str]) -> RunInfo:
     folder = Path(folder)
     content = read_status(folder)
     status, process, host = content.get("status", "unknown"), content.get("process"), None
-    if status == "running" and not _is_working(process, content.get("identity")):
+    identity = content.get("identity")
+    is_here = isinstance(process, int) and identity is not None and process_identity(process) == identity
+    if status == "running" and not is_here:
         host = _other_host(folder, process)
         status = "running" if host else "killed"
     checkpoint = newest_checkpoint(folder)
@@ -128,10 +140,6 @@ def describe(folder: str | os.PathLike[str]) -> RunInfo:
         checkpoint=None if checkpoint is None else str(checkpoint),
         checkpoint_step=saved,
     )
-
-
-def _is_working(process: Any, identity: Any) -> bool:
-    return isinstance(process, int) and identity is not None and process_identity(process) == identity
 
 
 def _other_host(folder: Path, process: Any) -> str | None:
@@ -176,11 +184,8 @@ def last_records(path: Path) -> list[dict[str, Any]]:
 
 def _progress(folder: Path, step: int, epochs_done: float | None) -> tuple[int | None, float | None]:
     """Planned steps, and the fraction done, if the config has them."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        most, epochs = (config.get(name, {}).get("value") for name in ("max_steps", "epochs"))
-    except (OSError, ValueError, AttributeError):
-        return None, None
+    config = read_config(folder)
+    most, epochs = (config.get(name, {}).get("value") for name in ("max_steps", "epochs"))
     if isinstance(most, int) and most > 0:
         return most, min(1.0, step / most)
     if isinstance(epochs, int) and epochs > 0 and isinstance(epochs_done, int | float):

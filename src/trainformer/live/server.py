@@ -24,6 +24,7 @@ from trainformer.live.address import STATUS, VERBS
 NAME = "trainformer ctl"
 MAX_BYTES = 1 << 16  # of a message
 MAX_CONNECTIONS = 16
+_MAX_NAME = 200  # characters of who asked
 POLL_SECONDS = 0.02  # between two checks for a file
 READ_SECONDS = 5.0  # for a request to arrive completely, and for its reply to be sent
 
@@ -180,7 +181,8 @@ class ControlServer:
         self, message: dict[str, Any], task: asyncio.Task[Any], reader: asyncio.StreamReader
     ) -> Reply | None:
         """The reply; None if the client has disconnected meanwhile."""
-        verb, by = message.get("verb"), _printable(message.get("by"))
+        verb, who = message.get("verb"), str(message.get("by") or "unknown")
+        by = "".join(c if c.isprintable() else "?" for c in who)[:_MAX_NAME]  # safe for a line in a log
         if verb == STATUS:
             return self._status()
         if verb not in VERBS:
@@ -224,8 +226,3 @@ class ControlServer:
 def _set_once(pending: asyncio.Future[Reply], reply: Reply) -> None:
     if not pending.done():
         pending.set_result(reply)
-
-
-def _printable(by: object, max_length: int = 200) -> str:
-    """Who asked, safe for a line in a log."""
-    return "".join(c if c.isprintable() else "?" for c in str(by or "unknown"))[:max_length]

@@ -137,7 +137,12 @@ class MultiLogger(BaseLogger):
         self.loggers = list(loggers)
         self.failures: dict[str, int] = {}
         self._running = False
-        self._by_key = dict(zip(_unique_keys(self.loggers), self.loggers, strict=True))
+        # A stable key for each: the class name, numbered from the second one of a class.
+        self._by_key: dict[str, BaseLogger] = {}
+        for logger in self.loggers:
+            name = type(logger).__name__
+            seen = sum(key.partition("#")[0] == name for key in self._by_key)
+            self._by_key[f"{name}#{seen + 1}" if seen else name] = logger
 
     def init(self, config: dict[str, Any]) -> None:
         self.failures = {}
@@ -211,16 +216,6 @@ class MultiLogger(BaseLogger):
                     RuntimeWarning,
                     stacklevel=4,
                 )
-
-
-def _unique_keys(loggers: Sequence[BaseLogger]) -> list[str]:
-    """A stable key for each: the class name, numbered from the second one of a class."""
-    keys: list[str] = []
-    for logger in loggers:
-        name = type(logger).__name__
-        seen = sum(key.partition("#")[0] == name for key in keys)
-        keys.append(f"{name}#{seen + 1}" if seen else name)
-    return keys
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:

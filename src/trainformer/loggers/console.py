@@ -73,15 +73,14 @@ class ConsoleLogger(BaseLogger):
 
     def _line(self, kind: str, step: int, values: dict[str, float]) -> str:
         """The cells of a record: the epoch first, throughput last, all others in the given order."""
-        order = sorted(values, key=lambda name: (name != "epoch", _THROUGHPUT.fullmatch(name) is not None))
-        return "  ".join([f"{kind:<4} {step:>5}", *(self._cell(kind, name, values[name]) for name in order)])
-
-    def _cell(self, kind: str, name: str, value: float) -> str:
-        number = format_number(name, value)
-        # A column never gets narrower again, so lines stay aligned once the widest number has appeared.
-        width = self._widths[kind, name] = max(len(number), self._widths.get((kind, name), 0))
-        throughput = _THROUGHPUT.fullmatch(name)
-        return f"{number:>{width}} {throughput[1]}/s" if throughput else f"{name} {number:>{width}}"
+        cells = [f"{kind:<4} {step:>5}"]
+        for name in sorted(values, key=lambda name: (name != "epoch", _THROUGHPUT.fullmatch(name) is not None)):
+            number = format_number(name, values[name])
+            # A column never gets narrower again, so lines stay aligned once the widest number has appeared.
+            width = self._widths[kind, name] = max(len(number), self._widths.get((kind, name), 0))
+            throughput = _THROUGHPUT.fullmatch(name)
+            cells.append(f"{number:>{width}} {throughput[1]}/s" if throughput else f"{name} {number:>{width}}")
+        return "  ".join(cells)
 
     @staticmethod
     def _print(console: Console, line: str, style: str) -> None:

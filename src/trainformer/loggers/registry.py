@@ -46,7 +46,8 @@ def make_loggers(
         "mlflow": lambda: MLflowLogger(experiment_name=project, run_name=name),
     }
     loggers: list[BaseLogger] = []
-    for item in _as_list(spec):
+    is_list = isinstance(spec, Sequence) and not isinstance(spec, str)
+    for item in spec if is_list else [] if spec is None else [spec]:  # type: ignore[union-attr]
         if isinstance(item, BaseLogger):
             loggers.append(item)
         elif isinstance(item, str) and item in builtin:
@@ -75,11 +76,3 @@ def _make_plugin(name: str, plugin: Callable[..., Any], about_run: dict[str, Any
         do = "Register a subclass of BaseLogger, or a function that returns one."
         raise BadArgument(expected(f"the plugin {name!r} to make a BaseLogger", logger, do))
     return logger
-
-
-def _as_list(spec: str | BaseLogger | Sequence[str | BaseLogger] | None) -> Sequence[str | BaseLogger]:
-    if spec is None:
-        return []
-    if isinstance(spec, Sequence) and not isinstance(spec, str):
-        return spec
-    return [spec]

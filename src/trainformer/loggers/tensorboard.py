@@ -21,26 +21,39 @@ class TensorBoardLogger(BaseLogger):
 
     def __init__(self, log_dir: str | os.PathLike[str] = "runs") -> None:
         self.log_dir = Path(log_dir)
-        self._writer: _EventFile | None = None
+        self._writer: Any = None
+        self._protos: dict[str, Any] = {}
         self._continue_from: int | None = None
 
     def init(self, config: dict[str, Any]) -> None:
         step, self._continue_from = self._continue_from, None
         self.finish()
-        self._writer = writer = _EventFile(self.log_dir)
-        if step is not None:
-            writer.hide_from(step + 1)
+        why = "to write TensorBoard event files"
+        require("tensorboard", "tensorboard", why)
+        writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard", why)
+        for name in ("event", "summary", "tensor", "types"):
+            self._protos[name] = require(f"tensorboard.compat.proto.{name}_pb2", "tensorboard", why)
+        self._writer = writer.EventFileWriter(str(self.log_dir), flush_secs=30)
+        if step is not None:  # TensorBoard then ignores events in earlier files from this step on
+            session = self._protos["event"].SessionLog
+            self._add(step + 1, file_version="brain.Event:2")
+            self._add(step + 1, session_log=session(status=session.START))
         elif config:
-            self._write_config(writer, config)
-        writer.flush()
+            self._write_config(config)
+        self._writer.flush()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        writer = self._started(self._writer)
+        self._started(self._writer)
         for key, value in as_numbers(metrics).items():
-            writer.add_scalar(key, value, step)
+            self._add_value(step, tag=key, simple_value=value)
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        self._started(self._writer).add_text(key, text, step)
+        self._started(self._writer)
+        summary = self._protos["summary"].SummaryMetadata
+        metadata = summary(plugin_data=summary.PluginData(plugin_name="text"))
+        kind = self._protos["types"].DT_STRING
+        tensor = self._protos["tensor"].TensorProto(dtype=kind, string_val=[text.encode()])
+        self._add_value(step, tag=f"{key}/text_summary", metadata=metadata, tensor=tensor)
 
     def continue_from(self, step: int) -> None:
         self._continue_from = step
@@ -54,54 +67,19 @@ class TensorBoardLogger(BaseLogger):
             self._writer.close()
             self._writer = None
 
-    def _write_config(self, writer: _EventFile, config: dict[str, Any]) -> None:
+    def _write_config(self, config: dict[str, Any]) -> None:
         text = json.dumps(jsonable(config), indent=2)
         # TensorBoard renders texts as Markdown; four spaces make it a code block.
-        writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
+        self.log_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
         # TensorBoard's public hparams API needs TensorFlow; this is the summary it writes. TensorBoard matches the
         # metrics itself.
         hparams = require("tensorboard.plugins.hparams.summary_v2", "tensorboard", "to write hyperparameters")
         values = {key: value for key, value in flatten(config).items() if value is not None}
-        writer.add_summary(hparams.hparams_pb(values, trial_id=str(self.log_dir)), 0)
-
-
-class _EventFile:
-    def __init__(self, folder: Path) -> None:
-        why = "to write TensorBoard event files"
-        require("tensorboard", "tensorboard", why)
-        writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard", why)
-        self._events = require("tensorboard.compat.proto.event_pb2", "tensorboard", why)
-        self._summaries = require("tensorboard.compat.proto.summary_pb2", "tensorboard", why)
-        self._tensors = require("tensorboard.compat.proto.tensor_pb2", "tensorboard", why)
-        self._types = require("tensorboard.compat.proto.types_pb2", "tensorboard", why)
-        self._writer = writer.EventFileWriter(str(folder), flush_secs=30)
-
-    def hide_from(self, step: int) -> None:
-        """TensorBoard ignores events in earlier files from this step on."""
-        self._add(step, file_version="brain.Event:2")
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._add(step, session_log=start)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self._add_value(step, tag=tag, simple_value=value)
-
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        tensor = self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
-        plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
-        metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
-        self._add_value(step, tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        self._add(0, summary=hparams.hparams_pb(values, trial_id=str(self.log_dir)))
 
     def _add_value(self, step: int, **fields: Any) -> None:
-        self.add_summary(self._summaries.Summary(value=[self._summaries.Summary.Value(**fields)]), step)
-
-    def add_summary(self, summary: Any, step: int) -> None:
-        self._add(step, summary=summary)
+        summary = self._protos["summary"].Summary
+        self._add(step, summary=summary(value=[summary.Value(**fields)]))
 
     def _add(self, step: int, **fields: Any) -> None:
-        self._writer.add_event(self._events.Event(step=step, wall_time=time.time(), **fields))
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+        self._writer.add_event(self._protos["event"].Event(step=step, wall_time=time.time(), **fields))

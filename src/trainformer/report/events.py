@@ -27,7 +27,9 @@ def collect_events(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for record in usable:
         kinds.setdefault(record["kind"], []).append(record)
     events = [record for record in usable if record["kind"] not in _SHOWN_SEPARATELY]
-    ended = _last_end(usable)
+    # How the run ended, if it has not been started again since.
+    last: dict[str, Any] = next((record for record in reversed(usable) if record["kind"] in ("ended", "began")), {})
+    error = last.get("error") if last.get("kind") == "ended" else None
     began = {key: value for start in kinds.get("began", []) for key, value in start.items() if value is not None}
     return {
         "events": _select_events(events),
@@ -36,20 +38,12 @@ def collect_events(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "images": _by_key(kinds.get("images", []), _MAX_IMAGE_STEPS, _images),
         "texts": _by_key(kinds.get("text", []), _MAX_TEXT_STEPS, _texts),
         "lr_finder": [test for record in kinds.get("lr_finder", [])[-3:] if (test := _lr_test(record))],
-        "error": ended["error"] if isinstance(ended.get("error"), str) else None,
+        "error": error if isinstance(error, str) else None,
         "command": [str(word) for word in began["command"]] if isinstance(began.get("command"), list) else None,
         "versions": began["versions"] if isinstance(began.get("versions"), dict) else {},
         "git": began["git"] if isinstance(began.get("git"), str) else None,
         "device": began["device"] if isinstance(began.get("device"), str) else None,
     }
-
-
-def _last_end(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How the run ended, if it has not been started again since."""
-    for record in reversed(records):
-        if record["kind"] in ("ended", "began"):
-            return record if record["kind"] == "ended" else {}
-    return {}
 
 
 def texts_in_metrics(metrics: Iterable[dict[str, Any]], records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,13 +80,14 @@ def _select_events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _event(record: dict[str, Any]) -> dict[str, Any]:
     content = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
     if len(json.dumps(content, default=str)) > _MAX_TEXT_LENGTH:
-        content = {key: _abbreviate(value) for key, value in content.items()}
+        content = {key: shortened(value, 300) for key, value in content.items()}
     return {"kind": record["kind"], "step": record.get("step"), "time": record.get("time"), "content": content}
 
 
-def _abbreviate(value: Any) -> Any:
+def shortened(value: Any, length: int = _MAX_TEXT_LENGTH) -> Any:
+    """A value that is not too long as it is, the beginning of its text otherwise."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return value if len(text) <= 300 else f"{text[:300]}…"
+    return value if len(text) <= length else f"{text[:length]}…"
 
 
 def _by_key(
@@ -167,17 +162,14 @@ def _texts(record: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(samples, list):
         return None
     kept = [
-        {"prompt": _cut(sample.get("prompt")), "text": _cut(sample["text"])}
+        {
+            "prompt": shortened(prompt) if isinstance(prompt := sample.get("prompt"), str) else None,
+            "text": shortened(sample["text"]),
+        }
         for sample in samples
         if isinstance(sample, dict) and isinstance(sample.get("text"), str)
     ]
     return {"samples": kept} if kept else None
-
-
-def _cut(text: Any) -> str | None:
-    if not isinstance(text, str):
-        return None
-    return text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}…"
 
 
 def _lr_test(record: dict[str, Any]) -> dict[str, Any] | None:

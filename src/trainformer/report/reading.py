@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainformer.checkpointing.store import Checkpoint, CheckpointStore, checkpoints_folder
+from trainformer.checkpointing.store import CheckpointStore, checkpoints_folder
 from trainformer.engine.state import is_better
-from trainformer.live.runs import RunInfo, describe
+from trainformer.live.runs import RunInfo, describe, read_config
 from trainformer.loggers.jsonl import read_jsonl
-from trainformer.report.events import collect_events, texts_in_metrics
+from trainformer.report.events import collect_events, shortened, texts_in_metrics
 from trainformer.report.series import MAX_POINTS, Series, read_clock, read_series
 from trainformer.sweep.reading import read_sweep
 
@@ -24,8 +24,15 @@ _MAX_VALUE_LENGTH = 2_000
 
 def read_run(folder: Path, points: int = MAX_POINTS) -> dict[str, Any]:
     """The content of the page about one run. `points` is the maximum per curve."""
-    info, config = describe(folder), _config(folder)
-    notes: list[str] = []
+    info, notes = describe(folder), list[str]()
+    config = {
+        name: {
+            "value": shortened(entry["value"], _MAX_VALUE_LENGTH),
+            "source": str(entry.get("source", "")),
+            "depends_on": [str(other) for other in entry.get("depends_on") or ()],
+        }
+        for name, entry in read_config(folder).items()
+    }
     metrics = _records(folder / "metrics.jsonl", notes)
     records = _records(folder / "records.jsonl", notes)
     events = collect_events([*records, *texts_in_metrics(metrics, records)])
@@ -42,7 +49,7 @@ def read_run(folder: Path, points: int = MAX_POINTS) -> dict[str, Any]:
         "since": info.since,
         "task": _value(config, "task_type"),
         "step": max(info.step, clock["steps"][-1] if clock["steps"] else 0, _last_step(records)),
-        "steps_planned": _planned_steps(info, config),
+        "steps_planned": total if isinstance(total := _value(config, "total_steps"), int) else info.steps,
         "seconds": _training_seconds(info, clock, starts),
         "loss": series["train/loss"].values[-1] if "train/loss" in series else None,
         "best": best,
@@ -77,43 +84,15 @@ def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _config(folder: Path) -> dict[str, dict[str, Any]]:
-    try:
-        content = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(content, dict):
-        return {}
-    return {
-        key: {
-            "value": _shortened(entry["value"]),
-            "source": str(entry.get("source", "")),
-            "depends_on": [str(name) for name in entry.get("depends_on") or ()],
-        }
-        for key, entry in content.items()
-        if isinstance(entry, dict) and "value" in entry
-    }
-
-
-def _shortened(value: Any) -> Any:
-    """Very long values are cut."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return value if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"
-
-
 def _value(config: dict[str, dict[str, Any]], key: str) -> Any:
     return config.get(key, {}).get("value")
 
 
-def _planned_steps(info: RunInfo, config: dict[str, dict[str, Any]]) -> int | None:
-    total = _value(config, "total_steps")
-    return total if isinstance(total, int) else info.steps
-
-
 def _training_seconds(info: RunInfo, clock: dict[str, list], starts: Sequence[float]) -> float | None:
     """Training time: to the last record, or to the end of an uninterrupted run that has ended."""
-    if len(starts) == 1 and info.since is not None and info.since > starts[0] and not info.is_running:
-        return info.since - starts[0] if info.status != "killed" else clock["seconds"][-1] if clock["seconds"] else None
+    has_ended = info.status not in ("running", "killed")
+    if len(starts) == 1 and info.since is not None and info.since > starts[0] and has_ended:
+        return info.since - starts[0]
     return clock["seconds"][-1] if clock["seconds"] else None
 
 
@@ -144,11 +123,16 @@ def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) ->
     checkpoints = checkpoints_folder(folder)
     if checkpoints == folder:
         return []
+    logger = logging.getLogger("trainformer")
+    # Damaged checkpoints are reported by `trainformer ckpt verify`, not here.
+    was, logger.disabled = logger.disabled, True
     try:
-        found = _without_warnings(CheckpointStore(checkpoints))
+        found = CheckpointStore(checkpoints).checkpoints()
     except OSError as error:
         notes.append(f"the checkpoints cannot be read: {error.strerror}.")
         return []
+    finally:
+        logger.disabled = was
     name, mode = (best["name"], best["mode"]) if best else ("", "min")
     best_checkpoint, best_value = None, None
     for checkpoint in found:
@@ -171,16 +155,6 @@ def _checkpoints(folder: Path, best: dict[str, Any] | None, notes: list[str]) ->
     ]
 
 
-def _without_warnings(store: CheckpointStore) -> list[Checkpoint]:
-    """Damaged checkpoints are reported by `trainformer ckpt verify`, not here."""
-    logger = logging.getLogger("trainformer")
-    was, logger.disabled = logger.disabled, True
-    try:
-        return store.checkpoints()
-    finally:
-        logger.disabled = was
-
-
 def _log(folder: Path) -> list[str]:
     try:
         with (folder / "log.txt").open("rb") as file:
@@ -200,27 +174,9 @@ def _rounded(values: Sequence[float]) -> list[Any]:
 
 def read_sweep_trials(folder: Path) -> dict[str, Any]:
     """The content of the page about one sweep. `run` of a trial is the resolved path of its run folder."""
-    record = read_sweep(folder)
-    return {
-        "name": record.name,
-        "path": str(record.folder),
-        "direction": record.direction,
-        "method": record.method,
-        "seed": record.seed,
-        "spaces": {name: str(space) for name, space in record.spaces.items()},
-        "importances": dict(record.importances),
-        "trials": [
-            {
-                "number": trial.number,
-                "config": dict(trial.config),
-                "metric": trial.metric,
-                "status": trial.status,
-                "error": trial.error,
-                "seconds": trial.seconds,
-                "attempt": trial.attempt,
-                "intermediate": sorted(trial.intermediate.items()),
-                "run": None if trial.run is None else str(Path(trial.run).resolve()),
-            }
-            for trial in record.trials
-        ],
-    }
+    content = asdict(read_sweep(folder))
+    for trial in content["trials"]:
+        trial["intermediate"] = sorted(trial["intermediate"].items())
+        trial["run"] = None if trial["run"] is None else str(Path(trial["run"]).resolve())
+        del trial["earlier"]
+    return {"path": str(content.pop("folder")), **content}

@@ -57,28 +57,19 @@ def read_series(records: Iterable[dict[str, Any]], points: int = MAX_POINTS) -> 
             continue
         for name, value in record.items():
             if isinstance(value, float | int) and name != "step" and name != "time":
-                series = found.get(name)
-                if series is None:
-                    series = found[name] = Series()
+                series = found.setdefault(name, Series())
                 series.steps.append(step)
                 series.values.append(value)
     for series in found.values():
-        _sort(series)
+        if any(before >= after for before, after in itertools.pairwise(series.steps)):
+            latest = dict(sorted(zip(series.steps, series.values, strict=True), key=lambda pair: pair[0]))
+            series.steps, series.values = list(latest), list(latest.values())
         series.total = len(series.steps)
         kept = downsample(series.values, points)
         if len(kept) < series.total:
             series.steps = [series.steps[index] for index in kept]
             series.values = [series.values[index] for index in kept]
     return found
-
-
-def _sort(series: Series) -> None:
-    steps = series.steps
-    if all(before < after for before, after in itertools.pairwise(steps)):
-        return
-    latest = dict(zip(steps, series.values, strict=True))
-    series.steps = sorted(latest)
-    series.values = [latest[step] for step in series.steps]
 
 
 def downsample(values: Sequence[float], points: int) -> list[int]:
@@ -117,10 +108,10 @@ def group_plots(names: Iterable[str]) -> list[dict[str, Any]]:
     for name in names:
         if name != _EPOCH:
             members.setdefault(split_name(name)[1], []).append(name)
-    plots = [
-        {"title": title, "group": _group_of(title, names), "names": sorted(names, key=_by_split)}
-        for title, names in members.items()
-    ]
+    plots = []
+    for title, found in members.items():
+        ordered = sorted(found, key=lambda name: (("", *_SPLITS).index(split_name(name)[0]), name))
+        plots.append({"title": title, "group": _group_of(title, ordered), "names": ordered})
     return sorted(plots, key=lambda plot: (GROUPS.index(plot["group"]), -len(plot["names"]), plot["title"]))
 
 
@@ -132,11 +123,6 @@ def split_name(name: str) -> tuple[str, str]:
     """
     split, slash, rest = name.partition("/")
     return (split, rest) if slash and rest and split in _SPLITS else ("", name)
-
-
-def _by_split(name: str) -> tuple[int, str]:
-    split = split_name(name)[0]
-    return _SPLITS.index(split) if split else -1, name
 
 
 def _group_of(title: str, names: Sequence[str]) -> str:

@@ -45,11 +45,17 @@ def write_report(
     if top < 0:
         raise BadArgument(expected("top to be a number of trials, 0 or more", top))
     runs, sweep_folders = find(given)
-    path = _output_path(out, [*runs, *sweep_folders])
+    folders = [*sweep_folders, *runs]
+    if out is None:
+        path = folders[0] / FILE if len(folders) == 1 else Path(FILE)
+    else:
+        path = Path(out) / FILE if Path(out).is_dir() or str(out).endswith(os.sep) else Path(out)
     sweeps = [read_sweep_trials(folder) for folder in sweep_folders]
-    title = title or _default_title([folder.resolve().name for folder in (*sweep_folders, *runs)])
+    names = [folder.resolve().name for folder in folders]
+    title = title or (names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more")
     for sweep in sweeps:
-        runs = _union(runs, _best_runs(sweep, top))
+        best = [Path(trial["run"]) for trial in sweep["trials"] if trial["metric"] is not None and trial["run"]]
+        runs = _union(runs, filter(_has_run, best[:top]))
     _write(path, render(collect_content(title, runs, sweeps)))
     return path
 
@@ -105,39 +111,19 @@ def _union(folders: list[Path], more: Iterable[Path]) -> list[Path]:
     return list(known.values())
 
 
-def _best_runs(sweep: dict[str, Any], top: int) -> list[Path]:
-    best = [trial["run"] for trial in sweep["trials"] if trial["metric"] is not None and trial["run"]]
-    return [Path(run) for run in best[:top] if _has_run(Path(run))]
-
-
-def _output_path(out: AnyPath | None, folders: list[Path]) -> Path:
-    if out is None:
-        return folders[0] / FILE if len(folders) == 1 else Path(FILE)
-    path = Path(out)
-    return path / FILE if path.is_dir() or str(out).endswith(os.sep) else path
-
-
 def _write(path: Path, text: str) -> None:
     """Replaces an earlier report, but refuses to overwrite any other kind of file."""
     try:
-        if path.suffix.lower() not in (".html", ".htm") and path.is_file() and not _is_html(path):
-            raise BadArgument(
-                expected("an HTML file, or a new file, for the report", str(path), "Choose another --out.")
-            )
+        if path.suffix.lower() not in (".html", ".htm") and path.is_file():
+            with path.open("rb") as file:
+                start = file.read(512)
+            if start and not start.lstrip().lower().startswith(b"<!doctype html"):
+                what = "an HTML file, or a new file, for the report"
+                raise BadArgument(expected(what, str(path), "Choose another --out."))
         write_atomically(path, text.encode("utf-8", "replace"))  # a folder name may not be valid text
     except OSError as error:
         do = f"It cannot be written ({error.strerror}). Choose another --out."
         raise BadArgument(expected("a file for the report", str(path), do)) from error
-
-
-def _is_html(path: Path) -> bool:
-    with path.open("rb") as file:
-        start = file.read(512)
-    return not start or start.lstrip().lower().startswith(b"<!doctype html")
-
-
-def _default_title(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def collect_content(title: str, runs: list[Path], sweeps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,7 +167,10 @@ def render(content: dict[str, Any]) -> str:
     escaped that could end it; the script puts it on the page as text, never as HTML. A content security policy allows
     this one script by its digest and forbids all connections.
     """
-    script = _script()
+    # All scripts as one. uPlot's banner is replaced by its full licence, as the licence requires.
+    library = _BANNER.sub("", _asset("uPlot.iife.min.js"))
+    own = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    script = f'/* uPlot:\n{_asset("uPlot.LICENSE")}*/\n{library}\n(() => {{\n"use strict";\n{own}\n}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
@@ -206,13 +195,6 @@ def _as_json(content: Any) -> str:
     """
     text = json.dumps(jsonable(content), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _script() -> str:
-    """All scripts as one. uPlot's banner is replaced by its full licence, as the licence requires."""
-    library = _BANNER.sub("", _asset("uPlot.iife.min.js"))
-    own = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    return f'/* uPlot:\n{_asset("uPlot.LICENSE")}*/\n{library}\n(() => {{\n"use strict";\n{own}\n}})();\n'
 
 
 def _asset(name: str) -> str:

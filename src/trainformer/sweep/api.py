@@ -141,11 +141,7 @@ def sweep(**spaces: Any) -> Callable[[Callable[..., Any]], Sweep]:
     >>> experiment
     Sweep(experiment: lr=log_uniform(1e-05, 0.001), r=choice(4, 8), epochs=3)
     """
-
-    def decorate(fn: Callable[..., Any]) -> Sweep:
-        return Sweep(fn, spaces)
-
-    return decorate
+    return lambda fn: Sweep(fn, spaces)
 
 
 def _as_dict(trial: Trial) -> dict[str, Any]:

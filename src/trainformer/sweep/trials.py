@@ -10,8 +10,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,8 +159,12 @@ def run_trial(function: Callable[..., Any], config: dict[str, Any], trial: Curre
     try:
         if trial.folder is not None:
             trial.folder.mkdir(parents=True, exist_ok=True)
-        with _active(trial):
-            value = function(**config)
+        token = _CURRENT.set(trial)
+        try:
+            with run_context(trial):
+                value = function(**config)
+        finally:
+            _CURRENT.reset(token)
         if trial.should_stop:  # the return value of a pruned trial is ignored
             outcome = Outcome("pruned")
         else:
@@ -175,16 +178,6 @@ def run_trial(function: Callable[..., Any], config: dict[str, Any], trial: Curre
             outcome = Outcome("failed", None, error_summary(error), traceback.format_exc())
     outcome.seconds = time.perf_counter() - start
     return outcome
-
-
-@contextmanager
-def _active(trial: CurrentTrial) -> Iterator[None]:
-    token = _CURRENT.set(trial)
-    try:
-        with run_context(trial):
-            yield
-    finally:
-        _CURRENT.reset(token)
 
 
 def as_metric(value: Any, what: str) -> float:
