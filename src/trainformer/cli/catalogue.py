@@ -26,6 +26,7 @@ KINDS = (*CLASSES, "optimizers", "schedulers")
 _ROOT = Path(__file__).parents[1]  # of the package `trainformer`
 _OPTIMIZERS = "trainformer.backends.torch.optimizer_names"
 _SCHEDULES = "trainformer.backends.torch.schedules"
+_FORMULAS = "trainformer.backends.schedules"
 _SENTENCE_END = re.compile(r"(?<=[.;])\s+(?=[`A-Z])")
 _LONGEST = 240  # characters of help for one field
 
@@ -63,7 +64,7 @@ def entries(kind: str) -> list[Entry]:
     """All entries of a kind: the built-in ones, then those of installed plugins."""
     if kind == "schedulers":
         names = _read_table(_SCHEDULES, "SCHEDULES")
-        return [Entry(kind, name, _summary_of_function(_SCHEDULES, made), _SCHEDULES) for name, made in names.items()]
+        return [Entry(kind, name, _summary_of_function(_FORMULAS, made), _SCHEDULES) for name, made in names.items()]
     found = list(_optimizers()) if kind == "optimizers" else sorted(_classes(kind), key=lambda entry: entry.name)
     plugins = plugin_names(kind) if kind != "adapters" else []  # type: ignore[arg-type]
     return [*found, *(Entry(kind, name, "from an installed plugin") for name in plugins)]
