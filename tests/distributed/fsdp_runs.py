@@ -17,7 +17,7 @@ from text_toys import llama
 from toys import MeanTask, classes, mlp, tokens
 from trainformer import Loss, Trainer
 from trainformer.backends.torch.backend import TorchBackend
-from trainformer.backends.torch.gradients import is_dtensor
+from trainformer.utils.distributed import is_dtensor
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import DeviceBatch
 from trainformer.distributed.fsdp import FSDP

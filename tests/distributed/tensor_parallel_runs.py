@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3C
 
 from text_toys import llama
 from toys import TokenTask
-from trainformer.backends.torch.gradients import is_dtensor
+from trainformer.utils.distributed import is_dtensor
 from trainformer.core.errors import BadArgument
 from trainformer.distributed.tensor_parallel import TensorParallel
 from trainformer.utils import distributed

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Mean
 from trainformer.data.sharding import batch_length
 from trainformer.distributed import Strategy
 from trainformer.mini.utils import checked_records, flattened
+from trainformer.utils.distributed import is_dtensor
 
 if TYPE_CHECKING:
     from trainformer.mini.trainer import BaseTrainer

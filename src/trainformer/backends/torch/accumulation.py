@@ -28,15 +28,8 @@ class AccumulationWindow:
     """
 
     __slots__ = (
-        "_reference",
-        "_weights",
-        "bad",
-        "consumed",
-        "entries",
-        "global_samples",
-        "is_idle",
-        "samples",
-        "tokens",
+        *("_reference", "_weights", "bad", "consumed", "entries"),
+        *("global_samples", "is_idle", "samples", "tokens"),
     )
 
     def __init__(self, reference: float | None = None) -> None:

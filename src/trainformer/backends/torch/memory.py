@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,11 +44,6 @@ def enable_gradient_checkpointing(model: Any) -> None:
         )
 
 
-def activation_offload(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep activations that are saved for the backward pass in host memory."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-
-
 def sdpa_backends(choice: SdpaChoice) -> list[SDPBackend]:
     """Attention kernels by name or enum; several are tried in the order given.
 
@@ -75,5 +70,6 @@ def process_settings(sdpa: SdpaChoice = None, matmul_precision: str | None = Non
         if matmul_precision is not None:
             stack.callback(torch.set_float32_matmul_precision, before)
             torch.set_float32_matmul_precision(matmul_precision)
-        stack.enter_context(sdpa_kernel(backends, set_priority=len(backends) > 1) if backends else nullcontext())
+        if backends:
+            stack.enter_context(sdpa_kernel(backends, set_priority=len(backends) > 1))
         yield

@@ -15,8 +15,6 @@ from trainformer.core.errors import BadArgument, NonFiniteError, expected
 
 logger = logging.getLogger("trainformer")
 
-_INF = math.inf
-_HOST = ("cpu",)  # reading a scalar needs no sync
 _DEFAULT_RETRIES = 3
 
 
@@ -34,7 +32,7 @@ class NonFiniteGuard:
 
     def __init__(self, policy: str, device: torch.device) -> None:
         self.policy, self.retries = parse_policy(policy)
-        self.on_host = device.type in _HOST
+        self.on_host = device.type == "cpu"  # reading a scalar needs no sync
         self.skipped = 0
         # 1.0 where the update must not happen. Float, because that is what fused optimizers read.
         self.flag = torch.zeros((), device=device)
@@ -53,7 +51,7 @@ class NonFiniteGuard:
         probe = norm
         for loss in losses:
             probe = torch.add(probe, loss, alpha=0)  # 0 * inf and 0 * nan are nan
-        infinite = torch.logical_not(probe < _INF)
+        infinite = torch.logical_not(probe < math.inf)
         if self.policy == "raise":
             self.flag.masked_fill_(infinite, 1.0)  # sticky: steps after a bad one are not applied either
         else:

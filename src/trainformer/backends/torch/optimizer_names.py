@@ -142,19 +142,13 @@ def _torch(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.
     cls, options = TORCH_OPTIMIZERS[key]
     _check_options(key, given, set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"})
     made = cls(groups, lr=lr, **{**_fused(cls, groups), **options, **given})
-    _fill_momentum(made)
-    return made
-
-
-def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Start the momentum of a fused SGD at 0, the value it would have.
-
-    Otherwise it fails as soon as one parameter gets its first gradient later than another.
-    """
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+    for group in made.param_groups:
+        if cls is torch.optim.SGD and group["fused"] and group["momentum"] and not group["dampening"]:
+            # Momentum starts at 0, the value it would have. Otherwise a fused SGD fails as soon as one parameter gets
+            # its first gradient later than another.
             for p in group["params"]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                made.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return made
 
 
 def _fused(cls: Any, groups: Groups) -> dict[str, bool]:

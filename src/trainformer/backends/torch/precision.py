@@ -1,4 +1,4 @@
-"""Mixed precision: autocast and loss scaling, one class per precision."""
+"""Mixed precision: autocast and loss scaling."""
 
 from __future__ import annotations
 
@@ -18,45 +18,20 @@ _NAMES = {
 
 
 class Precision:
-    """fp32: no autocast, no loss scaling."""
+    """A precision by name: fp32, bf16, fp16, or fp8 (bf16 around fp8 linear layers, see `quantize.use_fp8`).
 
-    name = "fp32"
+    Only fp16 needs loss scaling: bf16 has the exponent range of float32.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
         self.device = device
-        self.scaler: torch.amp.GradScaler | None = None
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self._dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(name)
 
     def forward(self) -> AbstractContextManager[object]:
         """The context of a forward pass."""
-        return nullcontext()
-
-
-class BFloat16(Precision):
-    """Autocast to bfloat16. It has the exponent range of float32, so losses need no scaling."""
-
-    name = "bf16"
-
-    def forward(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
-
-class Float8(BFloat16):
-    """bfloat16 autocast around fp8 linear layers (see `quantize.use_fp8`)."""
-
-    name = "fp8"
-
-
-class Float16(Precision):
-    """Autocast to float16 with dynamic loss scaling."""
-
-    name = "fp16"
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.scaler = torch.amp.GradScaler(device.type)
-
-    def forward(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, dtype=torch.float16)
+        return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
 
 
 def make_precision(name: str, device: torch.device, fp8: bool = False) -> Precision:
@@ -75,4 +50,4 @@ def make_precision(name: str, device: torch.device, fp8: bool = False) -> Precis
     if kind == "auto":
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         kind = "bf16" if native else "fp32"
-    return {"fp32": Precision, "bf16": BFloat16, "fp16": Float16, "fp8": Float8}[kind](device)
+    return Precision(kind, device)
