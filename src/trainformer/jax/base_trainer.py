@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
-from trainformer.backends.jax.backend import JaxBackend, StepHooks
+from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
 from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
 from trainformer.backends.jax.processes import initialize_distributed, process_group_on, process_shard
@@ -147,7 +147,9 @@ class BaseTrainer(TrainerApi):
             accumulation=sizes.accumulation,
             learning_rate=configured.scheduler,
             nonfinite=arguments.nonfinite,
-            hooks=self._step_hooks(),
+            # A hook that no subclass overrides costs nothing.
+            on_start=checked_hook(self.on_step_start) if self._overrides("on_step_start") else None,
+            on_end=checked_hook(self.on_step_end) if self._overrides("on_step_end") else None,
         )
         values = arguments.run_settings(sizes, self.steps_per_epoch)
         if loaders.max_training_steps is not None:
@@ -279,7 +281,7 @@ class BaseTrainer(TrainerApi):
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """The jitted step functions, built from `compute_loss` and `compute_metrics`."""
-        if type(self).compute_loss is BaseTrainer.compute_loss:
+        if not self._overrides("compute_loss"):
             raise BadArgument(
                 f"{type(self).__name__} has no loss: define compute_loss(model, batch, key), or return step functions "
                 "from configure_functions."
@@ -325,12 +327,8 @@ class BaseTrainer(TrainerApi):
     def on_log(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Called when metrics are logged, with the number of completed steps. May return the metrics to log instead."""
 
-    def _step_hooks(self) -> StepHooks:
-        """The hooks that a subclass overrides; the others cost nothing."""
-        return StepHooks(
-            checked_hook(self.on_step_start) if type(self).on_step_start is not BaseTrainer.on_step_start else None,
-            checked_hook(self.on_step_end) if type(self).on_step_end is not BaseTrainer.on_step_end else None,
-        )
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(BaseTrainer, name)
 
     def listeners(self) -> dict[Event, Any]:
         """Event handlers of the trainer itself, called before any callback."""
@@ -341,7 +339,7 @@ class BaseTrainer(TrainerApi):
                 metrics.clear()
                 metrics.update(changed)
 
-        return {Event.LOG: log} if type(self).on_log is not BaseTrainer.on_log else {}
+        return {Event.LOG: log} if self._overrides("on_log") else {}
 
     # -- train, evaluate, save -------------------------------------------------------------------------------------
 
