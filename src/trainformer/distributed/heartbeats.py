@@ -143,7 +143,11 @@ class Heartbeats:
                 self.responses += 1
                 self._wake.wait(self.interval)
                 self._wake.clear()
-            self._linger()
+            # The store ends with the process that hosts it: the others must read our final status first.
+            until = time.monotonic() + self._max_linger
+            while any(peer.is_running and not peer.has_exited for peer in self.peers) and time.monotonic() < until:
+                time.sleep(min(0.1, self.interval))
+                self._poll()
         except Exception as error:  # a store raises whatever its connection raises
             self.error = error
 
@@ -170,7 +174,12 @@ class Heartbeats:
         # Time in which this process was suspended, or the store did not respond, says nothing about the others.
         passed, self._last_poll = min(now - self._last_poll, 2 * self.interval), now
         exited = [peer for peer in self.peers if peer.has_exited and peer.is_running]
-        self._find_new_peers()
+        # `get` blocks until a key exists, so check first.
+        missing = [peer for peer in self.peers if peer.info is None]
+        if missing and not self._store.check([f"status/{peer.rank}" for peer in missing]):
+            missing = [peer for peer in missing if self._store.check([f"status/{peer.rank}"])]
+        for peer in missing:
+            peer.info = ProcessInfo(**json.loads(self._store.get(f"info/{peer.rank}")))
         known = [peer for peer in self.peers if peer.info]
         statuses = self._store.multi_get([f"status/{peer.rank}" for peer in known]) if known else []
         for peer in self.peers:
@@ -182,14 +191,6 @@ class Heartbeats:
                 self._store.set(f"status/{peer.rank}", DIED)
                 peer.status = DIED
 
-    def _find_new_peers(self) -> None:
-        # `get` blocks until a key exists, so check first.
-        missing = [peer for peer in self.peers if peer.info is None]
-        if missing and not self._store.check([f"status/{peer.rank}" for peer in missing]):
-            missing = [peer for peer in missing if self._store.check([f"status/{peer.rank}"])]
-        for peer in missing:
-            peer.info = ProcessInfo(**json.loads(self._store.get(f"info/{peer.rank}")))
-
     def _update(self, peer: Peer, status: str) -> None:
         if status == peer.status:
             return
@@ -198,13 +199,6 @@ class Heartbeats:
         peer.status, peer.silence = status, 0.0
         if status != DIED:  # which the peer did not write itself
             peer.last_seen = time.time()
-
-    def _linger(self) -> None:
-        """The store ends with the process that hosts it: the others must read our final status first."""
-        until = time.monotonic() + self._max_linger
-        while any(peer.is_running and not peer.has_exited for peer in self.peers) and time.monotonic() < until:
-            time.sleep(min(0.1, self.interval))
-            self._poll()
 
     @property
     def _max_linger(self) -> float:

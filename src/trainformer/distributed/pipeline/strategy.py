@@ -94,7 +94,6 @@ class Pipeline(Strategy):
         self._schedules: OrderedDict[Any, _Schedule] = OrderedDict()
         self._skip_sync = False
         self._sums: Tensor | None = None
-        self._optimizer: GatheredOptimizer | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -182,36 +181,31 @@ class Pipeline(Strategy):
             schedule.run()
         results = [result for stage in schedule.stages for result in stage.end()]
         if self._tied is not None and not self._skip_sync:
-            _all_reduce_gradient(self._tied, self._tied_group)
+            if self._tied.grad is None:
+                self._tied.grad = torch.zeros_like(self._tied)
+            dist.all_reduce(self._tied.grad, group=self._tied_group)
         return self._broadcast_results(results)
 
     def _broadcast_results(self, results: list[LossTerms]) -> BackwardDone:
         """What the last stage computed, on every rank, without waiting for the device."""
         if self._has_last_stage:
-            vector = torch.stack(self._totals(results))
+            columns: list[list[Any]] = [[r.sum for r in results], [r.weight for r in results]]
+            for name in self._metrics:
+                pairs = [r.metrics[name] for r in results if name in r.metrics]
+                columns += [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]
+            vector = torch.stack([self._wide_sum(values) for values in columns])
         else:
             vector = torch.zeros(2 + 2 * len(self._metrics), dtype=torch.float64, device=self.device)
         dist.broadcast(vector, src=self.process_group.world_size - 1)
         total, weight, *rest = vector.unbind()
-        pairs = zip(rest[::2], rest[1::2], strict=True)
-        metrics = dict(zip(self._metrics, pairs, strict=True))
+        metrics = dict(zip(self._metrics, zip(rest[::2], rest[1::2], strict=True), strict=True))
         # Metrics are summed over ranks later: only rank 0 may report them.
         return BackwardDone(total, weight, metrics if self.process_group.is_main else None)
-
-    def _totals(self, results: list[LossTerms]) -> list[Tensor]:
-        columns: list[list[Any]] = [[r.sum for r in results], [r.weight for r in results]]
-        for name in self._metrics:
-            pairs = [r.metrics[name] for r in results if name in r.metrics]
-            columns += [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]
-        return [self._wide_sum(values) for values in columns]
 
     def _wide_sum(self, values: list[Any]) -> Tensor:
         numbers = sum(v for v in values if not isinstance(v, Tensor))
         total = torch.full((), float(numbers), dtype=torch.float64, device=self.device)
-        for value in values:
-            if isinstance(value, Tensor):
-                total = total + value.detach().double()
-        return total
+        return sum((v.detach().double() for v in values if isinstance(v, Tensor)), start=total)
 
     def piggyback_stats(self, loss: Any, stats: Tensor) -> Any:
         """Weight and loss are the same on all ranks and count once; requests are summed."""
@@ -330,7 +324,8 @@ class Pipeline(Strategy):
         """Collect the param groups of all ranks' optimizers."""
         if not self.process_group.is_single_process:
             named = {self._names[id(p)]: p for p in self.task.model.parameters() if p.requires_grad}
-            self._optimizer = GatheredOptimizer(self.process_group, optimizer, named, list(self._names.values()))
+            order = list(self._names.values())
+            self.optimizer_states = GatheredOptimizer(self.process_group, optimizer, named, order)
         return optimizer
 
     def model_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -351,22 +346,6 @@ class Pipeline(Strategy):
         own, every_key = state_dict(), set(self._keys)
         state = {key: value for key, value in unsharded(state).items() if key in own or key not in every_key}
         check_fits(own, state, "model")
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of all stages on rank 0, as a single process would have it; the others return their own."""
-        return super().optimizer_state(optimizer) if self._optimizer is None else self._optimizer.state()
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._optimizer is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            self._optimizer.load(unsharded(state))
-
-    def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._optimizer is None:
-            super().check_optimizer_state(optimizer, state)
-        else:
-            self._optimizer.check(unsharded(state))
 
     def copy_model(self) -> nn.Module:
         """Refused: a copy of one rank's layers cannot be evaluated."""
@@ -465,12 +444,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
             aliases[name] = first[id(p)]
         first.setdefault(id(p), name)
     return aliases
-
-
-def _all_reduce_gradient(parameter: nn.Parameter, group: Any) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    dist.all_reduce(parameter.grad, group=group)
 
 
 def _shapes(data: Any) -> Any:
