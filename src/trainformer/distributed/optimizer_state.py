@@ -52,7 +52,14 @@ class NamedParameters:
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state from `state_of`, a `ShardedState`, or an ordinary state dict with full tensors and numbers."""
         self.check(state)
-        state = resharded(self._named(state), self._parameters_for(self._named(state)))
+        state = self._named(state)
+        # A tree like the state, with the parameter in place of each tensor of its shape.
+        like = {
+            key: {name: self._parameter_for(value, name) for name, value in entries.items()}
+            for key, entries in state.items()
+            if isinstance(entries, Mapping)
+        }
+        state = resharded(state, like)
         groups = _regrouped(state["param_groups"], self._groups)
         optimizer.load_state_dict(renamed({**state, "param_groups": groups}, self._numbers))
 
@@ -83,14 +90,6 @@ class NamedParameters:
         if _has_names(state):
             return state
         return renamed(state, dict(enumerate(name for group in self._original_groups for name in group)))
-
-    def _parameters_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A tree like the state, with the parameter in place of each tensor of its shape."""
-        return {
-            key: {name: self._parameter_for(value, name) for name, value in entries.items()}
-            for key, entries in state.items()
-            if isinstance(entries, Mapping)
-        }
 
     def _parameter_for(self, value: Any, name: Any) -> Any:
         if isinstance(value, Mapping):

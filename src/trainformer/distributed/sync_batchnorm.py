@@ -169,7 +169,12 @@ class _TorchSync(_Picklable, nn.SyncBatchNorm):
         if is_padding():
             # No rows, in the dtype in which the other ranks send their statistics (torch takes it from the input).
             empty = super().forward(input[:0].to(torch.promote_types(input.dtype, torch.float32)))
-            output = self._without_statistics(input, *kept) + empty.sum().to(input.dtype)
+            # Output of ordinary magnitude: it has weight 0, but 0 * inf would be NaN.
+            if kept[0] is None:
+                output = F.group_norm(input, 1, self.weight, self.bias, self.eps)
+            else:
+                output = F.batch_norm(input, *kept, self.weight, self.bias, eps=self.eps)
+            output = output + empty.sum().to(input.dtype)
         else:
             output = super().forward(input)
         if self.running_mean is not None and self.running_var is not None:
@@ -177,12 +182,6 @@ class _TorchSync(_Picklable, nn.SyncBatchNorm):
             self.running_mean.copy_(torch.where(exists, self.running_mean, kept[0]))  # type: ignore[arg-type]
             self.running_var.copy_(torch.where(exists, self.running_var, kept[1]))  # type: ignore[arg-type]
         return output
-
-    def _without_statistics(self, input: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
-        """Output of ordinary magnitude: it has weight 0, but 0 * inf would be NaN."""
-        if mean is None:
-            return F.group_norm(input, 1, self.weight, self.bias, self.eps)
-        return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
 
 
 class _TimmActivation:

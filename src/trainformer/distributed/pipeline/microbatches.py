@@ -121,7 +121,11 @@ class StageModule(nn.Module):
         microbatch = self._microbatches[self._next]
         self._next += 1
         if microbatch.rows == 0:
-            return self._empty(received)
+            # Zeros with zero gradients, as torch expects gradients to flow.
+            if self.output is None:
+                return _as_output(received[:0].sum())
+            zeros = self.output.zeros(self._max_rows, received.device, requires_grad=self.stage == 0)
+            return zeros if self.stage == 0 else zeros + received[:0].sum().to(zeros.dtype)
         before = received[: microbatch.rows] if self.stage > 0 else None
         with self._context():
             output = self.model.run(self.stage, self._function, microbatch.data, before)
@@ -130,13 +134,6 @@ class StageModule(nn.Module):
             total, result = loss_terms(output, microbatch.rows)
         self.results.append(result)
         return _as_output(total / self._reference)
-
-    def _empty(self, received: Tensor) -> Tensor:
-        """Output of an empty micro-batch: zeros with zero gradients, as torch expects gradients to flow."""
-        if self.output is None:
-            return _as_output(received[:0].sum())
-        zeros = self.output.zeros(self._max_rows, received.device, requires_grad=self.stage == 0)
-        return zeros if self.stage == 0 else zeros + received[:0].sum().to(zeros.dtype)
 
     def _padded(self, hidden: Tensor, rows: int) -> Tensor:
         if len(hidden) != rows:

@@ -72,11 +72,6 @@ class StagedModel:
         """Number of stages."""
         return len(self.boundaries) - 1
 
-    def names(self) -> list[str]:
-        """Names of the layers in the model."""
-        found = {id(module): name for name, module in self.model.named_modules()}
-        return [found[id(layer)] for layer in self.layers]
-
     def tied(self) -> nn.Parameter | None:
         """The parameter that embeddings and head share, if any."""
         first = {id(p) for place in self.before for p in place.module.parameters()}
@@ -90,9 +85,10 @@ class StagedModel:
     def split(self, stages: int, split: Sequence[Any] | None) -> None:
         """Set where stages begin: balanced by parameters, by numbers of layers, or at layers given by name."""
         if split is None:
-            self.boundaries = balanced_boundaries(
-                self._sizes(), [_is_trainable(layer) for layer in self.layers], stages
-            )
+            sizes = [_numel(layer) for layer in self.layers]
+            sizes[0] += sum(_numel(place.module) for place in self.before)
+            sizes[-1] += sum(_numel(place.module) for place in self.after)
+            self.boundaries = balanced_boundaries(sizes, [_is_trainable(layer) for layer in self.layers], stages)
         else:
             self.boundaries = self._boundaries_from(split, stages)
         for stage in range(self.count):
@@ -103,12 +99,6 @@ class StagedModel:
                     f"{high - 1}) without any. Use fewer processes, or pass another split."
                 )
 
-    def _sizes(self) -> list[int]:
-        sizes = [_numel(layer) for layer in self.layers]
-        sizes[0] += sum(_numel(place.module) for place in self.before)
-        sizes[-1] += sum(_numel(place.module) for place in self.after)
-        return sizes
-
     def _boundaries_from(self, split: Sequence[Any], stages: int) -> list[int]:
         if all(isinstance(part, int) and not isinstance(part, bool) and part > 0 for part in split):
             boundaries = [sum(split[:i]) for i in range(len(split) + 1)]
@@ -117,7 +107,8 @@ class StagedModel:
                     expected(f"split to be {stages} numbers whose sum is {len(self.layers)}, the layers", list(split))
                 )
             return boundaries
-        names = self.names()
+        found = {id(module): name for name, module in self.model.named_modules()}
+        names = [found[id(layer)] for layer in self.layers]
         for part in split:
             if part not in names:
                 close = did_you_mean(str(part), names)
