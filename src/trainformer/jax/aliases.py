@@ -201,19 +201,10 @@ def settings_passed(passed: Iterable[str], values: Mapping[str, Any]) -> frozens
 
 def refuse_unknown_keywords(kind: type, unknown: Iterable[str]) -> None:
     """Raise if a trainer received keywords that neither it nor one of its bases has."""
-    known = {name for base in kind.__mro__ if "__init__" in vars(base) for name in _keywords(base)}
+    inits = [init for base in kind.__mro__ if inspect.isfunction(init := vars(base).get("__init__"))]
+    parameters = [parameter for init in inits for parameter in inspect.signature(init).parameters.values()]
+    known = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - {"self"}
     for name in unknown:
         own = _KEYWORDS.get(name)
         do = f"It is called {own} here." if own in known else did_you_mean(name, sorted(known))
         raise BadArgument(expected(f"keywords of {kind.__name__}", name, do or "Settings of a run go into arguments."))
-
-
-def _keywords(kind: type) -> list[str]:
-    init = vars(kind)["__init__"]
-    if not inspect.isfunction(init):
-        return []
-    return [
-        name
-        for name, parameter in inspect.signature(init).parameters.items()
-        if name != "self" and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]

@@ -137,9 +137,21 @@ class DPOTrainer(TextTrainer):
         output = super().configure_model()
         if self._scored:
             state = output.state if self.reference_model is None else self._load_reference()
-            self._check_adapter(state)
-            collate, rows = self.create_collect_function(), self.batch_sizes.evaluation
-            scorer = Scorer(state, self.mesh, self._log_probs, collate, rows=rows, dtype=self.dtype)
+            lora = getattr(state.model, "lora", None)
+            # An adapter can be disabled for the reference, but layers that it replaced (modules_to_save) are lost.
+            if self.reference_model is None and self.lora and self.lora.folder and lora and lora.modules_to_save:
+                raise BadArgument(
+                    f"Expected a reference_model, since the adapter in {self.lora.folder} replaces whole layers "
+                    f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
+                )
+            scorer = Scorer(
+                state,
+                self.mesh,
+                lambda model, batch: self._pair_sums(model, batch)[0],
+                self.create_collect_function(),
+                rows=self.batch_sizes.evaluation,
+                dtype=self.dtype,
+            )
             self._reference.digest = scorer.digest
             for data in self._scored:
                 scorer(data)
@@ -151,19 +163,6 @@ class DPOTrainer(TextTrainer):
             do = "Leave reference_model out."
             raise BadArgument(expected("a reference_model other than the trained model", "the same object", do))
         return untrained_state(BaseTrainer.load_model(self, given), self.prepare_model, self.mesh, self.arguments.seed)
-
-    def _check_adapter(self, state: Any) -> None:
-        """An adapter can be disabled for the reference, but layers that it replaced (modules_to_save) are lost."""
-        lora = getattr(state.model, "lora", None)
-        if self.reference_model is None and self.lora and self.lora.folder and lora and lora.modules_to_save:
-            raise BadArgument(
-                f"Expected a reference_model, since the adapter in {self.lora.folder} replaces whole layers "
-                f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
-            )
-
-    def _log_probs(self, model: Any, batch: Mapping[str, Any]) -> jax.Array:
-        """Log probabilities (pairs, 2) of the answers, summed over tokens."""
-        return self._pair_sums(model, batch)[0]
 
     # -- steps -------------------------------------------------------------------------------------------------
 

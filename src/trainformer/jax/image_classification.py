@@ -26,7 +26,7 @@ from trainformer.data.labels import is_stream, labels_of
 from trainformer.data.numpy_loader import as_data
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.losses.jax import IGNORE_INDEX, TokenLoss, row_sums
+from trainformer.losses.jax import IGNORE_INDEX, row_sums
 from trainformer.models.jax.block import Model
 from trainformer.models.jax.vit import ViT, ViTConfig
 
@@ -105,13 +105,13 @@ class ImageClassificationTrainer(BaseTrainer):
     # -- steps -------------------------------------------------------------------------------------------------
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
-        return _loss_and_accuracy(self._sums(model, batch, key, self.label_smoothing))
+        return self._loss(model, batch, key, self.label_smoothing)
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         """Loss and accuracy without dropout and label smoothing."""
-        return _loss_and_accuracy(self._sums(model, batch, None, 0.0))
+        return self._loss(model, batch, None, 0.0)
 
-    def _sums(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> TokenLoss:
+    def _loss(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> Loss:
         images, labels = self.normalize(batch["image"]), batch["label"].astype(jnp.int32)
         options = {"deterministic": key is None, "key": key} if isinstance(model, Model) else {}
         logits = model(images, **options)
@@ -120,7 +120,8 @@ class ImageClassificationTrainer(BaseTrainer):
             raise BadArgument(expected(what, tuple(logits.shape), "Build it with one output per class."))
         if VALID in batch:
             labels = jnp.where(batch[VALID], labels, IGNORE_INDEX)
-        return row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing).total()
+        sums = row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing)
+        return sums.total().with_accuracy()
 
     def normalize(self, images: jax.Array) -> jax.Array:
         """Images as float32 (rows, height, width, channels)."""
@@ -146,26 +147,19 @@ class ImageClassificationTrainer(BaseTrainer):
         files = super().save_weights(folder, state)
         config = getattr(getattr(state, "model", None), "config", None)
         if isinstance(config, ViTConfig):
-            (folder / _PREPROCESSOR).write_text(json.dumps(self._preprocessor(config), indent=2) + "\n")
+            preprocessor = {
+                "image_processor_type": "ViTImageProcessor",
+                "do_resize": True,
+                "size": {"height": config.image_size, "width": config.image_size},
+                "do_rescale": True,
+                "rescale_factor": 1 / 255,
+                "do_normalize": True,
+                "image_mean": np.broadcast_to(self.mean, config.num_channels).tolist(),
+                "image_std": np.broadcast_to(self.std, config.num_channels).tolist(),
+            }
+            (folder / _PREPROCESSOR).write_text(json.dumps(preprocessor, indent=2) + "\n")
             files.append(_PREPROCESSOR)
         return files
-
-    def _preprocessor(self, config: ViTConfig) -> dict[str, Any]:
-        side, channels = config.image_size, config.num_channels
-        return {
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": True,
-            "size": {"height": side, "width": side},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": np.broadcast_to(self.mean, channels).tolist(),
-            "image_std": np.broadcast_to(self.std, channels).tolist(),
-        }
-
-
-def _loss_and_accuracy(total: TokenLoss) -> Loss:
-    return Loss(total.sum, total.weight, {"accuracy": (total.correct, total.weight)})
 
 
 # -- images and labels -----------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ the tokens and is named after both, so that a resumed run reads exactly the same
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from trainformer.core.errors import DataError
 from trainformer.data.numpy_loader import NumpySource
 from trainformer.data.text.prepare import Pairs
 from trainformer.data.text.store import StoreView
+from trainformer.utils.files import write_atomically
 
 logger = logging.getLogger("trainformer")
 
@@ -137,7 +137,9 @@ class Scorer:
         outputs = [(self._step(self._state, batch.data), batch.size) for batch in placed]
         scores = np.concatenate([np.asarray(values)[:size] for values, size in outputs])
         if jax.process_index() == 0:
-            _write_atomically(cached, scores)
+            content = io.BytesIO()
+            np.save(content, scores)
+            write_atomically(cached, content.getvalue())
         data.scores = scores
 
     def _scores_of(self, state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
@@ -145,24 +147,7 @@ class Scorer:
         if self._dtype != np.float32:
             set_compute_dtype(model, self._dtype)
         model.eval()
-        disable_adapter(model)
+        for _, layer in nnx.iter_graph(model):
+            if getattr(layer, "lora_a", None) is not None:
+                layer.lora_a = layer.lora_b = nnx.data(None)
         return self._log_probs(model, batch)
-
-
-def disable_adapter(model: nnx.Module) -> None:
-    """Remove the LoRA matrices of a model, in place."""
-    for _, layer in nnx.iter_graph(model):
-        if getattr(layer, "lora_a", None) is not None:
-            layer.lora_a = layer.lora_b = nnx.data(None)
-
-
-def _write_atomically(path: Path, scores: np.ndarray) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".writing")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, scores)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
