@@ -188,9 +188,8 @@ def strategy_from_environment() -> dict[str, Any]:
             raise BadArgument(expected("options of `accelerate launch` that are supported", option, do))
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         do = "Pass compile=True to the trainer."
-        raise BadArgument(
-            expected("`accelerate launch` without --dynamo_backend", os.environ["ACCELERATE_DYNAMO_BACKEND"], do)
-        )
+        what = "`accelerate launch` without --dynamo_backend"
+        raise BadArgument(expected(what, os.environ["ACCELERATE_DYNAMO_BACKEND"], do))
     if _is_set("ACCELERATE_USE_FSDP"):
         _accelerate()
         from accelerate.utils import FullyShardedDataParallelPlugin

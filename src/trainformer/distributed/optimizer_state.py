@@ -30,13 +30,9 @@ class NamedParameters:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         unknown = [tuple(p.shape) for p in parameters if id(p) not in names]
         if unknown:
-            raise BadArgument(
-                expected(
-                    "the optimizer to hold the sharded parameters of the task",
-                    f"{len(unknown)} others, of shapes {unknown[:4]}",
-                    "Pass the optimizer by name, as a class or as a factory: it is created after sharding.",
-                )
-            )
+            what = "the optimizer to hold the sharded parameters of the task"
+            do = "Pass the optimizer by name, as a class or as a factory: it is created after sharding."
+            raise BadArgument(expected(what, f"{len(unknown)} others, of shapes {unknown[:4]}", do))
         self.by_name = {names[id(p)]: p for p in parameters}
         self._original_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         _split_mixed_groups(optimizer)

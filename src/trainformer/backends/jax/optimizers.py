@@ -198,9 +198,8 @@ def _check_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         default = (0.9, 0.99) if name == "lion" else (0.9, 0.999)
         options["betas"] = (options.pop("b1", default[0]), options.pop("b2", default[1]))
     for unknown in sorted(set(options) - set(known)):
-        raise BadArgument(
-            expected(f"options that {name} takes", unknown, did_you_mean(unknown, known) or f"It takes {known}.")
-        )
+        what = f"options that {name} takes"
+        raise BadArgument(expected(what, unknown, did_you_mean(unknown, known) or f"It takes {known}."))
     for option, value in options.items():
         _check_option(name, option, value)
     return options

@@ -176,13 +176,10 @@ def process_shard(mesh: Mesh) -> Shard:
     positions = sorted({index[0].start or 0 for index in held if index is not None})
     first, count = positions[0], len(positions)
     if positions != list(range(first, first + count)) or first % count:
-        raise BadArgument(
-            expected(
-                "a mesh on which each process holds contiguous rows",
-                f"{dict(mesh.shape)} with shards {positions} of {shards} on process {jax.process_index()}",
-                "Choose dp and fsdp so that each process holds whole, neighbouring shards.",
-            )
-        )
+        what = "a mesh on which each process holds contiguous rows"
+        received = f"{dict(mesh.shape)} with shards {positions} of {shards} on process {jax.process_index()}"
+        do = "Choose dp and fsdp so that each process holds whole, neighbouring shards."
+        raise BadArgument(expected(what, received, do))
     return Shard(first // count, shards // count)
 
 

@@ -137,9 +137,8 @@ def _sums(output: Any, batch: Any) -> dict[str, Any]:
         total, weight = output * rows if _is_scalar(output) else output, rows
     if not _is_scalar(total) or not _is_scalar(weight):
         shapes = [getattr(value, "shape", type(value).__name__) for value in (total, weight)]
-        raise BadArgument(
-            expected("the loss to be a scalar, or a Loss(sum, weight) of scalars", shapes, "Take its mean or sum.")
-        )
+        what = "the loss to be a scalar, or a Loss(sum, weight) of scalars"
+        raise BadArgument(expected(what, shapes, "Take its mean or sum."))
     metrics = {name: _pair(name, value, rows) for name, value in (getattr(output, "metrics", None) or {}).items()}
     return {"loss": _float32(total), "weight": jax.lax.stop_gradient(_float32(weight)), "metrics": metrics}
 

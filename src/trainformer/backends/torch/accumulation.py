@@ -174,13 +174,9 @@ def _detached(value: Any) -> Any:
 
 def _check_differentiable(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.ndim != 0:
-        raise BadArgument(
-            expected(
-                "train_step to return a scalar",
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__,
-                "Take the mean over the batch, or return Loss(sum, weight).",
-            )
-        )
+        what = "train_step to return a scalar"
+        received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise BadArgument(expected(what, received, "Take the mean over the batch, or return Loss(sum, weight)."))
     if not loss.requires_grad:
         raise BadArgument(
             "Expected the loss to depend on a trainable parameter, received one that does not require gradients. "

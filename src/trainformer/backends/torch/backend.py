@@ -403,13 +403,8 @@ class TorchBackend:
             rows[name] = value.detach().cpu()
         else:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise BadArgument(
-                expected(
-                    f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows",
-                    shape,
-                    "Return one of these from the task's step.",
-                )
-            )
+            what = f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows"
+            raise BadArgument(expected(what, shape, "Return one of these from the task's step."))
 
     # -- scalars and rows ----------------------------------------------------------------------------------
 

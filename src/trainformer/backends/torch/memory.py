@@ -35,13 +35,9 @@ def enable_gradient_checkpointing(model: Any) -> None:
         except AssertionError as error:
             raise BadArgument(f"{type(model).__name__} has no gradient checkpointing: {error}") from error
     else:
-        raise BadArgument(
-            expected(
-                "a model with gradient_checkpointing_enable() (transformers) or set_grad_checkpointing() (timm)",
-                type(model).__name__,
-                "Set gradient_checkpointing=False, or give the model one of these methods.",
-            )
-        )
+        what = "a model with gradient_checkpointing_enable() (transformers) or set_grad_checkpointing() (timm)"
+        do = "Set gradient_checkpointing=False, or give the model one of these methods."
+        raise BadArgument(expected(what, type(model).__name__, do))
 
 
 def sdpa_backends(choice: SdpaChoice) -> list[SDPBackend]:

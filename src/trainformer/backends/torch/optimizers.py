@@ -50,13 +50,8 @@ def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float)
     candidates = [model, getattr(model, "backbone", None)]
     body = next((m for m in candidates if isinstance(m, nn.Module) and hasattr(m, "group_matcher")), None)
     if body is None:
-        raise BadArgument(
-            expected(
-                "layer_decay with a model that has a group_matcher (timm models do)",
-                type(model).__name__,
-                "Leave it out.",
-            )
-        )
+        what = "layer_decay with a model that has a group_matcher (timm models do)"
+        raise BadArgument(expected(what, type(model).__name__, "Leave it out."))
     from timm.models import group_parameters
 
     groups = group_parameters(body, body.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]

@@ -26,9 +26,8 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError) as error:
-        raise BadArgument(
-            expected("device to be one this machine has", str(device), "Use device='cpu', or leave it out.")
-        ) from error
+        what = "device to be one this machine has"
+        raise BadArgument(expected(what, str(device), "Use device='cpu', or leave it out.")) from error
     return resolved
 
 
@@ -95,9 +94,8 @@ def apply_to_inputs(transform: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, Mapping):
         key = next((k for k in _INPUT_KEYS if k in data), None)
         if key is None:
-            raise BadArgument(
-                expected(f"a batch with one of the keys {_INPUT_KEYS} for the task's transforms", list(data))
-            )
+            what = f"a batch with one of the keys {_INPUT_KEYS} for the task's transforms"
+            raise BadArgument(expected(what, list(data)))
         return {**data, key: transform(data[key])}
     if isinstance(data, (list, tuple)) and data:
         return type(data)([transform(data[0]), *data[1:]])

@@ -140,13 +140,8 @@ def check_recipes(precision: str, fp8_recipe: str | None, qat_recipe: str | None
             "Train in bf16 for quantization (precision='bf16'), or leave out qat_recipe."
         )
     if fp8 and precision in ("fp16", "float16", "16"):
-        raise BadArgument(
-            expected(
-                "fp8 in a bf16 run",
-                precision,
-                "fp8 layers have their own gradient scaling; leave out precision, or pass 'fp8'.",
-            )
-        )
+        do = "fp8 layers have their own gradient scaling; leave out precision, or pass 'fp8'."
+        raise BadArgument(expected("fp8 in a bf16 run", precision, do))
 
 
 # -- which layers ------------------------------------------------------------------------------------------

@@ -125,9 +125,8 @@ def make_schedule(
     if isinstance(spec, str):
         name = spec.lower().replace("_", "").replace("-", "")
         if name not in SCHEDULES:
-            raise BadArgument(
-                expected(f"scheduler to be one of {', '.join(SCHEDULES)}", spec, did_you_mean(name, SCHEDULES))
-            )
+            what = f"scheduler to be one of {', '.join(SCHEDULES)}"
+            raise BadArgument(expected(what, spec, did_you_mean(name, SCHEDULES)))
         if total is None and (name != "constant" or warmup_ratio):
             raise BadArgument(
                 f"The {spec!r} schedule needs the number of steps, but the dataset has no length. "

@@ -68,9 +68,8 @@ def loss_terms(output: Any, rows: int) -> tuple[Tensor, LossTerms]:
     elif isinstance(output, Loss):
         total, weight, metrics = output
     else:
-        raise BadArgument(
-            expected("train_step to return a scalar tensor or Loss(sum, weight) in a pipeline", type(output).__name__)
-        )
+        what = "train_step to return a scalar tensor or Loss(sum, weight) in a pipeline"
+        raise BadArgument(expected(what, type(output).__name__))
     pairs = {
         name: value if isinstance(value, tuple) else (value * rows, rows) for name, value in (metrics or {}).items()
     }

@@ -77,9 +77,8 @@ class StagedModel:
         first = {id(p) for place in self.before for p in place.module.parameters()}
         shared = {id(p): p for place in self.after for p in place.module.parameters() if id(p) in first}
         if len(shared) > 1:
-            raise BadArgument(
-                expected("at most one parameter that the first and the last stage share", f"{len(shared)} of them")
-            )
+            what = "at most one parameter that the first and the last stage share"
+            raise BadArgument(expected(what, f"{len(shared)} of them"))
         return next(iter(shared.values()), None)
 
     def split(self, stages: int, split: Sequence[Any] | None) -> None:
@@ -103,24 +102,21 @@ class StagedModel:
         if all(isinstance(part, int) and not isinstance(part, bool) and part > 0 for part in split):
             boundaries = [sum(split[:i]) for i in range(len(split) + 1)]
             if len(split) != stages or boundaries[-1] != len(self.layers):
-                raise BadArgument(
-                    expected(f"split to be {stages} numbers whose sum is {len(self.layers)}, the layers", list(split))
-                )
+                what = f"split to be {stages} numbers whose sum is {len(self.layers)}, the layers"
+                raise BadArgument(expected(what, list(split)))
             return boundaries
         found = {id(module): name for name, module in self.model.named_modules()}
         names = [found[id(layer)] for layer in self.layers]
         for part in split:
             if part not in names:
                 close = did_you_mean(str(part), names)
-                raise BadArgument(
-                    expected("split to be numbers of layers, or names of layers", part, close or f"Like {names[0]!r}.")
-                )
+                what = "split to be numbers of layers, or names of layers"
+                raise BadArgument(expected(what, part, close or f"Like {names[0]!r}."))
         begins = [names.index(part) for part in split]
         begins = begins if begins[:1] == [0] else [0, *begins]
         if len(begins) != stages or begins != sorted(set(begins)):
-            raise BadArgument(
-                expected(f"split to name the first layers of {stages} stages, in their order", list(split))
-            )
+            what = f"split to name the first layers of {stages} stages, in their order"
+            raise BadArgument(expected(what, list(split)))
         return [*begins, len(self.layers)]
 
     def keep_stages(self, own: set[int]) -> None:
@@ -270,13 +266,9 @@ def balanced_boundaries(sizes: Sequence[int], trainable: Sequence[bool], stages:
     [0, 1, 3, 5]
     """
     if sum(trainable) < stages:
-        raise BadArgument(
-            expected(
-                f"a model with at least {stages} layers that have parameters to train, one for each stage",
-                f"one with {sum(trainable)}",
-                "Use fewer processes, or fewer stages_per_rank.",
-            )
-        )
+        what = f"a model with at least {stages} layers that have parameters to train, one for each stage"
+        do = "Use fewer processes, or fewer stages_per_rank."
+        raise BadArgument(expected(what, f"one with {sum(trainable)}", do))
     cumulative = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     trained = [sum(trainable[:i]) for i in range(len(sizes) + 1)]
     # Dynamic programming: for the first `end` layers, (size of the largest stage, where the last stage begins).

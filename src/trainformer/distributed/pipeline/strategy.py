@@ -426,9 +426,8 @@ def _check_task(task: Any, precision: str) -> None:
     inside = {id(p) for p in model.parameters()}
     outside = [name for name, p in named_parameters(task).items() if id(p) not in inside]
     if outside:
-        raise BadArgument(
-            expected("all trainable parameters to be in the model, for a pipeline", outside, "Use another strategy.")
-        )
+        what = "all trainable parameters to be in the model, for a pipeline"
+        raise BadArgument(expected(what, outside, "Use another strategy."))
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise BadArgument("Expected compile=False: a pipeline stage leaves the model's forward pass midway.")
     if precision == "fp16":

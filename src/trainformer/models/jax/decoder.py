@@ -124,9 +124,8 @@ class Decoder(Model):
         # Beyond the embedding table jax returns NaN. Positions that restart may still be inside it.
         if consecutive and self.embed_positions is not None and input_ids.shape[1] > limit:
             do = "Truncate the texts, or pack them with segment_ids."
-            raise BadArgument(
-                expected(f"at most {limit} tokens, the number of learned positions", input_ids.shape[1], do)
-            )
+            what = f"at most {limit} tokens, the number of learned positions"
+            raise BadArgument(expected(what, input_ids.shape[1], do))
 
 
 def generate(

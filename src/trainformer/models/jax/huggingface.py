@@ -114,9 +114,8 @@ def _read(weights: Weights, weight: Weight, names: list[str], shape: tuple[int, 
         wanted = shape[1:] if weight.stacked else shape
         if array.shape != wanted:
             what = f"{name} of shape {list(weight.to_hf(np.broadcast_to(0, wanted)).shape)}, as in config.json"
-            raise DataError(
-                expected(what, list(weights[name].shape), "Do config.json and the weights belong together?")
-            )
+            do = "Do config.json and the weights belong together?"
+            raise DataError(expected(what, list(weights[name].shape), do))
         if out is None:
             out = np.empty(shape, array.dtype if dtype is None else dtype)
         out[number if weight.stacked else ...] = array

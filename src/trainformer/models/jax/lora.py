@@ -187,9 +187,8 @@ def _select_layers(model: Model, layers: Mapping[str, Linear], targets: Targets)
         return matched or _layers_by_name(model, layers, targets, "targets")
     wanted = [path for name in targets for path in _layers_by_name(model, layers, name, "targets")]
     if not wanted:
-        raise BadArgument(
-            expected("targets to name at least one layer", list(targets), "Leave it out for the defaults.")
-        )
+        what = "targets to name at least one layer"
+        raise BadArgument(expected(what, list(targets), "Leave it out for the defaults."))
     return [path for path in layers if path in wanted]
 
 
@@ -217,9 +216,8 @@ def _full_weights(family: Family, model: Model, modules: Sequence[str]) -> list[
     chosen = [weight for weight in family.weights(model.config) if weight.path.rsplit("/", 1)[0] in modules]
     for weight in chosen:
         if weight.stacked:
-            raise BadArgument(
-                expected("modules_to_save outside the stacked layers", weight.path, "Use LoRA for those.")
-            )
+            what = "modules_to_save outside the stacked layers"
+            raise BadArgument(expected(what, weight.path, "Use LoRA for those."))
     return chosen
 
 

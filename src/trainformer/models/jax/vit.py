@@ -51,9 +51,8 @@ class ViTConfig(BlockConfig):
         if self.pooling not in POOLINGS:
             raise BadArgument(expected(f"pooling to be one of {', '.join(POOLINGS)}", self.pooling))
         if self.image_size % self.patch_size:
-            raise BadArgument(
-                expected(f"image_size to be a multiple of patch_size ({self.patch_size})", self.image_size)
-            )
+            what = f"image_size to be a multiple of patch_size ({self.patch_size})"
+            raise BadArgument(expected(what, self.image_size))
 
 
 class ViT(Model):
