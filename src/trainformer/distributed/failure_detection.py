@@ -210,16 +210,13 @@ class RankMonitor:
             if not self._explaining:
                 self._log(logging.WARNING, f"{_text(causes)} This process exits if it hangs for {self.grace:g} s.")
         else:
-            self._overdue = 0.0 if self._has_moved() else self._overdue + passed
+            # Whether the run's thread is at another instruction. Keeping its frame ensures no other one reuses its id.
+            before, frame = self._position, sys._current_frames().get(self._guarded_thread)
+            self._position = frame, frame.f_lasti if frame is not None else 0
+            has_moved = frame is not before[0] or self._position[1] != before[1]
+            self._overdue = 0.0 if has_moved else self._overdue + passed
             if self._overdue >= self.grace:
                 self._exit(causes)
-
-    def _has_moved(self) -> bool:
-        """Whether the run's thread is at another instruction. Keeping its frame ensures no other one reuses its id."""
-        before = self._position
-        frame = sys._current_frames().get(self._guarded_thread)
-        self._position = frame, frame.f_lasti if frame is not None else 0
-        return self._position[0] is not before[0] or self._position[1] != before[1]
 
     def _causes(
         self, patience: float, startup_limit: float | None = None, collective_failed: bool = False

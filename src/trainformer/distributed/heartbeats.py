@@ -138,7 +138,13 @@ class Heartbeats:
 
     def _run(self) -> None:
         try:
-            self._register()
+            # A connection of our own: on a shared one, a call that waits for another rank would block ours.
+            clone = getattr(self._shared_store, "clone", None)
+            own = dist.PrefixStore("trainformer/heartbeats", clone() if clone else self._shared_store)
+            # A prefix per run, the same on every rank: heartbeats of an earlier run in the same processes do not count.
+            number = own.add(f"runs/{self.rank}", 1)
+            self._store = dist.PrefixStore(str(number), own)
+            self._store.set(f"info/{self.rank}", json.dumps(asdict(ProcessInfo.current())))
             while self._beat():
                 self.responses += 1
                 self._wake.wait(self.interval)
@@ -150,15 +156,6 @@ class Heartbeats:
                 self._poll()
         except Exception as error:  # a store raises whatever its connection raises
             self.error = error
-
-    def _register(self) -> None:
-        # A connection of our own: on a shared one, a call that waits for another rank would block ours.
-        clone = getattr(self._shared_store, "clone", None)
-        own = dist.PrefixStore("trainformer/heartbeats", clone() if clone else self._shared_store)
-        # A prefix per run, the same on every rank: heartbeats of an earlier run in the same processes do not count.
-        number = own.add(f"runs/{self.rank}", 1)
-        self._store = dist.PrefixStore(str(number), own)
-        self._store.set(f"info/{self.rank}", json.dumps(asdict(ProcessInfo.current())))
 
     def _beat(self) -> bool:
         """Write our status and read those of the others. Returns whether to continue."""

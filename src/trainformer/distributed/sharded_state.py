@@ -189,7 +189,7 @@ class ShardedState(Mapping[str, Any]):
     # -- index ---------------------------------------------------------------------------------------------
 
     def _build_index(self, shards: list[str]) -> dict[str, Any]:
-        from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
         found: dict[str, TensorStorageMetadata] = {}
         for name, meta in self._meta.items():
@@ -198,30 +198,24 @@ class ShardedState(Mapping[str, Any]):
             path = self.folder / shard
             try:
                 with safe_open(path, framework="pt") as file:
-                    for name, offsets in json.loads((file.metadata() or {})[_OFFSETS]).items():
-                        piece = file.get_slice(name)
-                        self._add_piece(found[name], name, tuple(map(int, offsets)), tuple(piece.get_shape()), shard)
+                    pieces = {
+                        name: (found[name], tuple(map(int, offsets)), tuple(file.get_slice(name).get_shape()))
+                        for name, offsets in json.loads((file.metadata() or {})[_OFFSETS]).items()
+                    }
+                for name, (entry, offsets, sizes) in pieces.items():
+                    if name in self._aliases:
+                        continue  # an empty shard of a tied tensor: empty tensors are not recognised as tied
+                    fits = len(offsets) == len(sizes) == len(entry.size)
+                    if not fits or any(o < 0 or o + s > n for o, s, n in zip(offsets, sizes, entry.size, strict=True)):
+                        raise ValueError(f"a piece of {name} is outside of it")
+                    if math.prod(sizes):
+                        if (name, offsets) in self._places:
+                            raise ValueError(f"a piece of {name} is there twice")
+                        self._places[name, offsets] = shard
+                        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
                 raise _damaged(path, error) from error
-        for alias, name in self._aliases.items():
-            found[alias] = found[name]
-        return found
-
-    def _add_piece(
-        self, entry: TensorStorageMetadata, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shard: str
-    ) -> None:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        if name in self._aliases:
-            return  # an empty shard of a tied tensor: empty tensors cannot be recognised as tied when written
-        fits = len(offsets) == len(sizes) == len(entry.size)
-        if not fits or any(o < 0 or o + s > size for o, s, size in zip(offsets, sizes, entry.size, strict=True)):
-            raise ValueError(f"a piece of {name} is outside of it")
-        if math.prod(sizes):
-            if (name, offsets) in self._places:
-                raise ValueError(f"a piece of {name} is there twice")
-            self._places[name, offsets] = shard
-            entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        return found | {alias: found[name] for alias, name in self._aliases.items()}
 
 
 def _bad_tree(path: Path) -> DataError:

@@ -157,7 +157,7 @@ def _same(one: Any, other: Any) -> bool:
 # -- settings and keywords of trainers -----------------------------------------------------------------------------
 
 #: The settings of a run (named the same for all entry points), and the argument that decides each.
-_SETTINGS = {
+SETTINGS = {
     "epochs": "num_train_epochs",
     "max_steps": "max_steps",
     "batch_size": "total_batch_size",
@@ -196,7 +196,7 @@ _KEYWORDS = {
 def settings_passed(passed: Iterable[str], values: Mapping[str, Any]) -> frozenset[str]:
     """Which settings of a run the user chose, from the names of the arguments that were passed."""
     arguments = set(passed)
-    return frozenset(name for name, own in _SETTINGS.items() if own in arguments and name in values)
+    return frozenset(name for name, own in SETTINGS.items() if own in arguments and name in values)
 
 
 def refuse_unknown_keywords(kind: type, unknown: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from trainformer.backends.jax.sharding import resolve_dims
 from trainformer.backends.jax.step import resolve_remat
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.cadence import Cadence
-from trainformer.jax.aliases import resolve_aliases
+from trainformer.jax.aliases import SETTINGS, resolve_aliases
 from trainformer.jax.serialization import JsonArguments
 
 _ALL = 10**9  # checkpoints: no limit
@@ -320,36 +320,25 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         greater = not is_loss if self.greater_is_better is None else self.greater_is_better
         save_best = int(self.metric_for_best_model is not None) if self.save_best is None else self.save_best
         return {
+            **{name: getattr(self, own) for name, own in SETTINGS.items()},
             "epochs": max(1, math.ceil(self.num_train_epochs)),
             "max_steps": self.planned_steps(steps_per_epoch) if by_steps else None,
             "batch_size": sizes.total,
             "micro_batches": sizes.accumulation,
             "eval_batch_size": sizes.evaluation,
-            "lr": self.learning_rate,
-            "weight_decay": self.weight_decay,
-            "warmup_ratio": self.warmup_ratio,
             "gradient_clip": self.max_grad_norm or None,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "nonfinite": self.nonfinite,
-            "seed": self.seed,
             "drop_last": self.drop_last,
             "precision": "no" if self.dtype == "fp32" else self.dtype,
-            "gradient_checkpointing": self.gradient_checkpointing,
             "sharding_array": self.sharding_array,
             "num_workers": self.dataloader_num_workers,
-            "log": self.log,
-            "log_every": self.logging_steps,
             "project": self.project,
             "name": self.run_name or self.model_name,
-            "run_dir": self.output_dir,
             "save_every": _cadence(self.save_strategy, self.save_steps),
             "save_best": save_best,
             "save_last": self.save_total_limit or _ALL,
             "save_async": self.save_async,
             "monitor_metric": f"val/{metric}",
             "monitor_mode": "max" if greater else "min",
-            "resume": self.resume,
             "eval_every": _cadence(self.evaluation_strategy, self.eval_steps),
         }
 

@@ -56,7 +56,7 @@ class AccumulationWindow:
         if batch.size == 0:
             output = _zero_weight(output)
         if isinstance(output, Tensor):
-            return self._add_mean(output, batch.size)
+            return self._add_loss(output, batch.size, is_mean=True)
         if isinstance(output, (Loss, Mean, BackwardDone)):
             loss = self._add_weighted(output)
             for name, value in (output.metrics or {}).items():
@@ -72,40 +72,33 @@ class AccumulationWindow:
             self.is_idle = not self._weights
             return None
         self.is_idle = False
-        if isinstance(output, Mean):
-            return self._add_mean(output.value, output.weight)
         if isinstance(output, BackwardDone):
             self.entries.append(Entry("loss", output.sum, output.weight, False))
             self._weights.append(output.weight)
             return None
-        return self._add_sum(output.sum, output.weight)
+        is_mean = isinstance(output, Mean)
+        return self._add_loss(output.value if isinstance(output, Mean) else output.sum, output.weight, is_mean)
 
-    def _add_mean(self, mean: Tensor, weight: Any) -> Tensor:
-        _check_differentiable(mean)
-        if isinstance(weight, Tensor):
-            weight = _as_divisor(weight, mean)
-        self.entries.append(Entry("loss", mean.detach(), weight, True))
+    def _add_loss(self, loss: Tensor, weight: Any, is_mean: bool) -> Tensor:
+        _check_differentiable(loss)
+        if isinstance(weight, Tensor):  # torch divides integers in float32 even if the loss is float64
+            weight = weight.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        self.entries.append(Entry("loss", loss.detach(), weight, is_mean))
         self._weights.append(weight)
-        if self._reference is None:
+        if is_mean and self._reference is None:
             self._reference = weight
-            return mean
-        if not isinstance(weight, Tensor) and weight == self._reference:  # comparing tensors would sync with the device
-            return mean
-        return mean * (weight / self._reference)
-
-    def _add_sum(self, total: Tensor, weight: Any) -> Tensor:
-        _check_differentiable(total)
-        if isinstance(weight, Tensor):
-            weight = _as_divisor(weight, total)
-        self.entries.append(Entry("loss", total.detach(), weight, False))
-        self._weights.append(weight)
+            return loss
+        if is_mean:
+            # Comparing tensors would sync with the device.
+            is_same = not isinstance(weight, Tensor) and weight == self._reference
+            return loss if is_same else loss * (weight / self._reference)
         if self._reference is None:
             # A micro-batch of weight 0 (all labels masked) has sum 0: avoid 0 / 0.
             if isinstance(weight, Tensor):
                 self._reference = torch.where(weight > 0, weight, 1)
             else:
                 self._reference = weight if weight > 0 else 1
-        return total / self._reference
+        return loss / self._reference
 
     def gradient_scale(self) -> Tensor | float | None:
         """Factor that turns the accumulated gradients into the gradient of the mean loss; None means 1."""
@@ -161,11 +154,6 @@ def _zero_weight(output: Any) -> Any:
     if isinstance(output, Mean) and output.value is not None:
         return Mean(output.value * 0, output.weight * 0)
     return output
-
-
-def _as_divisor(weight: Tensor, loss: Tensor) -> Tensor:
-    """A count in the dtype of the loss: torch divides integers in float32 even if the loss is float64."""
-    return weight.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _detached(value: Any) -> Any:

@@ -27,7 +27,6 @@ from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySp
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, RequestFlag
-from trainformer.backends.torch.precision import make_precision
 from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
@@ -59,7 +58,7 @@ class TorchBackend:
         self._is_single = self.process_group.is_single_process
         self._wide = torch.float32 if self.device.type == "mps" else torch.float64  # to add up scalars in
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
-        self.precision = make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
+        self.precision = memory.make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
         if self.fp8 is not None:
             quantize.check_fp8_device(self.device)
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
@@ -386,25 +385,23 @@ class TorchBackend:
         rows: dict[str, Tensor] = {}
         if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives
             outputs = {name: value[:0] for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim}
+        size = batch.size
         for name, value in outputs.items():
-            self._add_metric(name, value, batch.size, entries, rows)
+            if isinstance(value, tuple) and len(value) == 2:
+                entries.append(Entry(name, *value, is_mean=False))
+            elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
+                entries.append(Entry(name, value, size, is_mean=True))
+            elif isinstance(value, Tensor) and len(value) == size:
+                is_number = value.is_floating_point() or value.dtype == torch.bool
+                if value.ndim == 1 and not self._reduces_rows and is_number:
+                    total = value.double().sum() if value.device.type != "mps" else value.sum()
+                    entries.append(Entry(name, total, size, is_mean=False))
+                rows[name] = value.detach().cpu()
+            else:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                what = f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows"
+                raise BadArgument(expected(what, shape, "Return one of these from the task's step."))
         return EvalResult(entries, rows)
-
-    def _add_metric(self, name: str, value: Any, size: int, entries: list[Entry], rows: dict[str, Tensor]) -> None:
-        if isinstance(value, tuple) and len(value) == 2:
-            entries.append(Entry(name, *value, is_mean=False))
-        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
-            entries.append(Entry(name, value, size, is_mean=True))
-        elif isinstance(value, Tensor) and len(value) == size:
-            if value.ndim == 1 and not self._reduces_rows and (value.is_floating_point() or value.dtype == torch.bool):
-                entries.append(
-                    Entry(name, value.double().sum() if value.device.type != "mps" else value.sum(), size, False)
-                )
-            rows[name] = value.detach().cpu()
-        else:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            what = f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows"
-            raise BadArgument(expected(what, shape, "Return one of these from the task's step."))
 
     # -- scalars and rows ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ are sent, and the padding is cut off before anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -170,28 +170,6 @@ def receive_activations(source: int, device: torch.device) -> Tensor:
     tensor = torch.empty(sizes[:dimensions], dtype=_DTYPES[dtype], device=device)
     dist.recv(tensor, src=source)
     return tensor
-
-
-def broadcast_object(value: Any, source: int) -> Any:
-    """The value of rank `source`, on all ranks."""
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
-
-
-def on_host(output: Any) -> Any:
-    """The same tree with its tensors on the host.
-
-    >>> on_host({"loss": (torch.zeros((), requires_grad=True), 3)})
-    {'loss': (tensor(0.), 3)}
-    """
-    if isinstance(output, Tensor):
-        return output.detach().cpu()
-    if isinstance(output, Mapping):
-        return {key: on_host(value) for key, value in output.items()}
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*map(on_host, output))
-    return type(output)(map(on_host, output)) if isinstance(output, (list, tuple)) else output
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -134,7 +134,16 @@ class StagedModel:
                 self._remove(place, StageStub(place.module))
 
     def _remove(self, place: ModuleSlot, instead: nn.Module) -> None:
-        self._removed.append((place, to_meta(place.module)))
+        """Replace a module, whose weights move to the meta device, by a stub."""
+        for part in place.module.modules():
+            for name, p in part._parameters.items():
+                if p is not None:
+                    part._parameters[name] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+            for name, buffer in part._buffers.items():
+                # Non-persistent buffers stay: no checkpoint could fill them.
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    part._buffers[name] = buffer.to("meta")
+        self._removed.append((place, place.module))
         place.put(instead)
 
     def restore_modules(self) -> Callable[[], None]:
@@ -243,18 +252,6 @@ def _refuse(hidden: Any) -> Any:
         "This part of the model is on another rank. With strategy='pipeline' the model runs only in train_step and "
         "eval_step; export the full model with the trainer."
     )
-
-
-def to_meta(module: nn.Module) -> nn.Module:
-    """Move the weights of a module to the meta device. Non-persistent buffers stay: no checkpoint could fill them."""
-    for part in module.modules():
-        for name, p in part._parameters.items():
-            if p is not None:
-                part._parameters[name] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                part._buffers[name] = buffer.to("meta")
-    return module
 
 
 def balanced_boundaries(sizes: Sequence[int], trainable: Sequence[bool], stages: int) -> list[int]:

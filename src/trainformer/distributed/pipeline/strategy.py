@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from trainformer.backends.torch import gradients
 from trainformer.backends.torch.optimizers import named_parameters
+from trainformer.backends.torch.placement import map_tensors
 from trainformer.backends.torch.state import check_fits
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import BackwardDone
@@ -32,10 +33,8 @@ from trainformer.distributed.pipeline.microbatches import (
     MicroBatch,
     StageModule,
     autocast_dtype,
-    broadcast_object,
     current_autocast,
     loss_terms,
-    on_host,
     receive_activations,
     send_activations,
     split_batch,
@@ -118,7 +117,13 @@ class Pipeline(Strategy):
         self._aliases = _aliases(model)
         tied = staged.tied()
         self.microbatches = self.microbatches or stages
-        self._check_microbatches(stages)
+        count = self.microbatches
+        if self.schedule == "1f1b" and count < stages:
+            what = f"microbatches to be at least {stages}, one for each stage"
+            raise BadArgument(expected(what, count, "Or pass schedule='gpipe'."))
+        if self.schedule == "interleaved" and count % max(1, count // world_size):
+            what = "microbatches to be a multiple of the number of ranks"
+            raise BadArgument(expected(what, count, f"Pass a multiple of {world_size}."))
         if tied is not None and tied.requires_grad and not self.process_group.is_single_process:
             self._tied_group = dist.new_group([0, world_size - 1])
             self._tied = tied if rank in (0, world_size - 1) else None
@@ -126,15 +131,6 @@ class Pipeline(Strategy):
         # All ranks have the same samples, and only the last one computes losses: losses must not gather rows.
         set_data_parallel_group(None if self.process_group.is_single_process else dist.new_subgroups(1)[0])
         super().prepare(task, device)
-
-    def _check_microbatches(self, stages: int) -> None:
-        count = self.microbatches
-        if self.schedule == "1f1b" and count < stages:
-            what = f"microbatches to be at least {stages}, one for each stage"
-            raise BadArgument(expected(what, count, "Or pass schedule='gpipe'."))
-        if self.schedule == "interleaved" and count % max(1, count // self.process_group.world_size):
-            do = f"Pass a multiple of {self.process_group.world_size}."
-            raise BadArgument(expected("microbatches to be a multiple of the number of ranks", count, do))
 
     @property
     def random_stream(self) -> int:
@@ -285,7 +281,7 @@ class Pipeline(Strategy):
                 "that off, do it in the dataset, or use another strategy."
             )
         self._probed = True, autocast_dtype(self.device)
-        self._metrics = broadcast_object(metrics, self.process_group.world_size - 1)
+        self._metrics = self.process_group.broadcast(metrics, self.process_group.world_size - 1)
 
     def _forward(
         self, function: Callable[[Any], Any], batch: Any, after_stage: Callable[[], None] | None = None
@@ -316,7 +312,8 @@ class Pipeline(Strategy):
         kept = dict(self._activations)
         output = self._forward(function, batch)
         self._activations = kept
-        return broadcast_object(on_host(output) if self._has_last_stage else None, self.process_group.world_size - 1)
+        found = map_tensors(lambda t: t.detach().cpu(), output) if self._has_last_stage else None
+        return self.process_group.broadcast(found, self.process_group.world_size - 1)
 
     # -- state ---------------------------------------------------------------------------------------------
 
