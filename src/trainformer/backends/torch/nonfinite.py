@@ -15,6 +15,7 @@ from trainformer.core.errors import BadArgument, NonFiniteError, expected
 
 logger = logging.getLogger("trainformer")
 
+_HOST = ("cpu",)  # reading a scalar needs no sync
 _DEFAULT_RETRIES = 3
 
 
@@ -32,7 +33,7 @@ class NonFiniteGuard:
 
     def __init__(self, policy: str, device: torch.device) -> None:
         self.policy, self.retries = parse_policy(policy)
-        self.on_host = device.type == "cpu"  # reading a scalar needs no sync
+        self.on_host = device.type in _HOST
         self.skipped = 0
         # 1.0 where the update must not happen. Float, because that is what fused optimizers read.
         self.flag = torch.zeros((), device=device)
