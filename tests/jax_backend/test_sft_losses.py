@@ -37,7 +37,7 @@ def test_token_loss_matches_torch(made, options):
 
     (total, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(states @ head)
     assert float(total) == pytest.approx(float(theirs.sum.detach()), rel=1e-5)
-    assert (float(found.weight), float(found.correct)) == (float(theirs.weight), float(theirs.correct))
+    assert (float(found.weight), float(found.metrics["accuracy"][0])) == (float(theirs.weight), float(theirs.correct))
     np.testing.assert_allclose(gradient, logits.grad.numpy(), atol=1e-5)
 
 

@@ -245,8 +245,16 @@ def find_blocks(model: nn.Module, wanted: Blocks = None, within: nn.Module | Non
         found = [module for module in model.modules() if type(module).__name__ in names] or _repeated(model)
     else:
         found = _select(model, wanted)
-    everything = model if within is None else within
-    return [b for b in reversed(found) if any(True for _ in b.parameters()) and _shares_nothing(b, everything)]
+    holders: dict[int, set[int]] = {}  # of each parameter
+    for module in (model if within is None else within).modules():
+        for p in module.parameters(recurse=False):
+            holders.setdefault(id(p), set()).add(id(module))
+
+    def is_separate(block: nn.Module) -> bool:
+        own, inner = list(block.parameters()), {id(module) for module in block.modules()}
+        return bool(own) and all(holders[id(p)] <= inner for p in own)
+
+    return [block for block in reversed(found) if is_separate(block)]
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
@@ -296,10 +304,3 @@ def _select(model: nn.Module, wanted: Any) -> list[nn.Module]:
 
 def _is_of(module: nn.Module, kinds: Iterable[Any]) -> bool:
     return any(isinstance(module, kind) if isinstance(kind, type) else type(module).__name__ == kind for kind in kinds)
-
-
-def _shares_nothing(block: nn.Module, everything: nn.Module) -> bool:
-    own = {id(p) for p in block.parameters()}
-    inner = {id(module) for module in block.modules()}
-    outside = (m for m in everything.modules() if id(m) not in inner)
-    return not any(id(p) in own for m in outside for p in m.parameters(recurse=False))

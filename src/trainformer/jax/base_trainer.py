@@ -22,7 +22,7 @@ from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
 from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
 from trainformer.backends.jax.processes import initialize_distributed, process_group_on, process_shard
-from trainformer.backends.jax.sharding import create_sharded, data_shards, init_sharded, make_mesh
+from trainformer.backends.jax.sharding import data_shards, make_mesh, make_sharded
 from trainformer.backends.jax.step import make_eval_step, make_train_step, resolve_remat
 from trainformer.backends.jax.step_metrics import pack_metrics
 from trainformer.callbacks.base import CallbackList
@@ -244,17 +244,12 @@ class BaseTrainer(TrainerApi):
             return TrainerConfigureModelOutput(None, state, state.tx, None)  # its schedule is unknown
         model = self.load_model(self.model)
         key, frozen = jax.random.key(arguments.seed), self.frozen_patterns()
-        if isinstance(model, nnx.Module):
-            self.prepare_model(model)
-            state, _ = create_sharded(cast_parameters(model, arguments), tx, key, self.mesh, frozen=frozen)
-        else:
 
-            def build(rngs: nnx.Rngs) -> nnx.Module:
-                return cast_parameters(self.prepare_model(model(rngs)), arguments)
+        def prepare(module: nnx.Module) -> nnx.Module:
+            return cast_parameters(self.prepare_model(module), arguments)
 
-            state, _ = init_sharded(build, tx, key, self.mesh, frozen=frozen)
-            model = None
-        return TrainerConfigureModelOutput(model, state, tx, scheduler)
+        state = make_sharded(model, prepare, tx, key, self.mesh, frozen=frozen)
+        return TrainerConfigureModelOutput(model if isinstance(model, nnx.Module) else None, state, tx, scheduler)
 
     def load_model(self, model: Any) -> Any:
         """A module, or a function that builds one, from the `model` argument."""

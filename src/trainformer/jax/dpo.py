@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
+from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import Loss
@@ -22,7 +24,7 @@ from trainformer.data.text.collate import pair_batch
 from trainformer.data.text.prepare import PairEncoder, preference_tokens
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer, untrained_state
+from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer
 from trainformer.jax.text_trainer import TextArguments, TextTrainer, valid_labels
 from trainformer.jax.validation import TrainerConfigureModelOutput
 from trainformer.losses.jax import dpo_loss, orpo_loss, preference_rewards, simpo_loss
@@ -162,7 +164,8 @@ class DPOTrainer(TextTrainer):
         if given is self.model and isinstance(given, nnx.Module):
             do = "Leave reference_model out."
             raise BadArgument(expected("a reference_model other than the trained model", "the same object", do))
-        return untrained_state(BaseTrainer.load_model(self, given), self.prepare_model, self.mesh, self.arguments.seed)
+        model, key = BaseTrainer.load_model(self, given), jax.random.key(self.arguments.seed)
+        return make_sharded(model, self.prepare_model, optax.identity(), key, self.mesh)
 
     # -- steps -------------------------------------------------------------------------------------------------
 

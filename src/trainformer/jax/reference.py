@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -23,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainformer.backends.jax.compilation import JittedStep
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
-from trainformer.backends.jax.sharding import create_sharded, init_sharded
 from trainformer.backends.jax.state import TrainState, path_string
 from trainformer.core.errors import DataError
 from trainformer.data.numpy_loader import NumpySource
@@ -71,14 +69,6 @@ class ReferenceDigest:
                 "Expected the reference model that the run started with, received another one. Pass the same model and "
                 "reference_model, with the weights they had; a model that was trained since then is a different one."
             )
-
-
-def untrained_state(model: Any, prepare: Callable[[Any], Any], mesh: Mesh, seed: int) -> TrainState:
-    """A state on the mesh without an optimizer, from a module or a function that builds one."""
-    tx, key = optax.identity(), jax.random.key(seed)
-    if isinstance(model, nnx.Module):
-        return create_sharded(prepare(model), tx, key, mesh)[0]
-    return init_sharded(lambda rngs: prepare(model(rngs)), tx, key, mesh)[0]
 
 
 def params_digest(params: dict[Any, Any], mesh: Mesh) -> str:

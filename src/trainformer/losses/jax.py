@@ -22,28 +22,20 @@ Head = Callable[[jax.Array], jax.Array]
 """Maps hidden states to logits (..., vocabulary)."""
 
 
-class TokenLoss(NamedTuple):
-    """Sum of the loss over supervised tokens, their number, and the number of correct predictions."""
-
-    sum: jax.Array
-    weight: jax.Array
-    correct: jax.Array
-
-    def with_accuracy(self) -> Loss:
-        """The loss, with the accuracy as a metric."""
-        return Loss(self.sum, self.weight, {"accuracy": (self.correct, self.weight)})
-
-
 class RowSums(NamedTuple):
-    """The same per sequence: three arrays (rows,). Without smoothing, `-loss` is the log probability of a sequence."""
+    """Loss, number of supervised tokens and number of correct predictions per sequence: three arrays (rows,).
+
+    Without smoothing, `-loss` is the log probability of a sequence.
+    """
 
     loss: jax.Array
     tokens: jax.Array
     correct: jax.Array
 
-    def total(self) -> TokenLoss:
-        """Summed over all sequences."""
-        return TokenLoss(jnp.sum(self.loss), jnp.sum(self.tokens), jnp.sum(self.correct))
+    def total(self) -> Loss:
+        """The loss over all sequences, with the token accuracy as a metric."""
+        weight = jnp.sum(self.tokens)
+        return Loss(jnp.sum(self.loss), weight, {"accuracy": (jnp.sum(self.correct), weight)})
 
 
 def row_sums(
@@ -62,7 +54,7 @@ def row_sums(
     `z_loss` is the weight of the squared log-sum-exp of the logits.
 
     >>> logits = jnp.array([[[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]])
-    >>> [round(float(value), 4) for value in row_sums(logits, jnp.array([[-100, 0, 1]])).total()]
+    >>> [round(float(value[0]), 4) for value in row_sums(logits, jnp.array([[-100, 0, 1]]))]
     [4.0363, 2.0, 1.0]
     """
     if states.ndim != 3 or labels.shape != states.shape[:2]:

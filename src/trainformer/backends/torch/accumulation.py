@@ -205,21 +205,17 @@ class MemorySplitter:
             return False
         self.pieces *= 2
         size = -(-batch.size // self.pieces)
+        kinds = []  # what a split run cannot reproduce
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            kinds.append("BatchNorm statistics (computed over fewer samples at a time)")
+        if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+            kinds.append("dropout masks (drawn in a different order)")
+        but = f", but not equal to an unsplit run: {' and '.join(kinds)}." if kinds else "."
         logger.warning(
             "out of memory with %d samples at once: repeating the step in pieces of %d, and splitting all later steps "
             "the same way. Losses and gradients are weighted as before%s",
-            batch.size, size, _differences(model),
+            batch.size, size, but,
         )  # fmt: skip
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return True
-
-
-def _differences(model: nn.Module) -> str:
-    """What a split run cannot reproduce, for the warning."""
-    kinds = []
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        kinds.append("BatchNorm statistics (computed over fewer samples at a time)")
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
-        kinds.append("dropout masks (drawn in a different order)")
-    return f", but not equal to an unsplit run: {' and '.join(kinds)}." if kinds else "."

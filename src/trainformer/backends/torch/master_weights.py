@@ -82,7 +82,9 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._sync_changed_parameters()
+        for p, copy in self._pairs:
+            if copy is not p and p._version != self._versions[id(p)]:  # written from outside
+                copy.copy_(torch.where(copy.to(p.dtype) == p, copy, p.to(copy.dtype)))
         self._push_groups()
         moving = [(p, copy, p.grad) for p, copy in self._pairs if p.grad is not None]
         for _, copy, _ in moving:
@@ -114,12 +116,6 @@ class MasterWeights(torch.optim.Optimizer):
             piece.append(entry)
             size += entry[0].numel()
         yield piece
-
-    def _sync_changed_parameters(self) -> None:
-        """Update the copies of parameters that were written from outside, only in the elements that changed."""
-        for p, copy in self._pairs:
-            if copy is not p and p._version != self._versions[id(p)]:
-                copy.copy_(torch.where(copy.to(p.dtype) == p, copy, p.to(copy.dtype)))
 
     def _push_groups(self) -> None:
         for name in ("found_inf", "grad_scale"):

@@ -94,7 +94,13 @@ def optimizer_by_name(
         return _bitsandbytes(key, groups, lr, given)
     plugin = load_plugin("optimizers", name)
     if plugin is not None:
-        return _from_plugin(name, plugin, groups, lr, weight_decay, given)
+        parameters = inspect.signature(plugin).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            _check_options(name, given, set(list(parameters)[1:]) - {"lr", "weight_decay"})
+        made = plugin(groups, lr=lr, weight_decay=weight_decay, **given)
+        if isinstance(made, torch.optim.Optimizer):
+            return made
+        raise BadArgument(expected(f"the plugin {name!r} of trainformer.optimizers to make a torch Optimizer", made))
     known, hint = [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS, *plugin_names("optimizers")], ""
     try:
         import timm.optim
@@ -121,18 +127,6 @@ def _check_options(name: str, given: Iterable[str], known: Iterable[str]) -> Non
     if unknown:
         hint = did_you_mean(unknown[0], known) or f"It takes {', '.join(known)}."
         raise BadArgument(expected(f"options that {name} takes", ", ".join(unknown), hint))
-
-
-def _from_plugin(
-    name: str, plugin: Any, groups: Groups, lr: float, weight_decay: float, given: dict[str, Any]
-) -> torch.optim.Optimizer:
-    parameters = inspect.signature(plugin).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _check_options(name, given, set(list(parameters)[1:]) - {"lr", "weight_decay"})
-    made = plugin(groups, lr=lr, weight_decay=weight_decay, **given)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise BadArgument(expected(f"the plugin {name!r} of trainformer.optimizers to make a torch Optimizer", made))
-    return made
 
 
 # -- torch -------------------------------------------------------------------------------------------------

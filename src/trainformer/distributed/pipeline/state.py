@@ -60,9 +60,13 @@ class GatheredOptimizer:
         self._parameters = NamedParameters(optimizer, named)
         self._own_names = set(named)
         names = {id(p): name for name, p in named.items()}
-        everywhere = process_group.all_gather_object(
-            [(_group_key(group), [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
-        )
+        own = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            # Groups of vectors have a weight decay of 0 of their own.
+            key = options, all(p.ndim <= 1 for p in group["params"])
+            own.append((key, [names[id(p)] for p in group["params"]]))
+        everywhere = process_group.all_gather_object(own)
         # The rank with the most groups determines their order.
         groups: list[tuple[Any, set[str]]] = []
         for of_rank in sorted(everywhere, key=len, reverse=True):
@@ -124,9 +128,3 @@ class GatheredOptimizer:
             else:
                 part[key] = entries
         return part
-
-
-def _group_key(group: Mapping[str, Any]) -> Any:
-    """What tells param groups apart: their options, and whether they hold vectors (for a weight decay of 0)."""
-    options = {key: value for key, value in group.items() if key != "params"}
-    return options, all(p.ndim <= 1 for p in group["params"])
