@@ -147,8 +147,6 @@ class Accelerate(DDP):
         text = super().describe()
         return text if self._zero is None else f"{text}, DeepSpeed ZeRO-{self._zero.engine.zero_optimization_stage()}"
 
-    # -- a step --------------------------------------------------------------------------------------------
-
     def train_step(self) -> Callable[[Any], Any] | None:
         if self._zero is None:
             return super().train_step()

@@ -154,8 +154,6 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-# -- settings and keywords of trainers -----------------------------------------------------------------------------
-
 #: The settings of a run (named the same for all entry points), and the argument that decides each.
 SETTINGS = {
     "epochs": "num_train_epochs",

@@ -110,8 +110,6 @@ class DPOTrainer(TextTrainer):
         self._reference = ReferenceDigest()
         super().__init__(arguments, model, processing_class, callbacks=[*(callbacks or ()), self._reference], **options)
 
-    # -- data --------------------------------------------------------------------------------------------------
-
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         encoder = self.encoder(PairEncoder, "completion")
         pairs = preference_tokens(dataset, encoder, **self.token_options(train))  # type: ignore[arg-type]
@@ -131,8 +129,6 @@ class DPOTrainer(TextTrainer):
             return batch
 
         return collate
-
-    # -- reference model -----------------------------------------------------------------------------------------
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """The model; before training, also the reference log probabilities of all pairs."""
@@ -166,8 +162,6 @@ class DPOTrainer(TextTrainer):
             raise BadArgument(expected("a reference_model other than the trained model", "the same object", do))
         model, key = BaseTrainer.load_model(self, given), jax.random.key(self.arguments.seed)
         return make_sharded(model, self.prepare_model, optax.identity(), key, self.mesh)
-
-    # -- steps -------------------------------------------------------------------------------------------------
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         return self._preference_loss(model, batch, key, self.arguments.label_smoothing)

@@ -73,8 +73,6 @@ class ImageClassificationTrainer(BaseTrainer):
         self._image_shape: tuple[int, ...] = ()
         super().__init__(arguments, model, **options)
 
-    # -- data --------------------------------------------------------------------------------------------------
-
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Samples with an image and a label. Infers the number of classes."""
         data = _image_dataset(dataset)
@@ -90,8 +88,6 @@ class ImageClassificationTrainer(BaseTrainer):
             raise DataError(expected(f"labels from 0 to {self.num_classes - 1}", wrong, "Pass num_classes."))
         return data
 
-    # -- model -------------------------------------------------------------------------------------------------
-
     def load_model(self, model: Any) -> Any:
         classes = self.num_classes
         if isinstance(model, (str, Path)):
@@ -101,8 +97,6 @@ class ImageClassificationTrainer(BaseTrainer):
             config = dataclasses.replace(model or _small_vit(self._image_shape), num_labels=classes)
             return lambda rngs: ViT(config, rngs=rngs)
         return super().load_model(model)
-
-    # -- steps -------------------------------------------------------------------------------------------------
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         return self._loss(model, batch, key, self.label_smoothing)
@@ -139,8 +133,6 @@ class ImageClassificationTrainer(BaseTrainer):
         model.eval()
         return jax.nn.softmax(model(self.normalize(images)).astype(jnp.float32), axis=-1)
 
-    # -- files -------------------------------------------------------------------------------------------------
-
     def save_weights(self, folder: Path, state: Any) -> list[str]:
         """The weights; for a ViT also its image preprocessor config."""
         files = super().save_weights(folder, state)
@@ -159,9 +151,6 @@ class ImageClassificationTrainer(BaseTrainer):
             (folder / _PREPROCESSOR).write_text(json.dumps(preprocessor, indent=2) + "\n")
             files.append(_PREPROCESSOR)
         return files
-
-
-# -- images and labels -----------------------------------------------------------------------------------------------
 
 
 def channels_last(images: Any) -> Any:

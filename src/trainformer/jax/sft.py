@@ -97,8 +97,6 @@ class SFTTrainer(TextTrainer):
         self.formatting_func = formatting_func
         super().__init__(arguments, model, processing_class, **options)
 
-    # -- data --------------------------------------------------------------------------------------------------
-
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenised once, or on the fly for a stream; packed into full sequences with `packing`."""
         arguments, encoder = self.arguments, self.encoder(Encoder, self.arguments.train_on)
@@ -118,8 +116,6 @@ class SFTTrainer(TextTrainer):
             return self.check_token_ids(token_batch(samples, length, self.pad_id))
 
         return collate
-
-    # -- steps -------------------------------------------------------------------------------------------------
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         options = {"label_smoothing": self.arguments.label_smoothing, "z_loss": self.arguments.z_loss}

@@ -162,8 +162,6 @@ class TextTrainer(BaseTrainer):
             do = "Is it the tokenizer of this model?"
             raise BadArgument(expected(f"a tokenizer with at most {self.vocab_size} tokens", tokens, do))
 
-    # -- model -------------------------------------------------------------------------------------------------
-
     def load_model(self, model: Any) -> Any:
         if model is not None and model is self._adapted:
             return model
@@ -188,8 +186,6 @@ class TextTrainer(BaseTrainer):
 
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]
-
-    # -- data --------------------------------------------------------------------------------------------------
 
     def encoder(self, kind: type[Encoder], train_on: str) -> Encoder:
         """The encoder that tokenises records."""
@@ -232,8 +228,6 @@ class TextTrainer(BaseTrainer):
         """The padding token. Its value does not matter: padding is masked."""
         return None if self.text is None else self.text.pad_token_id
 
-    # -- steps -------------------------------------------------------------------------------------------------
-
     def token_sums(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> RowSums:
         """Loss, supervised tokens and correct predictions of each row. With a key, dropout is active."""
         labels = valid_labels(batch)
@@ -251,8 +245,6 @@ class TextTrainer(BaseTrainer):
             return 1
         tokens = math.prod(shape) // math.prod(self.mesh.shape[axis] for axis in ("dp", "fsdp", "sp"))
         return min(shape[1], max(1, -(-tokens // (asked or max(1, _MAX_LOGITS // (vocab_size or 1))))))
-
-    # -- files -------------------------------------------------------------------------------------------------
 
     def save_assets(self, folder: Path) -> list[str]:
         files = super().save_assets(folder)

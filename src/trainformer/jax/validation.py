@@ -50,9 +50,6 @@ class TrainerConfigureFunctionOutput(NamedTuple):
     eval_step_fn: Callable[[Any, Any], Any] | None = None
 
 
-# -- data ------------------------------------------------------------------------------------------------------------
-
-
 def as_source(loader: Any, batch_size: int, seed: int, shard: Shard) -> Any:
     """A source as it is; any other loader wrapped as a source of its batches."""
     if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
@@ -68,9 +65,6 @@ def check_eval_arguments(arguments: TrainingArguments) -> None:
     if arguments.evaluation_strategy != "no":
         strategy = arguments.evaluation_strategy
         logger.warning("evaluation_strategy=%r without evaluation data: pass dataset_eval", strategy)
-
-
-# -- model and state -------------------------------------------------------------------------------------------------
 
 
 def cast_parameters(model: nnx.Module, arguments: TrainingArguments) -> nnx.Module:

@@ -98,8 +98,6 @@ class TrainerTask:
         except BadArgument:
             return 1
 
-    # -- state ---------------------------------------------------------------------------------------------
-
     def model_state_dict(self) -> dict[str, Any]:
         """The weights under the names of the unwrapped model."""
         options = state_options(self.owner)

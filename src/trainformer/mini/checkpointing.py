@@ -71,8 +71,6 @@ class CheckpointingHook(IntervalHook):
         if not isinstance(exit_wait, (int, float)) or exit_wait < 0:
             raise BadArgument(expected("exit_wait to be a number of seconds", exit_wait))
 
-    # -- saving --------------------------------------------------------------------------------------------
-
     def on_before_train(self, trainer: Any) -> None:
         if isinstance(trainer, TrainerView):
             raise BadArgument(
@@ -134,8 +132,6 @@ class CheckpointingHook(IntervalHook):
         for step, path in numbered[: len(numbered) - max(self.keep_previous, 1)]:
             if self.keep_interval is None or step % self.keep_interval:
                 path.unlink(missing_ok=True)
-
-    # -- loading -------------------------------------------------------------------------------------------
 
     def restore(self, trainer: Any, wanted: bool = True) -> bool:
         """Before training: load what `load` says, if `wanted`, and clean up. Returns whether a file was loaded."""

@@ -118,9 +118,6 @@ def num_micro_batches(rows: int, max_rows: int) -> int:
     return next(parts for parts in range(1, rows + 2) if rows % parts == 0 and rows // parts <= max_rows)
 
 
-# -- counting compilations -----------------------------------------------------------------------------------------
-
-
 class _Signature(NamedTuple):
     """What jax keys its compilation cache on: shapes and dtypes by path, tree structure, static fields."""
 

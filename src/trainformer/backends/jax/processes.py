@@ -114,9 +114,6 @@ class RequestPoll:
         return bool(self._in_flight.popleft().addressable_data(0))
 
 
-# -- joining jax's runtime ---------------------------------------------------------------------------------------
-
-
 def initialize_distributed(environment: Mapping[str, str] = os.environ) -> None:
     """Call `jax.distributed.initialize` if the environment describes several processes and nobody has called it."""
     if jax.distributed.is_initialized():
@@ -157,9 +154,6 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     if not text.strip().isdecimal():
         raise BadArgument(expected(f"the environment variable {name} to be an integer", text))
     return int(text)
-
-
-# -- rows and arrays ---------------------------------------------------------------------------------------------
 
 
 def process_group_on(mesh: Mesh) -> ProcessGroup:

@@ -68,8 +68,6 @@ class MasterWeights(torch.optim.Optimizer):
             raise NotImplementedError("Master weights take no further groups. Pass all of them to the constructor.")
         super().add_param_group(param_group)
 
-    # -- the step ------------------------------------------------------------------------------------------
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether the inner optimizer skips a step on the device if `found_inf` is set."""
@@ -126,8 +124,6 @@ class MasterWeights(torch.optim.Optimizer):
     def _pull_groups(self) -> None:
         for theirs, ours in zip(self.inner.param_groups, self.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
-
-    # -- state ---------------------------------------------------------------------------------------------
 
     @property  # type: ignore[override]
     def state(self) -> dict[Tensor, dict[str, Any]]:

@@ -129,9 +129,6 @@ def _check_options(name: str, given: Iterable[str], known: Iterable[str]) -> Non
         raise BadArgument(expected(f"options that {name} takes", ", ".join(unknown), hint))
 
 
-# -- torch -------------------------------------------------------------------------------------------------
-
-
 def _torch(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
     cls, options = TORCH_OPTIMIZERS[key]
     _check_options(key, given, set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"})
@@ -155,9 +152,6 @@ def _fused(cls: Any, groups: Groups) -> dict[str, bool]:
     supported = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
     one_device = len({p.device for p in parameters}) == 1
     return {"fused": True} if "fused" in inspect.signature(cls).parameters and supported and one_device else {}
-
-
-# -- bitsandbytes ------------------------------------------------------------------------------------------
 
 
 def _bitsandbytes(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
