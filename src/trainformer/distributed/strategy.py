@@ -177,7 +177,6 @@ class StepModule(nn.Module):
         self.rest = nn.ParameterList([p for p in named_parameters(task).values() if id(p) not in known])
 
     def forward(self, function: Callable[[Any], Any], batch: Any) -> Any:
-        """Call the function."""
         return function(batch)
 
 

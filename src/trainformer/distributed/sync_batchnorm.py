@@ -71,7 +71,6 @@ class _HostSync(_Picklable, _BatchNorm):
     """In plain tensor operations, with one collective in the forward and one in the backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise with the mean and variance over all ranks."""
         if not self.training or world_size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -161,7 +160,6 @@ class _TorchSync(_Picklable, nn.SyncBatchNorm):
     process_group = property(lambda self: data_parallel_group())  # type: ignore[assignment]  # a group cannot be pickled
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise with the mean and variance over all ranks."""
         if not self.training or world_size() == 1 or not (is_padding() or self.single_sample):
             return super().forward(input)
         # All ranks together may have a single value, whose unbiased variance is undefined.
@@ -188,7 +186,6 @@ class _TimmActivation:
     """For timm's BatchNorm with activation, which copies torch's code instead of calling it."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Normalise, drop, activate."""
         return self.act(self.drop(self._implementation.forward(self, input)))
 
 

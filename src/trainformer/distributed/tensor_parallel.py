@@ -347,11 +347,10 @@ def _tied_layers(model: nn.Module, found: Mapping[str, PlannedLayer]) -> Iterato
 
 def _sharded_dim(layer: PlannedLayer) -> int | None:
     """The sharded dimension of the weight; None if it is replicated or the style is unknown."""
-    if isinstance(layer.style, ColwiseParallel):
-        return 1 if isinstance(layer.module, nn.Embedding) else 0
-    if isinstance(layer.style, RowwiseParallel):
-        return 0 if isinstance(layer.module, nn.Embedding) else 1
-    return None
+    if not isinstance(layer.style, (ColwiseParallel, RowwiseParallel)):
+        return None
+    # The weight of a linear layer is transposed, that of an embedding is not.
+    return int(isinstance(layer.style, ColwiseParallel) == isinstance(layer.module, nn.Embedding))
 
 
 def _check_sizes(model: nn.Module, layer: PlannedLayer, size: int) -> None:

@@ -79,7 +79,12 @@ class ImageClassificationTrainer(BaseTrainer):
         if is_stream(data):
             do = "Pass arrays or a list of samples."
             raise DataError(expected("a dataset with a length", type(data).__name__, do))
-        labels = _all_labels(data)
+        # From the dataset's metadata, or by reading all samples.
+        known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)
+        labels = np.asarray([data[i]["label"] for i in range(len(data))] if known is None else known)
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            received = f"{labels.dtype} of shape {labels.shape}"
+            raise DataError(expected("integer labels, one per image", received))
         if train:
             self.num_classes = self.num_classes or int(labels.max()) + 1
             self._image_shape = channels_last(np.asarray(data[0]["image"])[None]).shape[1:]
@@ -206,16 +211,6 @@ def _image_and_label(sample: Any) -> tuple[Any, Any]:
         return sample[0], sample[1]
     received = list(sample) if isinstance(sample, Mapping) else type(sample).__name__
     raise DataError(expected("samples with an 'image' and a 'label', or tuples of both", received))
-
-
-def _all_labels(data: Any) -> np.ndarray:
-    """The label of every sample, from the dataset's metadata or by reading all samples."""
-    known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)
-    labels = np.asarray([data[i]["label"] for i in range(len(data))] if known is None else known)
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        received = f"{labels.dtype} of shape {labels.shape}"
-        raise DataError(expected("integer labels, one per image", received))
-    return labels
 
 
 def _small_vit(shape: tuple[int, ...]) -> ViTConfig:

@@ -209,8 +209,6 @@ class Loader:
 
 
 class SizedLoader(Loader):
-    """A loader with a length."""
-
     def __len__(self) -> int:
         return len(self.inner)
 

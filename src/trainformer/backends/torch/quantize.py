@@ -296,7 +296,6 @@ class _StraightThrough(nn.Module):
         self.config = quantizer.config
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Round the values."""
         return _PassGradient.apply(values, self.quantizer)
 
 

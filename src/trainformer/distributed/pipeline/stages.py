@@ -222,7 +222,6 @@ class StageStub(nn.Module):
         return getattr(self.__dict__["like"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what this forward pass needs here."""
         return self.action(args[0] if args else next(iter(kwargs.values())))
 
 
@@ -230,7 +229,6 @@ class EmbeddingStub(StageStub):
     """Stands in for the embeddings on later stages: returns zeros of their shape, which are not used."""
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Zeros."""
         weight = self.like.weight
         return torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype, device=ids.device)
 

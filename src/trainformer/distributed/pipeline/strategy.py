@@ -90,7 +90,7 @@ class Pipeline(Strategy):
         self._metrics: list[str] = []
         self._activations: dict[int, ActivationSpec] = {}
         self._probed: tuple[bool, torch.dtype | None] = False, None
-        self._schedules: OrderedDict[Any, _Schedule] = OrderedDict()
+        self._schedules: OrderedDict[Any, tuple[list[StageModule], Any]] = OrderedDict()
         self._skip_sync = False
         self._sums: Tensor | None = None
 
@@ -168,14 +168,15 @@ class Pipeline(Strategy):
 
     def _train(self, batch: Any) -> BackwardDone:
         microbatches = split_batch(batch, self.microbatches)
-        schedule = self._schedule_for(microbatches)
+        stages, schedule = self._schedule_for(microbatches)
         context = current_autocast(self.device)
-        for stage in schedule.stages:
+        for stage in stages:
             stage.begin(self.task.train_step, microbatches, self.reference, context)
         # Backward passes run without autocast; each stage enables it for its forward passes.
         with torch.autocast(self.device.type, enabled=False):
-            schedule.run()
-        results = [result for stage in schedule.stages for result in stage.end()]
+            order = torch.arange(self.microbatches)
+            schedule.step(*((order,) if stages[0].stage == 0 else ()), target=order)
+        results = [result for stage in stages for result in stage.end()]
         if self._tied is not None and not self._skip_sync:
             if self._tied.grad is None:
                 self._tied.grad = torch.zeros_like(self._tied)
@@ -234,8 +235,11 @@ class Pipeline(Strategy):
     def _has_last_stage(self) -> bool:
         return self.process_group.rank == self.process_group.world_size - 1
 
-    def _schedule_for(self, microbatches: list[MicroBatch]) -> _Schedule:
-        """The schedule for batches of this shape. All ranks see the same batch, so they all decide the same."""
+    def _schedule_for(self, microbatches: list[MicroBatch]) -> tuple[list[StageModule], Any]:
+        """This rank's stages and the schedule for batches of this shape.
+
+        All ranks see the same batch, so they all decide the same.
+        """
         assert self.model is not None
         largest = max(microbatches, key=lambda microbatch: microbatch.rows)
         # Everything that the shapes of activations may depend on.
@@ -244,11 +248,27 @@ class Pipeline(Strategy):
             if not self._infer_activations(largest):
                 self._probe(largest)
             stages = [StageModule(self.model, i, self._activations.get(i)) for i in sorted(self.model.own)]
-            self._schedules[key] = _Schedule(self, stages, largest.rows)
+            self._schedules[key] = stages, self._make_schedule(stages, largest.rows)
             while len(self._schedules) > _MAX_SCHEDULES:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return self._schedules[key]
+
+    def _make_schedule(self, stages: list[StageModule], rows: int) -> Any:
+        assert self.model is not None
+        made = []
+        for stage in stages:
+            # Known shapes save torch a run of every stage to infer them.
+            received = torch.empty(1, dtype=torch.int64, device="meta")
+            if stage.stage > 0:
+                received = self._activations[stage.stage - 1].zeros(rows, "meta")
+            sent = stage.output.zeros(rows, "meta") if stage.output is not None else torch.empty(1, device="meta")
+            made.append(PipelineStage(stage, stage.stage, self.model.count, self.device, (received,), (sent,)))
+        argument = made if self.schedule == "interleaved" else made[0]
+        # The last stage has already computed the loss.
+        return _SCHEDULES[self.schedule](
+            argument, self.microbatches, lambda output, target: output.sum(), scale_grads=False
+        )
 
     def _infer_activations(self, microbatch: MicroBatch) -> bool:
         """Activations of a decoder are (rows, tokens, width): another sequence length needs no probing."""
@@ -371,38 +391,6 @@ class Pipeline(Strategy):
             if self._aliases and hasattr(made, "tie_weights"):
                 made.tie_weights()
         return made
-
-
-class _Schedule:
-    """A schedule of torch for batches of one shape."""
-
-    def __init__(self, strategy: Pipeline, stages: list[StageModule], rows: int) -> None:
-        assert strategy.model is not None
-        self.stages = stages
-        self._order = torch.arange(strategy.microbatches)
-        made = []
-        for stage in stages:
-            # Known shapes save torch a run of every stage to infer them.
-            received = torch.empty(1, dtype=torch.int64, device="meta")
-            if stage.stage > 0:
-                received = strategy._activations[stage.stage - 1].zeros(rows, "meta")
-            sent = stage.output.zeros(rows, "meta") if stage.output is not None else torch.empty(1, device="meta")
-            count = strategy.model.count
-            made.append(PipelineStage(stage, stage.stage, count, strategy.device, (received,), (sent,)))
-        argument = made if strategy.schedule == "interleaved" else made[0]
-        schedule = _SCHEDULES[strategy.schedule]
-        self._schedule = schedule(argument, strategy.microbatches, _loss, scale_grads=False)
-        self._is_first = stages[0].stage == 0
-
-    def run(self) -> None:
-        """Forward and backward passes of all micro-batches."""
-        arguments = (self._order,) if self._is_first else ()
-        self._schedule.step(*arguments, target=self._order)
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage has already computed the loss."""
-    return output.sum()
 
 
 def _check_options(schedule: Any, microbatches: Any, stages_per_rank: Any, split: Any) -> None:
