@@ -171,7 +171,7 @@ class _TorchSync(_Picklable, nn.SyncBatchNorm):
             if kept[0] is None:
                 output = F.group_norm(input, 1, self.weight, self.bias, self.eps)
             else:
-                output = F.batch_norm(input, *kept, self.weight, self.bias, eps=self.eps)
+                output = F.batch_norm(input, kept[0], kept[1], self.weight, self.bias, eps=self.eps)
             output = output + empty.sum().to(input.dtype)
         else:
             output = super().forward(input)

@@ -44,7 +44,7 @@ class TrainerTask:
             # Skips the gradient all-reduce of a DDP or FSDP2 model.
             switch = getattr(owner.model, "set_requires_gradient_sync", None)
             if callable(getattr(owner.model, "no_sync", None)):
-                self.no_sync = owner.model.no_sync
+                self.no_sync: Any = owner.model.no_sync
             elif switch is not None:
                 self.no_sync = partial(_switched_off, switch)
 

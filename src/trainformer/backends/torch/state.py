@@ -31,7 +31,7 @@ def cloned(tree: Any, to_host: bool = False) -> Any:
 
 def gathered(tree: Any) -> Any:
     """The same tree with full tensors on the host in place of DTensors. A collective: every rank must call it."""
-    return map_tensors(lambda t: t.detach().full_tensor().cpu() if is_dtensor(t) else t, tree)
+    return map_tensors(lambda t: t.detach().full_tensor().cpu() if is_dtensor(t) else t, tree)  # type: ignore[attr-defined]
 
 
 def check_fits(own: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> None:

@@ -178,7 +178,7 @@ def read_gpt2(config: Mapping[str, Any]) -> DecoderConfig:
     refuse_unsupported(config, _GPT2_FIXED)
     fields = read_fields(config, _GPT2_FIELDS, intermediate_size=None, **_GPT2_DEFAULTS)
     fields["intermediate_size"] = fields["intermediate_size"] or 4 * fields["hidden_size"]
-    always = dict.fromkeys(("fused_qkv", "qkv_bias", "output_bias", "mlp_bias"), True)
+    always: dict[str, Any] = dict.fromkeys(("fused_qkv", "qkv_bias", "output_bias", "mlp_bias"), True)
     return DecoderConfig(**fields, **always, model_type="gpt2", norm="layer", gated=False, rope=None)
 
 

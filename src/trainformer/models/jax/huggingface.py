@@ -213,7 +213,7 @@ def saved_config(config: Any, family: Family, dtype: str) -> dict[str, Any]:
         source = json.loads(config.source)
         before = family.write_config(family.read_config(source))
         described = {**source, **{name: value for name, value in own.items() if before.get(name) != value}}
-    dtypes = {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in described}
+    dtypes: dict[str, str] = {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in described}
     return {**described, "architectures": own["architectures"], **dtypes}
 
 
