@@ -10,10 +10,9 @@ from torch.nn.attention import SDPBackend
 
 from toys import MeanTask, classes, largest_difference, mlp, same, weights
 from trainformer import Trainer
-from trainformer.backends.torch.memory import process_settings, sdpa_backends
+from trainformer.backends.torch.memory import make_precision, process_settings, sdpa_backends
 from trainformer.backends.torch.optimizers import decay_groups, named_parameters
 from trainformer.backends.torch.placement import apply_to_inputs, count_tokens, map_tensors, resolve_device
-from trainformer.backends.torch.precision import make_precision
 from trainformer.backends.torch.state import capture_random, restore_random
 from trainformer.core.errors import BadArgument
 

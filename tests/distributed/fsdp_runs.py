@@ -17,12 +17,12 @@ from text_toys import llama
 from toys import MeanTask, classes, mlp, tokens
 from trainformer import Loss, Trainer
 from trainformer.backends.torch.backend import TorchBackend
-from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import DeviceBatch
 from trainformer.distributed.fsdp import FSDP
 from trainformer.distributed.sharded_state import ShardedState, resharded, write_sharded
 from trainformer.run import RunSettings
+from trainformer.utils.distributed import is_dtensor
 
 LR, DECAY, CLIP, STEPS, HALF = 0.05, 0.1, 0.3, 6, 3
 # Each rank divides its sums by 8 / ranks. Parts of Llama compute in fp32 always: by another number than that, times a

@@ -24,10 +24,10 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3C
 
 from text_toys import llama
 from toys import TokenTask
-from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument
 from trainformer.distributed.tensor_parallel import TensorParallel
 from trainformer.utils import distributed
+from trainformer.utils.distributed import is_dtensor
 
 # A vocabulary that no number of ranks divides.
 SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "pad_token_id": 3}

@@ -172,7 +172,7 @@ def test_a_model_around_one_sequential_is_split_there():
     staged.split(2, None)
     x = torch.randn(3, 2, 2, dtype=torch.float64)
     assert torch.equal(staged.run(1, model, x, staged.run(0, model, x, None)), model(x))
-    assert staged.names()[0] == "layers.0"
+    assert staged.layers[0] is model.layers[0]
 
 
 def test_a_task_that_calls_the_model_twice_or_never_is_refused():

@@ -55,14 +55,21 @@ def make_strategy(choice: Any) -> Strategy:
         options = {"name": "accelerate", "accelerator": choice}
     name = options.pop("name", "auto")
     if name == "auto":
-        name = "ddp" if _is_distributed() else "single"
+        name = "ddp" if _launch().world_size > 1 else "single"
         if name == "ddp" and any(key.startswith("ACCELERATE_") for key in os.environ):
             from trainformer.distributed.accelerate import strategy_from_environment
 
             launched = strategy_from_environment()
             name, options = launched.pop("name", name), {**launched, **options}
     strategy = _strategy_class(name, choice)
-    _check_options(strategy, name, options)
+    parameters = inspect.signature(strategy.__init__).parameters
+    known = [p for p in parameters if p != "self"]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for option in options if not takes_any else ():
+        if option not in known:
+            have = f"It has {', '.join(known)}." if known else "It has none."
+            do = f"{did_you_mean(option, known)} {have}".strip()
+            raise BadArgument(expected(f"options of the strategy {name!r}", option, do))
     return strategy(**options)
 
 
@@ -73,17 +80,15 @@ def check_strategy(choice: Any) -> None:
 
 def is_main_process() -> bool:
     """Whether this process has rank 0, also before the process group is initialised."""
-    import torch.distributed as dist
-
-    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else Launch.find().rank) == 0
+    return _launch().rank == 0
 
 
-def _is_distributed() -> bool:
+def _launch() -> Launch:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1
-    return Launch.find().world_size > 1
+        return Launch(dist.get_rank(), dist.get_world_size(), 0)
+    return Launch.find()
 
 
 def _strategy_class(name: Any, choice: Any) -> type[Strategy]:
@@ -99,16 +104,3 @@ def _strategy_class(name: Any, choice: Any) -> type[Strategy]:
         what = f"the plugin {name!r} of trainformer.strategies to be a subclass of trainformer.distributed.Strategy"
         raise BadArgument(expected(what, found))
     return found
-
-
-def _check_options(strategy: type[Strategy], name: str, options: dict[str, Any]) -> None:
-    parameters = inspect.signature(strategy.__init__).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = [p for p in parameters if p != "self"]
-    for option in options:
-        if option not in known:
-            have = f"It has {', '.join(known)}." if known else "It has none."
-            raise BadArgument(
-                expected(f"options of the strategy {name!r}", option, f"{did_you_mean(option, known)} {have}".strip())
-            )

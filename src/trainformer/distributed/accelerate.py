@@ -97,12 +97,16 @@ class Accelerate(DDP):
 
     @property
     def _uses_deepspeed(self) -> bool:
-        return _distributed_type(self.accelerator) == "DEEPSPEED" and not self.process_group.is_single_process
+        kind = self.accelerator.distributed_type.name
+        return kind == "DEEPSPEED" and not self.process_group.is_single_process
 
     @property
     def _can_piggyback(self) -> bool:
-        """Whether the Accelerator's communication hooks leave gradients unchanged."""
-        return not _changes_gradients(self.accelerator.ddp_handler)
+        """Whether DDP neither skips nor rounds gradients: else the stats of a step need their own all-reduce."""
+        handler = self.accelerator.ddp_handler
+        if handler is None:
+            return True
+        return not (handler.find_unused_parameters or handler.static_graph or handler.comm_hook.name != "NO")
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         return self.accelerator.prepare_model(module, device_placement=False)
@@ -113,18 +117,16 @@ class Accelerate(DDP):
         _check_precision(str(wanted), self.precision)
         if not self.process_group.is_single_process:
             # Accelerate reads torchrun's variables only; Slurm, for instance, sets others.
-            process_group = self.process_group
-            variables = {
-                "RANK": process_group.rank,
-                "WORLD_SIZE": process_group.world_size,
-                "LOCAL_RANK": process_group.local_rank,
-            }
+            group = self.process_group
+            variables = {"RANK": group.rank, "WORLD_SIZE": group.world_size, "LOCAL_RANK": group.local_rank}
             if "MASTER_ADDR" not in os.environ:
-                variables["LOCAL_WORLD_SIZE"] = process_group.world_size
+                variables["LOCAL_WORLD_SIZE"] = group.world_size
             for name, value in variables.items():
                 os.environ.setdefault(name, str(value))
         # With cpu=True Accelerate silently ignores DeepSpeed; without GPUs it uses the CPU anyway.
-        chosen = {} if _wants_deepspeed(options) else {"cpu": device.type == "cpu"}
+        plugin = options.get("deepspeed_plugin") or options.get("deepspeed_plugins")
+        wants_deepspeed = plugin is not None or _is_set("ACCELERATE_USE_DEEPSPEED")
+        chosen = {} if wants_deepspeed else {"cpu": device.type == "cpu"}
         try:
             # The run has its own autocast and loss scaling.
             return _accelerate().Accelerator(**{**chosen, "mixed_precision": "no", **options})
@@ -135,7 +137,7 @@ class Accelerate(DDP):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Register the optimizer. The Accelerator's wrapper is not used: the run does what it would add."""
         if self._uses_deepspeed:
-            self._zero = Zero(self.accelerator, StepModule(self.task), optimizer)
+            self._zero = self.optimizer_states = Zero(self.accelerator, StepModule(self.task), optimizer)
             return self._zero.optimizer
         if self._wrapped is not None:
             self.accelerator.prepare_optimizer(optimizer, device_placement=False)
@@ -144,8 +146,6 @@ class Accelerate(DDP):
     def describe(self) -> str:
         text = super().describe()
         return text if self._zero is None else f"{text}, DeepSpeed ZeRO-{self._zero.engine.zero_optimization_stage()}"
-
-    # -- a step --------------------------------------------------------------------------------------------
 
     def train_step(self) -> Callable[[Any], Any] | None:
         if self._zero is None:
@@ -172,20 +172,6 @@ class Accelerate(DDP):
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
         return parameter.grad if self._zero is None else self._zero.full_gradient(parameter)
 
-    # -- state ---------------------------------------------------------------------------------------------
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._zero is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            self._zero.load_state_dict(state)
-
-    def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._zero is None:
-            super().check_optimizer_state(optimizer, state)
-        else:
-            self._zero.check_state(state)
-
 
 def strategy_from_environment() -> dict[str, Any]:
     """The strategy that ``accelerate launch`` was configured for, with its options; empty for plain DDP.
@@ -200,9 +186,8 @@ def strategy_from_environment() -> dict[str, Any]:
             raise BadArgument(expected("options of `accelerate launch` that are supported", option, do))
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         do = "Pass compile=True to the trainer."
-        raise BadArgument(
-            expected("`accelerate launch` without --dynamo_backend", os.environ["ACCELERATE_DYNAMO_BACKEND"], do)
-        )
+        what = "`accelerate launch` without --dynamo_backend"
+        raise BadArgument(expected(what, os.environ["ACCELERATE_DYNAMO_BACKEND"], do))
     if _is_set("ACCELERATE_USE_FSDP"):
         _accelerate()
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -244,21 +229,12 @@ def _check_options(options: dict[str, Any]) -> None:
         _refuse_accumulation(options["gradient_accumulation_steps"])
 
 
-def _distributed_type(accelerator: Any) -> str:
-    return accelerator.distributed_type.name
-
-
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
-def _wants_deepspeed(options: dict[str, Any]) -> bool:
-    given = options.get("deepspeed_plugin") or options.get("deepspeed_plugins")
-    return given is not None or _is_set("ACCELERATE_USE_DEEPSPEED")
-
-
 def _check(accelerator: Any) -> None:
-    kind = _distributed_type(accelerator)
+    kind = accelerator.distributed_type.name
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         do = f"Pass strategy={as_fsdp(plugin)}."
@@ -287,10 +263,3 @@ def _check_precision(theirs: str, ours: str) -> None:
     else:
         do = f"Create it with mixed_precision='no', and pass precision={theirs!r} to the trainer if intended."
     raise BadArgument(expected(f"an Accelerator with the precision of the run ({ours})", theirs, do))
-
-
-def _changes_gradients(handler: Any) -> bool:
-    """Whether DDP may skip or round gradients: the stats of a step then need their own all-reduce."""
-    if handler is None:
-        return False
-    return handler.find_unused_parameters or handler.static_graph or handler.comm_hook.name != "NO"

@@ -166,7 +166,15 @@ class DDP(DataParallel):
         if self._stats is None:
             return super().reduced_stats(scaler)
         if any(p.grad is None for p in self._trained.values()):
-            self._raise_unused()
+            # DDP itself raises one step later, when this step has already used gradients of a single rank.
+            unused = [name for name, p in self._trained.items() if p.grad is None]
+            some = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if len(unused) > 6 else "")
+            raise BadArgument(
+                f"Expected a gradient for every trainable parameter, received none for {some} on rank "
+                f"{self.process_group.rank}: DDP cannot all-reduce unused parameters. Use them in train_step, set "
+                "requires_grad=False before creating the trainer, or pass strategy={'name': 'ddp', "
+                "'find_unused_parameters': True} if this is intended."
+            )
         for parameter in self._unused:
             parameter.grad = None
         means, self._stats.grad = self._stats.grad, None
@@ -175,14 +183,3 @@ class DDP(DataParallel):
         sums = means.double() * self.process_group.dp_world_size
         scale = None if scaler is None else scaler._get_scale_async()
         return sums if scale is None else sums / scale
-
-    def _raise_unused(self) -> None:
-        """DDP itself raises one step later, when this step has already used gradients of a single rank."""
-        unused = [name for name, p in self._trained.items() if p.grad is None]
-        some = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if len(unused) > 6 else "")
-        raise BadArgument(
-            f"Expected a gradient for every trainable parameter, received none for {some} on rank "
-            f"{self.process_group.rank}: DDP cannot all-reduce unused parameters. Use them in train_step, set "
-            "requires_grad=False before creating the trainer, or pass strategy={'name': 'ddp', "
-            "'find_unused_parameters': True} if this is intended."
-        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from trainformer.backends.torch import gradients
 from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed.optimizer_state import unsharded_optimizer_state
-from trainformer.distributed.strategy import check_groups, unsharded
+from trainformer.distributed.strategy import check_groups
 
 _STAGES = {0: "strategy='ddp'", 3: "strategy='fsdp', which shards the weights as well"}
 # They need full tensors; DeepSpeed re-creates Adagrad without its groups.
@@ -130,29 +129,22 @@ class Zero:
     def backward(self, loss: Tensor) -> None:
         """Compute gradients; after the last micro-batch they are averaged, and each rank has its shard."""
         if self._holds_gradients and self._shards[0].grad is None:
-            self._reset_gradients()
+            self._sums.zero_grad()
+            for i in range(len(self._shards)):
+                self._sums.averaged_gradients[i] = self._sums.all_grad_tensors[i] = None
         self.engine.backward(loss, scale_wrt_gas=False)
         self._holds_gradients = True
         is_last = self.engine.is_gradient_accumulation_boundary()
         for i, shard in enumerate(self._shards):
-            shard.grad = self._gradient(i, shard) if is_last else shard.new_zeros(()).expand_as(shard)
-
-    def _gradient(self, i: int, shard: Tensor) -> Tensor:
-        """The reduced gradients of a group as one tensor, which the engine uses from now on."""
-        flat = torch.zeros_like(shard)
-        pieces = [piece.reshape(-1) for piece in self._sums.averaged_gradients[i]]
-        if pieces:
-            found = torch.cat(pieces)
-            flat[: len(found)] = found
-        self._sums.averaged_gradients[i] = [flat]
-        return flat
-
-    def _reset_gradients(self) -> None:
-        self._sums.zero_grad()
-        for i in range(len(self._shards)):
-            self._sums.averaged_gradients[i] = None
-            self._sums.all_grad_tensors[i] = None
-        self._holds_gradients = False
+            if not is_last:
+                shard.grad = shard.new_zeros(()).expand_as(shard)
+                continue
+            # The reduced gradients of a group as one tensor, which the engine uses from now on.
+            shard.grad = torch.zeros_like(shard)
+            if pieces := [piece.reshape(-1) for piece in self._sums.averaged_gradients[i]]:
+                found = torch.cat(pieces)
+                shard.grad[: len(found)] = found
+            self._sums.averaged_gradients[i] = [shard.grad]
 
     def total_norm(self, grads: list[Tensor], uniform: bool) -> Tensor:
         """The norm of all gradients: each element is on one rank only."""
@@ -176,7 +168,7 @@ class Zero:
     # -- state ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer state in torch's form for one process, on the host. A collective."""
         groups, state, first = [], {}, 0
         for group, parameters, shard in zip(self.inner.param_groups, self._groups, self._shards, strict=True):
@@ -190,9 +182,9 @@ class Zero:
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Any) -> None:
+    def load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Load this rank's shard of a state from any strategy and world size."""
-        saved = unsharded_optimizer_state(unsharded(state))
+        saved = unsharded_optimizer_state(state)
         shards: dict[int, dict[str, Any]] = {}
         groups, first = [], 0
         for i, (group, parameters) in enumerate(zip(saved["param_groups"], self._groups, strict=True)):
@@ -203,10 +195,9 @@ class Zero:
                 shards[i] = {key: _shard(key, known, self._shards[i]) for key in known[0][1]}
         self.inner.load_state_dict({"state": shards, "param_groups": groups})
 
-    def check_state(self, state: Any) -> None:
+    def check(self, state: Any) -> None:
         """Raise if a state does not fit."""
-        original: Any = SimpleNamespace(param_groups=[{"params": parameters} for parameters in self._groups])
-        check_groups(original, unsharded_optimizer_state(unsharded(state)))
+        check_groups([{"params": parameters} for parameters in self._groups], state)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -236,10 +227,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 shard.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return self._zero.state_dict()
+        return self._zero.state_of(self)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self._zero.load_state_dict(state_dict)
+        self._zero.load(self, state_dict)
 
 
 def _check_types(optimizer: torch.optim.Optimizer) -> None:

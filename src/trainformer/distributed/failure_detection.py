@@ -97,15 +97,19 @@ class RankMonitor:
         self.grace = grace
         self._store = store
         self._namespace = ProcessInfo.current().namespace
-        self._beats = Heartbeats(store, rank, world_size, every)
+        self._over = threading.Event()
+        self._reset()
         self.patience = max(patience, 4 * self._beats.interval)  # with thousands of ranks heartbeats are rarer
-        self._guarded_thread = 0
+
+    def _reset(self) -> None:
+        self._beats = Heartbeats(self._store, self.rank, self.world_size, self.every)
+        self._guarded_thread = threading.get_ident()
         self._responses = 0
         self._store_silence = 0.0  # seconds without a response of the store
         self._overdue: float | None = None  # seconds the run has not moved since a rank was lost
         self._position: tuple[FrameType | None, int] = None, 0  # where the run was then
         self._explaining = False
-        self._over = threading.Event()
+        self._over.clear()
 
     @property
     def peers(self) -> list[Peer]:
@@ -121,7 +125,10 @@ class RankMonitor:
         if self.world_size == 1:
             yield
             return
-        thread = self._start()
+        self._reset()
+        self._beats.start()
+        thread = threading.Thread(target=self._watch, name="trainformer-watch", daemon=True)
+        thread.start()
         error: BaseException | None = None
         try:
             yield
@@ -135,7 +142,11 @@ class RankMonitor:
             self._over.set()
             thread.join()
             self._position = None, 0
-            self._beats.stop(*_final_status(error))
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self._beats.stop(FINISHED, Failure(""))
+            else:
+                text = f"{type(error).__name__}: {error}"[:_MAX_FAILURE_TEXT]
+                self._beats.stop(FAILED, Failure(text, is_symptom=is_collective_error(error)))
             for peer in self.peers:
                 if peer.process is not None:
                     peer.process.close()
@@ -169,19 +180,6 @@ class RankMonitor:
 
     # -- the monitor thread --------------------------------------------------------------------------------
 
-    def _start(self) -> threading.Thread:
-        self._beats = Heartbeats(self._store, self.rank, self.world_size, self.every)
-        self._guarded_thread = threading.get_ident()
-        self._responses = 0
-        self._store_silence = 0.0
-        self._overdue = None
-        self._explaining = False
-        self._over.clear()
-        self._beats.start()
-        thread = threading.Thread(target=self._watch, name="trainformer-watch", daemon=True)
-        thread.start()
-        return thread
-
     def _watch(self) -> None:
         pause = min(1.0, self.every)
         before = time.monotonic()
@@ -189,23 +187,17 @@ class RankMonitor:
             now = time.monotonic()
             # Time in which this process was suspended does not count.
             passed, before = min(now - before, 2 * pause), now
-            self._check_processes()
-            self._check_store(passed)
+            for peer in self.peers:
+                if peer.process is None and peer.info is not None and peer.info.namespace == self._namespace:
+                    peer.process = LocalProcess(peer.info.pid)
+                if peer.process is not None and not peer.has_exited and peer.process.has_exited():
+                    peer.has_exited = True
+                    self._beats.poll_now()  # the store knows whether it wrote a final status
+            if self._responses != self._beats.responses:
+                self._responses, self._store_silence = self._beats.responses, 0.0
+            else:
+                self._store_silence += passed
             self._react(self._causes(self.patience), passed)
-
-    def _check_processes(self) -> None:
-        for peer in self.peers:
-            if peer.process is None and peer.info is not None and peer.info.namespace == self._namespace:
-                peer.process = LocalProcess(peer.info.pid)
-            if peer.process is not None and not peer.has_exited and peer.process.has_exited():
-                peer.has_exited = True
-                self._beats.poll_now()  # the store knows whether it wrote a final status
-
-    def _check_store(self, passed: float) -> None:
-        if self._responses != self._beats.responses:
-            self._responses, self._store_silence = self._beats.responses, 0.0
-        else:
-            self._store_silence += passed
 
     def _react(self, causes: list[Cause], passed: float) -> None:
         """Warn once about lost ranks, and end the process if the run hangs."""
@@ -218,16 +210,13 @@ class RankMonitor:
             if not self._explaining:
                 self._log(logging.WARNING, f"{_text(causes)} This process exits if it hangs for {self.grace:g} s.")
         else:
-            self._overdue = 0.0 if self._has_moved() else self._overdue + passed
+            # Whether the run's thread is at another instruction. Keeping its frame ensures no other one reuses its id.
+            before, frame = self._position, sys._current_frames().get(self._guarded_thread)
+            self._position = frame, frame.f_lasti if frame is not None else 0
+            has_moved = frame is not before[0] or self._position[1] != before[1]
+            self._overdue = 0.0 if has_moved else self._overdue + passed
             if self._overdue >= self.grace:
                 self._exit(causes)
-
-    def _has_moved(self) -> bool:
-        """Whether the run's thread is at another instruction. Keeping its frame ensures no other one reuses its id."""
-        before = self._position
-        frame = sys._current_frames().get(self._guarded_thread)
-        self._position = frame, frame.f_lasti if frame is not None else 0
-        return self._position[0] is not before[0] or self._position[1] != before[1]
 
     def _causes(
         self, patience: float, startup_limit: float | None = None, collective_failed: bool = False
@@ -306,13 +295,6 @@ def is_collective_error(error: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
-
-
-def _final_status(error: BaseException | None) -> tuple[str, Failure]:
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return FINISHED, Failure("")
-    text = f"{type(error).__name__}: {error}"[:_MAX_FAILURE_TEXT]
-    return FAILED, Failure(text, is_symptom=is_collective_error(error))
 
 
 def _blame(peer: Peer, patience: float, seen_to_exit: bool) -> Cause | None:

@@ -7,7 +7,7 @@ Everything that does not depend on how a model is sharded is in `sharded_base`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +35,7 @@ Blocks = str | type | Callable[[str, nn.Module], bool] | Sequence[str | type] | 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # dtype of all-gathered parameters and of reduced gradients, by the precision of the run; fp32: unchanged.
 _POLICIES = {
-    "bf16": (torch.bfloat16, torch.float32),
-    "fp8": (torch.bfloat16, torch.float32),
+    **dict.fromkeys(("bf16", "fp8"), (torch.bfloat16, torch.float32)),
     "fp16": (torch.float16, torch.float32),
 }
 
@@ -143,7 +142,11 @@ class FSDP(ShardedStrategy):
         ignored = {id(p) for p in unsharded}
         for module in (*blocks, root):
             own = [p for p in module.parameters() if not is_dtensor(p)]
-            self._check_dtypes([p for p in own if id(p) not in ignored])
+            kinds = {p.dtype for p in own if id(p) not in ignored and p.requires_grad}
+            if len(kinds) > 1:
+                what = "trainable parameters of one dtype, which FSDP gathers together"
+                do = "Convert the model, with model.float() for instance."
+                raise BadArgument(expected(what, " and ".join(sorted(map(str, kinds))), do))
             self._broadcast_from_rank_0(own, module)
             if module is root:
                 fully_shard(module, **options)
@@ -161,13 +164,6 @@ class FSDP(ShardedStrategy):
             param = None
         return MixedPrecisionPolicy(self.param_dtype or param, self.reduce_dtype or reduce, cast_forward_inputs=False)
 
-    def _check_dtypes(self, parameters: list[nn.Parameter]) -> None:
-        kinds = {p.dtype for p in parameters if p.requires_grad}
-        if len(kinds) > 1:
-            what = "trainable parameters of one dtype, which FSDP gathers together"
-            do = "Convert the model, with model.float() for instance."
-            raise BadArgument(expected(what, " and ".join(sorted(map(str, kinds))), do))
-
     # -- a step --------------------------------------------------------------------------------------------
 
     def train_step(self) -> Callable[[Any], Any] | None:
@@ -178,16 +174,16 @@ class FSDP(ShardedStrategy):
         return lambda batch: root(lambda _: task.train_step(batch), None)
 
     @contextmanager
-    def _skip_gradient_sync(self) -> Iterator[None]:
-        self._root.set_requires_gradient_sync(False)
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate full, unreduced gradients until the last micro-batch of the step."""
+        root = self._root
+        if root is not None:
+            root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._root.set_requires_gradient_sync(True)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Accumulate full, unreduced gradients until the last micro-batch of the step."""
-        return super().no_sync() if self._root is None else self._skip_gradient_sync()
+            if root is not None:
+                root.set_requires_gradient_sync(True)
 
     def _reduce_remaining_gradients(self) -> None:
         trained = [p for p in self._unsharded if p.requires_grad]
@@ -243,18 +239,22 @@ def find_blocks(model: nn.Module, wanted: Blocks = None, within: nn.Module | Non
     >>> [type(block).__name__ for block in find_blocks(nn.Sequential(nn.Linear(2, 4), nn.Sequential(*layers)))]
     ['TransformerEncoderLayer', 'TransformerEncoderLayer']
     """
-    found = _detect(model) if wanted is None else _select(model, wanted)
-    everything = model if within is None else within
-    return [b for b in reversed(found) if any(True for _ in b.parameters()) and _shares_nothing(b, everything)]
+    if wanted is None:
+        named = [getattr(module, "_no_split_modules", None) for module in model.modules()]
+        names = {name for given in named if isinstance(given, (list, tuple, set)) for name in given}
+        found = [module for module in model.modules() if type(module).__name__ in names] or _repeated(model)
+    else:
+        found = _select(model, wanted)
+    holders: dict[int, set[int]] = {}  # of each parameter
+    for module in (model if within is None else within).modules():
+        for p in module.parameters(recurse=False):
+            holders.setdefault(id(p), set()).add(id(module))
 
+    def is_separate(block: nn.Module) -> bool:
+        own, inner = list(block.parameters()), {id(module) for module in block.modules()}
+        return bool(own) and all(holders[id(p)] <= inner for p in own)
 
-def _detect(model: nn.Module) -> list[nn.Module]:
-    named: set[str] = set()
-    for module in model.modules():
-        names = getattr(module, "_no_split_modules", None)
-        named |= set(names) if isinstance(names, (list, tuple, set)) else set()
-    by_name = [module for module in model.modules() if type(module).__name__ in named]
-    return by_name or _repeated(model)
+    return [block for block in reversed(found) if is_separate(block)]
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
@@ -270,16 +270,14 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
         if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         children = [child for child in module if any(True for _ in child.parameters())]
-        if len(children) < 2 or len({type(child) for child in children}) > 1 or not _has_layers(children[0]):
+        if len(children) < 2 or len({type(child) for child in children}) > 1:
+            continue
+        if isinstance(children[0], _CONTAINERS) or not any(True for _ in children[0].children()):
             continue
         if sum(p.numel() for p in module.parameters()) >= least:
             found += children
             inside |= {id(inner) for inner in module.modules()}
     return found
-
-
-def _has_layers(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS) and any(True for _ in module.children())
 
 
 def _select(model: nn.Module, wanted: Any) -> list[nn.Module]:
@@ -291,7 +289,12 @@ def _select(model: nn.Module, wanted: Any) -> list[nn.Module]:
         kinds = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
         found = [module for module in model.modules() if _is_of(module, kinds)]
         for kind in kinds:
-            _check_kind(kind, found, model)
+            if not isinstance(kind, (str, type)):
+                raise BadArgument(expected("blocks to be class names, classes or a function of (name, module)", kind))
+            if not any(_is_of(module, [kind]) for module in found):
+                name = kind if isinstance(kind, str) else kind.__name__
+                hint = did_you_mean(name, {type(module).__name__ for module in model.modules()})
+                raise BadArgument(expected("blocks to name classes of modules in the model", name, hint))
     for module in found:
         if isinstance(module, _CONTAINERS):
             do = "Name the modules in it: a list has no forward pass in which it could be gathered."
@@ -301,19 +304,3 @@ def _select(model: nn.Module, wanted: Any) -> list[nn.Module]:
 
 def _is_of(module: nn.Module, kinds: Iterable[Any]) -> bool:
     return any(isinstance(module, kind) if isinstance(kind, type) else type(module).__name__ == kind for kind in kinds)
-
-
-def _check_kind(kind: Any, found: list[nn.Module], model: nn.Module) -> None:
-    if not isinstance(kind, (str, type)):
-        raise BadArgument(expected("blocks to be class names, classes or a function of (name, module)", kind))
-    if not any(_is_of(module, [kind]) for module in found):
-        name = kind if isinstance(kind, str) else kind.__name__
-        hint = did_you_mean(name, {type(module).__name__ for module in model.modules()})
-        raise BadArgument(expected("blocks to name classes of modules in the model", name, hint))
-
-
-def _shares_nothing(block: nn.Module, everything: nn.Module) -> bool:
-    own = {id(p) for p in block.parameters()}
-    inner = {id(module) for module in block.modules()}
-    outside = (m for m in everything.modules() if id(m) not in inner)
-    return not any(id(p) in own for m in outside for p in m.parameters(recurse=False))

@@ -138,23 +138,24 @@ class Heartbeats:
 
     def _run(self) -> None:
         try:
-            self._register()
+            # A connection of our own: on a shared one, a call that waits for another rank would block ours.
+            clone = getattr(self._shared_store, "clone", None)
+            own = dist.PrefixStore("trainformer/heartbeats", clone() if clone else self._shared_store)
+            # A prefix per run, the same on every rank: heartbeats of an earlier run in the same processes do not count.
+            number = own.add(f"runs/{self.rank}", 1)
+            self._store = dist.PrefixStore(str(number), own)
+            self._store.set(f"info/{self.rank}", json.dumps(asdict(ProcessInfo.current())))
             while self._beat():
                 self.responses += 1
                 self._wake.wait(self.interval)
                 self._wake.clear()
-            self._linger()
+            # The store ends with the process that hosts it: the others must read our final status first.
+            until = time.monotonic() + self._max_linger
+            while any(peer.is_running and not peer.has_exited for peer in self.peers) and time.monotonic() < until:
+                time.sleep(min(0.1, self.interval))
+                self._poll()
         except Exception as error:  # a store raises whatever its connection raises
             self.error = error
-
-    def _register(self) -> None:
-        # A connection of our own: on a shared one, a call that waits for another rank would block ours.
-        clone = getattr(self._shared_store, "clone", None)
-        own = dist.PrefixStore("trainformer/heartbeats", clone() if clone else self._shared_store)
-        # A prefix per run, the same on every rank: heartbeats of an earlier run in the same processes do not count.
-        number = own.add(f"runs/{self.rank}", 1)
-        self._store = dist.PrefixStore(str(number), own)
-        self._store.set(f"info/{self.rank}", json.dumps(asdict(ProcessInfo.current())))
 
     def _beat(self) -> bool:
         """Write our status and read those of the others. Returns whether to continue."""
@@ -170,7 +171,12 @@ class Heartbeats:
         # Time in which this process was suspended, or the store did not respond, says nothing about the others.
         passed, self._last_poll = min(now - self._last_poll, 2 * self.interval), now
         exited = [peer for peer in self.peers if peer.has_exited and peer.is_running]
-        self._find_new_peers()
+        # `get` blocks until a key exists, so check first.
+        missing = [peer for peer in self.peers if peer.info is None]
+        if missing and not self._store.check([f"status/{peer.rank}" for peer in missing]):
+            missing = [peer for peer in missing if self._store.check([f"status/{peer.rank}"])]
+        for peer in missing:
+            peer.info = ProcessInfo(**json.loads(self._store.get(f"info/{peer.rank}")))
         known = [peer for peer in self.peers if peer.info]
         statuses = self._store.multi_get([f"status/{peer.rank}" for peer in known]) if known else []
         for peer in self.peers:
@@ -182,14 +188,6 @@ class Heartbeats:
                 self._store.set(f"status/{peer.rank}", DIED)
                 peer.status = DIED
 
-    def _find_new_peers(self) -> None:
-        # `get` blocks until a key exists, so check first.
-        missing = [peer for peer in self.peers if peer.info is None]
-        if missing and not self._store.check([f"status/{peer.rank}" for peer in missing]):
-            missing = [peer for peer in missing if self._store.check([f"status/{peer.rank}"])]
-        for peer in missing:
-            peer.info = ProcessInfo(**json.loads(self._store.get(f"info/{peer.rank}")))
-
     def _update(self, peer: Peer, status: str) -> None:
         if status == peer.status:
             return
@@ -198,13 +196,6 @@ class Heartbeats:
         peer.status, peer.silence = status, 0.0
         if status != DIED:  # which the peer did not write itself
             peer.last_seen = time.time()
-
-    def _linger(self) -> None:
-        """The store ends with the process that hosts it: the others must read our final status first."""
-        until = time.monotonic() + self._max_linger
-        while any(peer.is_running and not peer.has_exited for peer in self.peers) and time.monotonic() < until:
-            time.sleep(min(0.1, self.interval))
-            self._poll()
 
     @property
     def _max_linger(self) -> float:

@@ -30,13 +30,9 @@ class NamedParameters:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         unknown = [tuple(p.shape) for p in parameters if id(p) not in names]
         if unknown:
-            raise BadArgument(
-                expected(
-                    "the optimizer to hold the sharded parameters of the task",
-                    f"{len(unknown)} others, of shapes {unknown[:4]}",
-                    "Pass the optimizer by name, as a class or as a factory: it is created after sharding.",
-                )
-            )
+            what = "the optimizer to hold the sharded parameters of the task"
+            do = "Pass the optimizer by name, as a class or as a factory: it is created after sharding."
+            raise BadArgument(expected(what, f"{len(unknown)} others, of shapes {unknown[:4]}", do))
         self.by_name = {names[id(p)]: p for p in parameters}
         self._original_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         _split_mixed_groups(optimizer)
@@ -52,7 +48,14 @@ class NamedParameters:
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state from `state_of`, a `ShardedState`, or an ordinary state dict with full tensors and numbers."""
         self.check(state)
-        state = resharded(self._named(state), self._parameters_for(self._named(state)))
+        state = self._named(state)
+        # A tree like the state, with the parameter in place of each tensor of its shape.
+        like = {
+            key: {name: self._parameter_for(value, name) for name, value in entries.items()}
+            for key, entries in state.items()
+            if isinstance(entries, Mapping)
+        }
+        state = resharded(state, like)
         groups = _regrouped(state["param_groups"], self._groups)
         optimizer.load_state_dict(renamed({**state, "param_groups": groups}, self._numbers))
 
@@ -83,14 +86,6 @@ class NamedParameters:
         if _has_names(state):
             return state
         return renamed(state, dict(enumerate(name for group in self._original_groups for name in group)))
-
-    def _parameters_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A tree like the state, with the parameter in place of each tensor of its shape."""
-        return {
-            key: {name: self._parameter_for(value, name) for name, value in entries.items()}
-            for key, entries in state.items()
-            if isinstance(entries, Mapping)
-        }
 
     def _parameter_for(self, value: Any, name: Any) -> Any:
         if isinstance(value, Mapping):

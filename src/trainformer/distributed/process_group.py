@@ -158,12 +158,12 @@ class TorchProcessGroup:
         found = self.all_gather_object(value)
         return [found[index * self.world_size // self.dp_world_size] for index in range(self.dp_world_size)]
 
-    def broadcast(self, value: Any) -> Any:
-        """The value of rank 0."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of rank 0, or another one."""
         if self.is_single_process:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=source)
         return box[0]
 
     def scatter(self, parts: list[Any] | None) -> Any:

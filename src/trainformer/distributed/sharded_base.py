@@ -47,7 +47,6 @@ class ShardedStrategy(DataParallel):
     sharing = SharingPattern.PER_RANK
     shards_state = True
     _mesh: DeviceMesh
-    _parameters: NamedParameters
 
     def __init__(self, *, sync_batchnorm: bool = True) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm)
@@ -87,10 +86,19 @@ class ShardedStrategy(DataParallel):
             super().prepare(task, device)
             return
         self.task, self._device = task, device
-        _refuse_quantized(task)
+        for part, module in modules_of(task).items():
+            for name, p in module.named_parameters():
+                if not p.is_floating_point():
+                    what = "floating-point parameters, which can be sharded"
+                    do = "Load the model without quantization, or use strategy='ddp'."
+                    raise BadArgument(expected(what, f"{part}.{name} of {p.dtype}", do))
         self._mesh = self._make_mesh(task)
         self._meta_model = _meta_copy(task.model)
-        self._convert_batchnorm(task)
+        for module in modules_of(task).values() if self.sync_batchnorm else ():
+            for layer in module.modules():
+                if isinstance(layer, _BatchNorm):
+                    layer.to(device)
+            convert_sync_batchnorm(module)
         self._root = StepModule(task)
         self._shard(self._root)
 
@@ -113,17 +121,8 @@ class ShardedStrategy(DataParallel):
             for group in (*inner.param_groups, *optimizer.param_groups):
                 group["fused"] = None
             inner._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        self._parameters = NamedParameters(optimizer, named_parameters(self.task))
+        self.optimizer_states = NamedParameters(optimizer, named_parameters(self.task))
         return optimizer
-
-    def _convert_batchnorm(self, task: Any) -> None:
-        if not self.sync_batchnorm:
-            return
-        for module in modules_of(task).values():
-            for layer in module.modules():
-                if isinstance(layer, _BatchNorm):
-                    layer.to(self._device)
-            convert_sync_batchnorm(module)
 
     def _broadcast_from_rank_0(self, parameters: Iterable[nn.Parameter], module: nn.Module) -> None:
         """Move parameters, and the buffers of a module, to the device, with the values of rank 0."""
@@ -154,7 +153,8 @@ class ShardedStrategy(DataParallel):
             return super().total_norm(grads, uniform)
         sharded = local_tensors([g for g in grads if is_sharded(g)])
         replicated = local_tensors([g for g in grads if not is_sharded(g)])
-        squares = [_square(g) for g in (sharded, replicated) if g]
+        groups = [group for group in (sharded, replicated) if group]
+        squares = [gradients.total_norm(g, gradients.are_uniform(g)).double().square() for g in groups]
         if sharded:
             dist.all_reduce(squares[0], group=self._mesh.get_group(SHARD))
         total = squares[0] if len(squares) == 1 else squares[0] + squares[1].to(squares[0].device)
@@ -184,21 +184,6 @@ class ShardedStrategy(DataParallel):
     def check_model_state(self, state: Any, state_dict: Callable[[], dict[str, Any]]) -> None:
         """Raise if names or shapes do not fit. Reads no tensors."""
         check_fits(self.model_state(state_dict), state, "model")
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return super().optimizer_state(optimizer) if self._root is None else self._parameters.state_of(optimizer)
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._root is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            self._parameters.load(optimizer, state)
-
-    def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._root is None:
-            super().check_optimizer_state(optimizer, state)
-        else:
-            self._parameters.check(state)
 
     @torch.no_grad()
     def unsharded_model(self) -> nn.Module:
@@ -292,19 +277,6 @@ def materialize(root: nn.Module, device: torch.device) -> None:
                     made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
                 module._parameters[name] = made[id(p)]
     root._apply(lambda tensor: tensor)  # FSDP picks up the new parameters
-
-
-def _square(grads: list[Tensor]) -> Tensor:
-    return gradients.total_norm(grads, gradients.are_uniform(grads)).double().square()
-
-
-def _refuse_quantized(task: Any) -> None:
-    for part, module in modules_of(task).items():
-        for name, p in module.named_parameters():
-            if not p.is_floating_point():
-                what = "floating-point parameters, which can be sharded"
-                do = "Load the model without quantization, or use strategy='ddp'."
-                raise BadArgument(expected(what, f"{part}.{name} of {p.dtype}", do))
 
 
 def _meta_copy(model: nn.Module) -> nn.Module | None:

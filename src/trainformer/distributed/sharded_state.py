@@ -49,12 +49,8 @@ def write_sharded(folder: Path, stem: str, state: Any, process_group: TorchProce
     shard = f"{stem}.shard-{process_group.rank:05d}-of-{process_group.world_size:05d}{_SHARD}"
     written = [save(pieces, folder, shard, {_OFFSETS: json.dumps(offsets)})]
     if process_group.is_main:
-        content = {
-            "format": _FORMAT,
-            "world": process_group.world_size,
-            "aliases": aliases,
-            "tree": meta_tree(state, tensors),
-        }
+        tree = meta_tree(state, tensors)
+        content = {"format": _FORMAT, "world": process_group.world_size, "aliases": aliases, "tree": tree}
         torch.save(content, folder / f"{stem}{_TREE}")
         written.append(f"{stem}{_TREE}")
     return written
@@ -102,7 +98,13 @@ class ShardedState(Mapping[str, Any]):
         if len(trees) != 1:
             raise DataError(f"{folder} lacks the file *{_TREE} that describes its shards; it has {names}.")
         self._path = folder / trees[0]
-        content = _checked_tree(read_tensors(self._path), self._path)
+        content = read_tensors(self._path)
+        kinds: dict[str, Any] = {"format": int, "world": int, "aliases": dict, "tree": (dict, list)}
+        if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in kinds.items()):
+            raise _bad_tree(self._path)
+        if content["format"] > _FORMAT:
+            what = f"a newer trainformer (format {content['format']})"
+            raise DataError(f"{self._path} was written by {what}; please upgrade.")
         self.tree: Any = content["tree"]
         self._meta = dict(named_tensors(self.tree))
         self._aliases: dict[str, str] = content["aliases"]
@@ -117,7 +119,13 @@ class ShardedState(Mapping[str, Any]):
         #: In which file each piece of a tensor is, by name and offsets.
         self._places: dict[tuple[str, tuple[int, ...]], str] = {}
         self._index = self._build_index(shards)
-        self._check_complete()
+        for name, entry in self._index.items():
+            there = sum(chunk.sizes.numel() for chunk in entry.chunks)
+            if there != entry.size.numel():
+                raise DataError(
+                    f"The shards in {self.folder} hold {there} of the {entry.size.numel()} values of {name}: "
+                    "some of them belong to another checkpoint."
+                )
 
     # -- mapping -------------------------------------------------------------------------------------------
 
@@ -170,7 +178,8 @@ class ShardedState(Mapping[str, Any]):
                 try:
                     if file not in files:
                         files[file] = stack.enter_context(safe_open(self.folder / file, framework="pt"))
-                    piece = _read_slice(files[file], name, item.storage_offsets, item.lengths)
+                    where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                    piece = files[file].get_slice(name)[where] if where else files[file].get_tensor(name)
                 except (SafetensorError, OSError) as error:
                     raise _damaged(self.folder / file, error) from error
                 target = planner.resolve_tensor(item)
@@ -180,7 +189,7 @@ class ShardedState(Mapping[str, Any]):
     # -- index ---------------------------------------------------------------------------------------------
 
     def _build_index(self, shards: list[str]) -> dict[str, Any]:
-        from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
         found: dict[str, TensorStorageMetadata] = {}
         for name, meta in self._meta.items():
@@ -189,48 +198,24 @@ class ShardedState(Mapping[str, Any]):
             path = self.folder / shard
             try:
                 with safe_open(path, framework="pt") as file:
-                    for name, offsets in json.loads((file.metadata() or {})[_OFFSETS]).items():
-                        piece = file.get_slice(name)
-                        self._add_piece(found[name], name, tuple(map(int, offsets)), tuple(piece.get_shape()), shard)
+                    pieces = {
+                        name: (found[name], tuple(map(int, offsets)), tuple(file.get_slice(name).get_shape()))
+                        for name, offsets in json.loads((file.metadata() or {})[_OFFSETS]).items()
+                    }
+                for name, (entry, offsets, sizes) in pieces.items():
+                    if name in self._aliases:
+                        continue  # an empty shard of a tied tensor: empty tensors are not recognised as tied
+                    fits = len(offsets) == len(sizes) == len(entry.size)
+                    if not fits or any(o < 0 or o + s > n for o, s, n in zip(offsets, sizes, entry.size, strict=True)):
+                        raise ValueError(f"a piece of {name} is outside of it")
+                    if math.prod(sizes):
+                        if (name, offsets) in self._places:
+                            raise ValueError(f"a piece of {name} is there twice")
+                        self._places[name, offsets] = shard
+                        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
                 raise _damaged(path, error) from error
-        for alias, name in self._aliases.items():
-            found[alias] = found[name]
-        return found
-
-    def _add_piece(
-        self, entry: TensorStorageMetadata, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shard: str
-    ) -> None:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        if name in self._aliases:
-            return  # an empty shard of a tied tensor: empty tensors cannot be recognised as tied when written
-        fits = len(offsets) == len(sizes) == len(entry.size)
-        if not fits or any(o < 0 or o + s > size for o, s, size in zip(offsets, sizes, entry.size, strict=True)):
-            raise ValueError(f"a piece of {name} is outside of it")
-        if math.prod(sizes):
-            if (name, offsets) in self._places:
-                raise ValueError(f"a piece of {name} is there twice")
-            self._places[name, offsets] = shard
-            entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-
-    def _check_complete(self) -> None:
-        for name, entry in self._index.items():
-            there = sum(chunk.sizes.numel() for chunk in entry.chunks)
-            if there != entry.size.numel():
-                raise DataError(
-                    f"The shards in {self.folder} hold {there} of the {entry.size.numel()} values of {name}: "
-                    "some of them belong to another checkpoint."
-                )
-
-
-def _checked_tree(content: Any, path: Path) -> dict[str, Any]:
-    kinds: dict[str, Any] = {"format": int, "world": int, "aliases": dict, "tree": (dict, list)}
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in kinds.items()):
-        raise _bad_tree(path)
-    if content["format"] > _FORMAT:
-        raise DataError(f"{path} was written by a newer trainformer (format {content['format']}); please upgrade.")
-    return content
+        return found | {alias: found[name] for alias, name in self._aliases.items()}
 
 
 def _bad_tree(path: Path) -> DataError:
@@ -254,12 +239,6 @@ def _own_piece(tensor: Tensor, process_group: TorchProcessGroup) -> tuple[Tensor
         return None
     (chunk,) = sharded.__create_chunk_list__()
     return sharded.to_local(), list(chunk.offsets)
-
-
-def _read_slice(file: Any, name: str, offsets: torch.Size, lengths: torch.Size) -> Tensor:
-    if not lengths:
-        return file.get_tensor(name)
-    return file.get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

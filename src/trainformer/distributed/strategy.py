@@ -35,6 +35,8 @@ class Strategy:
     sharing = SharingPattern.GLOBAL
     #: Whether each rank holds and writes its own shard of them (checkpoint format "sharded").
     shards_state = False
+    #: Saves and loads the optimizer state of all ranks, if one rank holds a part of it only; see `NamedParameters`.
+    optimizer_states: Any = None
 
     def __init__(self) -> None:
         self.process_group = TorchProcessGroup()
@@ -135,15 +137,21 @@ class Strategy:
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer state as this rank writes it."""
-        return optimizer.state_dict()
+        return optimizer.state_dict() if self.optimizer_states is None else self.optimizer_states.state_of(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Load a copy of an optimizer state: torch keeps the tensors it is given and updates them in place."""
-        optimizer.load_state_dict(cloned(unsharded_optimizer_state(unsharded(state))))
+        if self.optimizer_states is None:
+            optimizer.load_state_dict(cloned(unsharded_optimizer_state(state)))
+        else:
+            self.optimizer_states.load(optimizer, state)
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Raise if an optimizer state does not fit."""
-        check_groups(optimizer, unsharded_optimizer_state(unsharded(state)))
+        if self.optimizer_states is None:
+            check_groups(optimizer.param_groups, state)
+        else:
+            self.optimizer_states.check(state)
 
     def copy_model(self) -> nn.Module:
         """A second model with the same weights, in fp32 or wider; for weight averaging (EMA)."""
@@ -169,7 +177,6 @@ class StepModule(nn.Module):
         self.rest = nn.ParameterList([p for p in named_parameters(task).values() if id(p) not in known])
 
     def forward(self, function: Callable[[Any], Any], batch: Any) -> Any:
-        """Call the function."""
         return function(batch)
 
 
@@ -186,10 +193,10 @@ def unsharded(state: Any) -> Any:
     return state.unsharded() if isinstance(state, ShardedState) else state
 
 
-def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def check_groups(groups: list[dict[str, Any]], state: Any) -> None:
     """Raise if an optimizer state has other parameter groups."""
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in groups]
+    saved = [len(group["params"]) for group in unsharded_optimizer_state(state)["param_groups"]]
     if here != saved:
         raise DataError(
             f"The checkpoint's optimizer does not fit: it has groups of {saved} tensors, the one here of {here}. "

@@ -71,7 +71,6 @@ class _HostSync(_Picklable, _BatchNorm):
     """In plain tensor operations, with one collective in the forward and one in the backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise with the mean and variance over all ranks."""
         if not self.training or world_size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -161,7 +160,6 @@ class _TorchSync(_Picklable, nn.SyncBatchNorm):
     process_group = property(lambda self: data_parallel_group())  # type: ignore[assignment]  # a group cannot be pickled
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise with the mean and variance over all ranks."""
         if not self.training or world_size() == 1 or not (is_padding() or self.single_sample):
             return super().forward(input)
         # All ranks together may have a single value, whose unbiased variance is undefined.
@@ -169,7 +167,12 @@ class _TorchSync(_Picklable, nn.SyncBatchNorm):
         if is_padding():
             # No rows, in the dtype in which the other ranks send their statistics (torch takes it from the input).
             empty = super().forward(input[:0].to(torch.promote_types(input.dtype, torch.float32)))
-            output = self._without_statistics(input, *kept) + empty.sum().to(input.dtype)
+            # Output of ordinary magnitude: it has weight 0, but 0 * inf would be NaN.
+            if kept[0] is None:
+                output = F.group_norm(input, 1, self.weight, self.bias, self.eps)
+            else:
+                output = F.batch_norm(input, kept[0], kept[1], self.weight, self.bias, eps=self.eps)
+            output = output + empty.sum().to(input.dtype)
         else:
             output = super().forward(input)
         if self.running_mean is not None and self.running_var is not None:
@@ -178,18 +181,11 @@ class _TorchSync(_Picklable, nn.SyncBatchNorm):
             self.running_var.copy_(torch.where(exists, self.running_var, kept[1]))  # type: ignore[arg-type]
         return output
 
-    def _without_statistics(self, input: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
-        """Output of ordinary magnitude: it has weight 0, but 0 * inf would be NaN."""
-        if mean is None:
-            return F.group_norm(input, 1, self.weight, self.bias, self.eps)
-        return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
-
 
 class _TimmActivation:
     """For timm's BatchNorm with activation, which copies torch's code instead of calling it."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Normalise, drop, activate."""
         return self.act(self.drop(self._implementation.forward(self, input)))
 
 

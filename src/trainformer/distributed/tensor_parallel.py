@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,18 +212,17 @@ class ShardedLinear(nn.Linear):
 #: A replicated layer that sees sharded activations: its gradients are summed over ranks.
 SUMMED = "replicated_with_grad_allreduce"
 _REPLICATED = "replicate"
-_GATHERED: Callable[[], ParallelStyle] = lambda: ColwiseParallel(output_layouts=Replicate())  # noqa: E731
-_SPLIT: Callable[[], ParallelStyle] = lambda: RowwiseParallel(input_layouts=Replicate())  # noqa: E731
 # Columns and rows of A in y = x A; the weight of a layer is A transposed.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
-    "colwise_gather_output": _GATHERED,
-    "colwise_rep": _GATHERED,
     "rowwise": RowwiseParallel,
-    "rowwise_split_input": _SPLIT,
-    "rowwise_rep": _SPLIT,
-    "embedding_rowwise": _SPLIT,
-    "embedding_colwise": _GATHERED,
+    **dict.fromkeys(
+        ("colwise_gather_output", "colwise_rep", "embedding_colwise"),
+        partial(ColwiseParallel, output_layouts=Replicate()),
+    ),
+    **dict.fromkeys(
+        ("rowwise_split_input", "rowwise_rep", "embedding_rowwise"), partial(RowwiseParallel, input_layouts=Replicate())
+    ),
 }
 # Styles with replicated inputs and outputs, by layer class and sharded dimension of the weight.
 _REPLICATED_IO = {
@@ -263,8 +263,8 @@ def check_plan(plan: Plan) -> None:
         do = "For instance {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}."
         raise BadArgument(expected("plan to be 'auto' or a mapping of layer name patterns to styles", plan, do))
     for pattern, style in plan.items():
-        if not isinstance(style, ParallelStyle) and style not in (*_STYLES, SUMMED, _REPLICATED):
-            known = (*_STYLES, SUMMED, _REPLICATED)
+        known = (*_STYLES, SUMMED, _REPLICATED)
+        if not isinstance(style, ParallelStyle) and style not in known:
             what = f"the style of {pattern} to be one of {', '.join(known)}, or a ParallelStyle of torch"
             raise BadArgument(expected(what, style, did_you_mean(str(style), known)))
 
@@ -288,13 +288,10 @@ def _matching(model: nn.Module, plan: Plan) -> Iterator[PlannedLayer]:
     for pattern, style in rules.items():
         matching = [name for name in modules if name and _matches(name, pattern)]
         if not matching and is_custom:
-            raise BadArgument(
-                expected(
-                    f"layers of {type(model).__name__} that match {pattern!r} of the plan",
-                    "none",
-                    _suggestion(pattern, modules),
-                )
-            )
+            layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, nn.Embedding))]
+            have = f"Its layers are {', '.join(layers[:6])}{', ...' if len(layers) > 6 else ''}."
+            what = f"layers of {type(model).__name__} that match {pattern!r} of the plan"
+            raise BadArgument(expected(what, "none", did_you_mean(pattern, layers) or have))
         found += len(matching)
         for name in matching if style != _REPLICATED else ():
             made = None if style == SUMMED else style if isinstance(style, ParallelStyle) else _STYLES[style]()
@@ -331,13 +328,6 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _suggestion(pattern: str, modules: Mapping[str, nn.Module]) -> str:
-    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, nn.Embedding))]
-    return (
-        did_you_mean(pattern, layers) or f"Its layers are {', '.join(layers[:6])}{', ...' if len(layers) > 6 else ''}."
-    )
-
-
 def _tied_layers(model: nn.Module, found: Mapping[str, PlannedLayer]) -> Iterator[tuple[str, nn.Module, int]]:
     """Layers outside the plan whose weight is tied to a planned one, and the dimension it is sharded in."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -357,11 +347,10 @@ def _tied_layers(model: nn.Module, found: Mapping[str, PlannedLayer]) -> Iterato
 
 def _sharded_dim(layer: PlannedLayer) -> int | None:
     """The sharded dimension of the weight; None if it is replicated or the style is unknown."""
-    if isinstance(layer.style, ColwiseParallel):
-        return 1 if isinstance(layer.module, nn.Embedding) else 0
-    if isinstance(layer.style, RowwiseParallel):
-        return 0 if isinstance(layer.module, nn.Embedding) else 1
-    return None
+    if not isinstance(layer.style, (ColwiseParallel, RowwiseParallel)):
+        return None
+    # The weight of a linear layer is transposed, that of an embedding is not.
+    return int(isinstance(layer.style, ColwiseParallel) == isinstance(layer.module, nn.Embedding))
 
 
 def _check_sizes(model: nn.Module, layer: PlannedLayer, size: int) -> None:
@@ -372,8 +361,11 @@ def _check_sizes(model: nn.Module, layer: PlannedLayer, size: int) -> None:
     _kind(name, module)
     if isinstance(style, ColwiseParallel) and style.output_layouts != (Replicate(),):
         width: Any = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
-        heads = _heads(model, name, width)
-        if heads is not None and heads % size:
+        # Of an attention projection, from the head size of the module around it.
+        around: Any = model.get_submodule(name.rpartition(".")[0])
+        each = getattr(around, "head_dim", None) or getattr(around, "head_size", None)
+        heads = width // each if isinstance(each, int) and width % each == 0 else 0
+        if heads % size:
             what = f"{name} to have a number of heads that {size} divides"
             raise BadArgument(expected(what, f"{heads} heads", _sizes_for(heads)))
     elif isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear) and style.input_layouts == (Shard(-1),):
@@ -382,13 +374,6 @@ def _check_sizes(model: nn.Module, layer: PlannedLayer, size: int) -> None:
         return
     if width % size:
         raise BadArgument(expected(f"{name} to have a width that {size} divides", width, _sizes_for(width)))
-
-
-def _heads(model: nn.Module, name: str, width: int) -> int | None:
-    """Number of heads of an attention projection, from the head size of the module around it."""
-    around: Any = model.get_submodule(name.rpartition(".")[0])
-    each = getattr(around, "head_dim", None) or getattr(around, "head_size", None)
-    return width // each if isinstance(each, int) and width % each == 0 else None
 
 
 def _sizes_for(number: int) -> str:

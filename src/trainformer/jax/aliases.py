@@ -154,10 +154,8 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-# -- settings and keywords of trainers -----------------------------------------------------------------------------
-
 #: The settings of a run (named the same for all entry points), and the argument that decides each.
-_SETTINGS = {
+SETTINGS = {
     "epochs": "num_train_epochs",
     "max_steps": "max_steps",
     "batch_size": "total_batch_size",
@@ -196,24 +194,15 @@ _KEYWORDS = {
 def settings_passed(passed: Iterable[str], values: Mapping[str, Any]) -> frozenset[str]:
     """Which settings of a run the user chose, from the names of the arguments that were passed."""
     arguments = set(passed)
-    return frozenset(name for name, own in _SETTINGS.items() if own in arguments and name in values)
+    return frozenset(name for name, own in SETTINGS.items() if own in arguments and name in values)
 
 
 def refuse_unknown_keywords(kind: type, unknown: Iterable[str]) -> None:
     """Raise if a trainer received keywords that neither it nor one of its bases has."""
-    known = {name for base in kind.__mro__ if "__init__" in vars(base) for name in _keywords(base)}
+    inits = [init for base in kind.__mro__ if inspect.isfunction(init := vars(base).get("__init__"))]
+    parameters = [parameter for init in inits for parameter in inspect.signature(init).parameters.values()]
+    known = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - {"self"}
     for name in unknown:
         own = _KEYWORDS.get(name)
         do = f"It is called {own} here." if own in known else did_you_mean(name, sorted(known))
         raise BadArgument(expected(f"keywords of {kind.__name__}", name, do or "Settings of a run go into arguments."))
-
-
-def _keywords(kind: type) -> list[str]:
-    init = vars(kind)["__init__"]
-    if not inspect.isfunction(init):
-        return []
-    return [
-        name
-        for name, parameter in inspect.signature(init).parameters.items()
-        if name != "self" and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]

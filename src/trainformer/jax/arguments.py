@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from trainformer.backends.jax.sharding import resolve_dims
 from trainformer.backends.jax.step import resolve_remat
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.cadence import Cadence
-from trainformer.jax.aliases import resolve_aliases
+from trainformer.jax.aliases import SETTINGS, resolve_aliases
 from trainformer.jax.serialization import JsonArguments
 
 _ALL = 10**9  # checkpoints: no limit
@@ -132,7 +132,10 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
                 setattr(self, field.name, str(value.value))  # a member of an enum
         self.scheduler_kwargs = dict(self.scheduler_kwargs or {})
         self.optimizer_kwargs = dict(self.optimizer_kwargs or {})
-        self.sharding_array = _four_axes(self.sharding_array)
+        axes = self.sharding_array
+        if isinstance(axes, (tuple, list)):
+            # Newer versions of EasyDeL have a fifth axis for experts, in the middle; dropped if its size is 1.
+            self.sharding_array = (*axes[:2], *axes[3:]) if len(axes) == 5 and axes[2] == 1 else tuple(axes)
         self.dtype = _dtype_name("dtype", self.dtype)
         self.param_dtype = _dtype_name("param_dtype", self.param_dtype)
         self.max_steps = -1 if self.max_steps is None else self.max_steps
@@ -148,11 +151,19 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         self._check_numbers()
         self._resolve_strategies()
         self._check_choices()
-        _check_axes(self.sharding_array)
+        axes = self.sharding_array if isinstance(self.sharding_array, tuple) else ()
+        # The axes alone: the number of devices is not known yet.
+        resolve_dims(self.sharding_array, math.prod(size for size in axes if isinstance(size, int) and size > 0))
         resolve_remat(self.gradient_checkpointing)
         frozen = self.frozen_parameters
         for pattern in frozen if isinstance(frozen, list) else [frozen] if frozen is not None else []:
-            _check_regex(pattern)
+            what = "frozen_parameters to be regular expressions"
+            if not isinstance(pattern, str):
+                raise BadArgument(expected(what, pattern))
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise BadArgument(expected(what, pattern, f"{error}.")) from error
         schedule = self._schedule(1000)  # any length: only checks that it can be built
         if isinstance(self.optimizer, optax.GradientTransformation):
             if "weight_decay" in self.passed and self.weight_decay:
@@ -234,7 +245,39 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
 
     def resolve(self, data_shards: int) -> BatchSizes:
         """Batch sizes on a mesh with `data_shards` = dp * fsdp."""
-        return solve_batch_sizes(vars(self), self.passed, data_shards)
+        names = ("total_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+        # Sizes that were not passed follow from those that were; a default never contradicts a passed value.
+        total, per_device, accumulation = (getattr(self, name) if name in self.passed else None for name in names)
+        if total is None:
+            per_device = per_device or self.per_device_train_batch_size
+            accumulation = accumulation or self.gradient_accumulation_steps
+            total = per_device * data_shards * accumulation
+        elif per_device is None:
+            accumulation = accumulation or self.gradient_accumulation_steps
+            per_device, rest = divmod(total, data_shards * accumulation)
+            if rest:
+                raise _not_divisible(total, "gradient_accumulation_steps", accumulation, data_shards)
+        elif accumulation is None:
+            accumulation, rest = divmod(total, data_shards * per_device)
+            if rest:
+                raise _not_divisible(total, "per_device_train_batch_size", per_device, data_shards)
+        elif total != per_device * data_shards * accumulation:
+            raise _contradiction(total, per_device, accumulation, data_shards)
+        return BatchSizes(total, per_device, accumulation, data_shards, self._eval_size(data_shards))
+
+    def _eval_size(self, data_shards: int) -> int:
+        per_device, total = self.per_device_eval_batch_size, self.eval_batch_size
+        if total is None:
+            return per_device * data_shards
+        if "per_device_eval_batch_size" in self.passed and per_device * data_shards != total:
+            raise BadArgument(
+                f"Expected eval_batch_size = per_device_eval_batch_size * (dp * fsdp), received {total} and "
+                f"{per_device} * {data_shards} = {per_device * data_shards}. Pass one of the two."
+            )
+        if total % data_shards:
+            what = f"eval_batch_size to be a multiple of the {data_shards} data shards (dp * fsdp)"
+            raise BadArgument(expected(what, total))
+        return total
 
     def resolve_on(self, n_devices: int) -> BatchSizes:
         """Batch sizes on `n_devices` devices, arranged by `sharding_array`."""
@@ -273,45 +316,31 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             what = "an integer num_train_epochs for data of unknown length"
             raise BadArgument(expected(what, self.num_train_epochs, "Pass max_steps."))
         metric = (self.metric_for_best_model or "loss").removeprefix("eval_").removeprefix("val/")
+        is_loss = any(word in metric for word in ("loss", "perplexity", "error"))
+        greater = not is_loss if self.greater_is_better is None else self.greater_is_better
         save_best = int(self.metric_for_best_model is not None) if self.save_best is None else self.save_best
         return {
+            **{name: getattr(self, own) for name, own in SETTINGS.items()},
             "epochs": max(1, math.ceil(self.num_train_epochs)),
             "max_steps": self.planned_steps(steps_per_epoch) if by_steps else None,
             "batch_size": sizes.total,
             "micro_batches": sizes.accumulation,
             "eval_batch_size": sizes.evaluation,
-            "lr": self.learning_rate,
-            "weight_decay": self.weight_decay,
-            "warmup_ratio": self.warmup_ratio,
             "gradient_clip": self.max_grad_norm or None,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "nonfinite": self.nonfinite,
-            "seed": self.seed,
             "drop_last": self.drop_last,
             "precision": "no" if self.dtype == "fp32" else self.dtype,
-            "gradient_checkpointing": self.gradient_checkpointing,
             "sharding_array": self.sharding_array,
             "num_workers": self.dataloader_num_workers,
-            "log": self.log,
-            "log_every": self.logging_steps,
             "project": self.project,
             "name": self.run_name or self.model_name,
-            "run_dir": self.output_dir,
             "save_every": _cadence(self.save_strategy, self.save_steps),
             "save_best": save_best,
             "save_last": self.save_total_limit or _ALL,
             "save_async": self.save_async,
             "monitor_metric": f"val/{metric}",
-            "monitor_mode": "max" if self._is_greater_better(metric) else "min",
-            "resume": self.resume,
+            "monitor_mode": "max" if greater else "min",
             "eval_every": _cadence(self.evaluation_strategy, self.eval_steps),
         }
-
-    def _is_greater_better(self, metric: str) -> bool:
-        if self.greater_is_better is not None:
-            return self.greater_is_better
-        return not any(word in metric for word in ("loss", "perplexity", "error"))
 
 
 def _number(name: str, value: Any, fits: Callable[[Any], bool], words: str) -> None:
@@ -325,19 +354,6 @@ def _cadence(strategy: str, every: int | str | None) -> str | None:
     return None if strategy == "no" else str(Cadence.parse(every, "steps"))
 
 
-def _four_axes(given: Any) -> Any:
-    """Newer versions of EasyDeL have a fifth axis for experts, in the middle; dropped if its size is 1."""
-    if not isinstance(given, (tuple, list)):
-        return given
-    return (*given[:2], *given[3:]) if len(given) == 5 and given[2] == 1 else tuple(given)
-
-
-def _check_axes(given: Any) -> None:
-    """Check the axes alone, without knowing the number of devices."""
-    sizes = given if isinstance(given, tuple) else ()
-    resolve_dims(given, math.prod(size for size in sizes if isinstance(size, int) and size > 0))
-
-
 def _dtype_name(name: str, value: Any) -> str:
     short = {"float32": "fp32", "bfloat16": "bf16"}
     if isinstance(value, str) and value.lower() == "auto":
@@ -349,15 +365,6 @@ def _dtype_name(name: str, value: Any) -> str:
         do = "float16 needs loss scaling, bf16 does not." if dtype == "float16" else ""
         raise BadArgument(expected(f"{name} to be 'bf16' or 'fp32'", dtype, do))
     return short[dtype]
-
-
-def _check_regex(pattern: Any) -> None:
-    if not isinstance(pattern, str):
-        raise BadArgument(expected("frozen_parameters to be regular expressions", pattern))
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise BadArgument(expected("frozen_parameters to be regular expressions", pattern, f"{error}.")) from error
 
 
 # -- batch sizes -----------------------------------------------------------------------------------------------------
@@ -375,49 +382,6 @@ class BatchSizes:
     accumulation: int
     data_shards: int
     evaluation: int
-
-
-def solve_batch_sizes(sizes: Mapping[str, Any], passed: Collection[str], data_shards: int) -> BatchSizes:
-    """Batch sizes on a mesh with `data_shards` = dp * fsdp, from the fields of the arguments.
-
-    Sizes that were not passed follow from those that were; a default never contradicts a passed value.
-    """
-    total, per_device, accumulation = (
-        sizes[name] if name in passed else None
-        for name in ("total_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-    )
-    if total is None:
-        per_device = per_device or sizes["per_device_train_batch_size"]
-        accumulation = accumulation or sizes["gradient_accumulation_steps"]
-        total = per_device * data_shards * accumulation
-    elif per_device is None:
-        accumulation = accumulation or sizes["gradient_accumulation_steps"]
-        per_device, rest = divmod(total, data_shards * accumulation)
-        if rest:
-            raise _not_divisible(total, "gradient_accumulation_steps", accumulation, data_shards)
-    elif accumulation is None:
-        accumulation, rest = divmod(total, data_shards * per_device)
-        if rest:
-            raise _not_divisible(total, "per_device_train_batch_size", per_device, data_shards)
-    elif total != per_device * data_shards * accumulation:
-        raise _contradiction(total, per_device, accumulation, data_shards)
-    return BatchSizes(total, per_device, accumulation, data_shards, _eval_size(sizes, passed, data_shards))
-
-
-def _eval_size(sizes: Mapping[str, Any], passed: Collection[str], data_shards: int) -> int:
-    per_device, total = sizes["per_device_eval_batch_size"], sizes["eval_batch_size"]
-    if total is None:
-        return per_device * data_shards
-    if "per_device_eval_batch_size" in passed and per_device * data_shards != total:
-        raise BadArgument(
-            f"Expected eval_batch_size = per_device_eval_batch_size * (dp * fsdp), received {total} and {per_device} * "
-            f"{data_shards} = {per_device * data_shards}. Pass one of the two."
-        )
-    if total % data_shards:
-        raise BadArgument(
-            f"Expected eval_batch_size to be a multiple of the {data_shards} data shards (dp * fsdp), received {total}."
-        )
-    return total
 
 
 def _not_divisible(total: int, name: str, value: int, data_shards: int) -> BadArgument:

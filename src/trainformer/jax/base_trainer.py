@@ -8,28 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
+from safetensors.numpy import save_file
 
-from trainformer.backends.jax.backend import JaxBackend, StepHooks
+from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
 from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
 from trainformer.backends.jax.processes import initialize_distributed, process_group_on, process_shard
-from trainformer.backends.jax.sharding import create_sharded, data_shards, init_sharded, make_mesh
+from trainformer.backends.jax.sharding import data_shards, make_mesh, make_sharded
 from trainformer.backends.jax.step import make_eval_step, make_train_step, resolve_remat
 from trainformer.backends.jax.step_metrics import pack_metrics
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
+from trainformer.data.collate import stack_samples
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.engine import Event
 from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.saving import save_assets, save_trainer, save_weights
+from trainformer.jax.saving import new_files, save_trainer
+from trainformer.jax.serialization import FILE_NAME
 from trainformer.jax.validation import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -39,7 +44,6 @@ from trainformer.jax.validation import (
     check_eval_arguments,
     check_state,
     checked_hook,
-    stacking_collate,
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
@@ -147,7 +151,9 @@ class BaseTrainer(TrainerApi):
             accumulation=sizes.accumulation,
             learning_rate=configured.scheduler,
             nonfinite=arguments.nonfinite,
-            hooks=self._step_hooks(),
+            # A hook that no subclass overrides costs nothing.
+            on_start=checked_hook(self.on_step_start) if self._overrides("on_step_start") else None,
+            on_end=checked_hook(self.on_step_end) if self._overrides("on_step_end") else None,
         )
         values = arguments.run_settings(sizes, self.steps_per_epoch)
         if loaders.max_training_steps is not None:
@@ -203,6 +209,11 @@ class BaseTrainer(TrainerApi):
         arguments, sizes = self.arguments, self.batch_sizes
         collate = self.data_collator or self.create_collect_function()
 
+        def collate_and_stack(samples: list[Any]) -> Any:
+            assert collate is not None
+            batch = collate(samples)
+            return stack_samples(batch) if isinstance(batch, list) else batch
+
         def source(dataset: Any, train: bool) -> Any:
             if dataset is None:
                 return None
@@ -211,7 +222,7 @@ class BaseTrainer(TrainerApi):
                 sizes.total if train else sizes.evaluation,
                 shuffle=train and arguments.shuffle,
                 seed=arguments.seed,
-                collate=None if collate is None else stacking_collate(collate),
+                collate=None if collate is None else collate_and_stack,
                 drop_last=train and arguments.drop_last,
                 shard=self._shard,
                 threads=arguments.dataloader_num_workers,
@@ -233,17 +244,12 @@ class BaseTrainer(TrainerApi):
             return TrainerConfigureModelOutput(None, state, state.tx, None)  # its schedule is unknown
         model = self.load_model(self.model)
         key, frozen = jax.random.key(arguments.seed), self.frozen_patterns()
-        if isinstance(model, nnx.Module):
-            self.prepare_model(model)
-            state, _ = create_sharded(cast_parameters(model, arguments), tx, key, self.mesh, frozen=frozen)
-        else:
 
-            def build(rngs: nnx.Rngs) -> nnx.Module:
-                return cast_parameters(self.prepare_model(model(rngs)), arguments)
+        def prepare(module: nnx.Module) -> nnx.Module:
+            return cast_parameters(self.prepare_model(module), arguments)
 
-            state, _ = init_sharded(build, tx, key, self.mesh, frozen=frozen)
-            model = None
-        return TrainerConfigureModelOutput(model, state, tx, scheduler)
+        state = make_sharded(model, prepare, tx, key, self.mesh, frozen=frozen)
+        return TrainerConfigureModelOutput(model if isinstance(model, nnx.Module) else None, state, tx, scheduler)
 
     def load_model(self, model: Any) -> Any:
         """A module, or a function that builds one, from the `model` argument."""
@@ -270,16 +276,19 @@ class BaseTrainer(TrainerApi):
         """Configure remat policy, attention kernel and unrolled layers on a model that supports it."""
         arguments = self.arguments
         if hasattr(model, "configure"):
+            is_single_gpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "gpu"
+            asked = arguments.unroll_layers
             model.configure(
                 remat=resolve_remat(arguments.gradient_checkpointing),
                 attention=attention_kernel(arguments.use_fast_kernels, self.dtype),
-                unroll=_unroll(arguments.unroll_layers, self.mesh),
+                # All layers on a single GPU (about 30 % faster), else none, which compiles faster.
+                unroll=(True if is_single_gpu else 1) if asked is None else asked,
             )
         return model
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """The jitted step functions, built from `compute_loss` and `compute_metrics`."""
-        if type(self).compute_loss is BaseTrainer.compute_loss:
+        if not self._overrides("compute_loss"):
             raise BadArgument(
                 f"{type(self).__name__} has no loss: define compute_loss(model, batch, key), or return step functions "
                 "from configure_functions."
@@ -325,12 +334,8 @@ class BaseTrainer(TrainerApi):
     def on_log(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Called when metrics are logged, with the number of completed steps. May return the metrics to log instead."""
 
-    def _step_hooks(self) -> StepHooks:
-        """The hooks that a subclass overrides; the others cost nothing."""
-        return StepHooks(
-            checked_hook(self.on_step_start) if type(self).on_step_start is not BaseTrainer.on_step_start else None,
-            checked_hook(self.on_step_end) if type(self).on_step_end is not BaseTrainer.on_step_end else None,
-        )
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(BaseTrainer, name)
 
     def listeners(self) -> dict[Event, Any]:
         """Event handlers of the trainer itself, called before any callback."""
@@ -341,7 +346,7 @@ class BaseTrainer(TrainerApi):
                 metrics.clear()
                 metrics.update(changed)
 
-        return {Event.LOG: log} if type(self).on_log is not BaseTrainer.on_log else {}
+        return {Event.LOG: log} if self._overrides("on_log") else {}
 
     # -- train, evaluate, save -------------------------------------------------------------------------------------
 
@@ -387,12 +392,25 @@ class BaseTrainer(TrainerApi):
     save = save_pretrained  # the name that callbacks use
 
     def save_weights(self, folder: Path, state: Any) -> list[str]:
-        """Write the weights of a state to a folder. Returns the file names."""
-        return save_weights(self, folder, state)
+        """Write the weights with the model's own `save_pretrained`, or by parameter path. Returns the file names."""
+        model: Any = getattr(state, "model", None)
+        with new_files(folder) as written:
+            if hasattr(model, "save_pretrained"):
+                model.save_pretrained(folder)
+            else:
+                leaves = jax.tree_util.tree_leaves_with_path(getattr(state, "params", state))
+                arrays = {
+                    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+                    for path, leaf in leaves
+                    if hasattr(leaf, "dtype") and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                }
+                save_file(arrays, folder / "model.safetensors")
+        return written
 
     def save_assets(self, folder: Path) -> list[str]:
         """Write the files that belong next to the state of a checkpoint. Returns their names."""
-        return save_assets(self, folder)
+        self.arguments.save(folder / FILE_NAME)
+        return [FILE_NAME]
 
     @property
     def model(self) -> Any:
@@ -438,31 +456,17 @@ class BaseTrainer(TrainerApi):
         return self.tx
 
     @property
-    def active_scheduler(self) -> LastLearningRate:
-        """The learning rate, with the interface of a torch scheduler."""
-        return LastLearningRate(self)
+    def active_scheduler(self) -> Any:
+        """The learning rate of the last step with the `get_last_lr()` of torch's schedulers, which callbacks call."""
+        schedule, step = self.scheduler, self.state.step
 
+        def get_last_lr() -> list[float]:
+            return [] if schedule is None else [float(schedule(max(0, step - 1)))]
 
-class LastLearningRate:
-    """The learning rate with `get_last_lr()`, which callbacks of other libraries call."""
-
-    def __init__(self, trainer: BaseTrainer) -> None:
-        self._trainer = trainer
-
-    def get_last_lr(self) -> list[float]:
-        """The learning rate of the last step."""
-        schedule, step = self._trainer.scheduler, self._trainer.state.step
-        return [] if schedule is None else [float(schedule(max(0, step - 1)))]
+        return SimpleNamespace(get_last_lr=get_last_lr)
 
 
 def _one_of(name: str, value: Any, other: str, second: Any) -> Any:
     if value is not None and second is not None:
         raise BadArgument(f"Expected {name} or {other}, which mean the same, received both. Pass one of them.")
     return second if value is None else value
-
-
-def _unroll(asked: int | bool | None, mesh: Mesh) -> int | bool:
-    """How many layers to unroll: all on a single GPU (about 30 % faster), else none, which compiles faster."""
-    if asked is not None:
-        return asked
-    return True if mesh.size == 1 and mesh.devices.flat[0].platform == "gpu" else 1

@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
+from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import Loss
@@ -22,7 +24,7 @@ from trainformer.data.text.collate import pair_batch
 from trainformer.data.text.prepare import PairEncoder, preference_tokens
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer, untrained_state
+from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer
 from trainformer.jax.text_trainer import TextArguments, TextTrainer, valid_labels
 from trainformer.jax.validation import TrainerConfigureModelOutput
 from trainformer.losses.jax import dpo_loss, orpo_loss, preference_rewards, simpo_loss
@@ -108,8 +110,6 @@ class DPOTrainer(TextTrainer):
         self._reference = ReferenceDigest()
         super().__init__(arguments, model, processing_class, callbacks=[*(callbacks or ()), self._reference], **options)
 
-    # -- data --------------------------------------------------------------------------------------------------
-
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         encoder = self.encoder(PairEncoder, "completion")
         pairs = preference_tokens(dataset, encoder, **self.token_options(train))  # type: ignore[arg-type]
@@ -130,16 +130,26 @@ class DPOTrainer(TextTrainer):
 
         return collate
 
-    # -- reference model -----------------------------------------------------------------------------------------
-
     def configure_model(self) -> TrainerConfigureModelOutput:
         """The model; before training, also the reference log probabilities of all pairs."""
         output = super().configure_model()
         if self._scored:
             state = output.state if self.reference_model is None else self._load_reference()
-            self._check_adapter(state)
-            collate, rows = self.create_collect_function(), self.batch_sizes.evaluation
-            scorer = Scorer(state, self.mesh, self._log_probs, collate, rows=rows, dtype=self.dtype)
+            lora = getattr(state.model, "lora", None)
+            # An adapter can be disabled for the reference, but layers that it replaced (modules_to_save) are lost.
+            if self.reference_model is None and self.lora and self.lora.folder and lora and lora.modules_to_save:
+                raise BadArgument(
+                    f"Expected a reference_model, since the adapter in {self.lora.folder} replaces whole layers "
+                    f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
+                )
+            scorer = Scorer(
+                state,
+                self.mesh,
+                lambda model, batch: self._pair_sums(model, batch)[0],
+                self.create_collect_function(),
+                rows=self.batch_sizes.evaluation,
+                dtype=self.dtype,
+            )
             self._reference.digest = scorer.digest
             for data in self._scored:
                 scorer(data)
@@ -150,22 +160,8 @@ class DPOTrainer(TextTrainer):
         if given is self.model and isinstance(given, nnx.Module):
             do = "Leave reference_model out."
             raise BadArgument(expected("a reference_model other than the trained model", "the same object", do))
-        return untrained_state(BaseTrainer.load_model(self, given), self.prepare_model, self.mesh, self.arguments.seed)
-
-    def _check_adapter(self, state: Any) -> None:
-        """An adapter can be disabled for the reference, but layers that it replaced (modules_to_save) are lost."""
-        lora = getattr(state.model, "lora", None)
-        if self.reference_model is None and self.lora and self.lora.folder and lora and lora.modules_to_save:
-            raise BadArgument(
-                f"Expected a reference_model, since the adapter in {self.lora.folder} replaces whole layers "
-                f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
-            )
-
-    def _log_probs(self, model: Any, batch: Mapping[str, Any]) -> jax.Array:
-        """Log probabilities (pairs, 2) of the answers, summed over tokens."""
-        return self._pair_sums(model, batch)[0]
-
-    # -- steps -------------------------------------------------------------------------------------------------
+        model, key = BaseTrainer.load_model(self, given), jax.random.key(self.arguments.seed)
+        return make_sharded(model, self.prepare_model, optax.identity(), key, self.mesh)
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         return self._preference_loss(model, batch, key, self.arguments.label_smoothing)

@@ -26,7 +26,7 @@ from trainformer.data.labels import is_stream, labels_of
 from trainformer.data.numpy_loader import as_data
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.losses.jax import IGNORE_INDEX, TokenLoss, row_sums
+from trainformer.losses.jax import IGNORE_INDEX, row_sums
 from trainformer.models.jax.block import Model
 from trainformer.models.jax.vit import ViT, ViTConfig
 
@@ -73,15 +73,18 @@ class ImageClassificationTrainer(BaseTrainer):
         self._image_shape: tuple[int, ...] = ()
         super().__init__(arguments, model, **options)
 
-    # -- data --------------------------------------------------------------------------------------------------
-
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Samples with an image and a label. Infers the number of classes."""
         data = _image_dataset(dataset)
         if is_stream(data):
             do = "Pass arrays or a list of samples."
             raise DataError(expected("a dataset with a length", type(data).__name__, do))
-        labels = _all_labels(data)
+        # From the dataset's metadata, or by reading all samples.
+        known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)
+        labels = np.asarray([data[i]["label"] for i in range(len(data))] if known is None else known)
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            received = f"{labels.dtype} of shape {labels.shape}"
+            raise DataError(expected("integer labels, one per image", received))
         if train:
             self.num_classes = self.num_classes or int(labels.max()) + 1
             self._image_shape = channels_last(np.asarray(data[0]["image"])[None]).shape[1:]
@@ -89,8 +92,6 @@ class ImageClassificationTrainer(BaseTrainer):
             wrong = int(labels.min() if labels.min() < 0 else labels.max())
             raise DataError(expected(f"labels from 0 to {self.num_classes - 1}", wrong, "Pass num_classes."))
         return data
-
-    # -- model -------------------------------------------------------------------------------------------------
 
     def load_model(self, model: Any) -> Any:
         classes = self.num_classes
@@ -102,16 +103,14 @@ class ImageClassificationTrainer(BaseTrainer):
             return lambda rngs: ViT(config, rngs=rngs)
         return super().load_model(model)
 
-    # -- steps -------------------------------------------------------------------------------------------------
-
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
-        return _loss_and_accuracy(self._sums(model, batch, key, self.label_smoothing))
+        return self._loss(model, batch, key, self.label_smoothing)
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         """Loss and accuracy without dropout and label smoothing."""
-        return _loss_and_accuracy(self._sums(model, batch, None, 0.0))
+        return self._loss(model, batch, None, 0.0)
 
-    def _sums(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> TokenLoss:
+    def _loss(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> Loss:
         images, labels = self.normalize(batch["image"]), batch["label"].astype(jnp.int32)
         options = {"deterministic": key is None, "key": key} if isinstance(model, Model) else {}
         logits = model(images, **options)
@@ -139,36 +138,24 @@ class ImageClassificationTrainer(BaseTrainer):
         model.eval()
         return jax.nn.softmax(model(self.normalize(images)).astype(jnp.float32), axis=-1)
 
-    # -- files -------------------------------------------------------------------------------------------------
-
     def save_weights(self, folder: Path, state: Any) -> list[str]:
         """The weights; for a ViT also its image preprocessor config."""
         files = super().save_weights(folder, state)
         config = getattr(getattr(state, "model", None), "config", None)
         if isinstance(config, ViTConfig):
-            (folder / _PREPROCESSOR).write_text(json.dumps(self._preprocessor(config), indent=2) + "\n")
+            preprocessor = {
+                "image_processor_type": "ViTImageProcessor",
+                "do_resize": True,
+                "size": {"height": config.image_size, "width": config.image_size},
+                "do_rescale": True,
+                "rescale_factor": 1 / 255,
+                "do_normalize": True,
+                "image_mean": np.broadcast_to(self.mean, config.num_channels).tolist(),
+                "image_std": np.broadcast_to(self.std, config.num_channels).tolist(),
+            }
+            (folder / _PREPROCESSOR).write_text(json.dumps(preprocessor, indent=2) + "\n")
             files.append(_PREPROCESSOR)
         return files
-
-    def _preprocessor(self, config: ViTConfig) -> dict[str, Any]:
-        side, channels = config.image_size, config.num_channels
-        return {
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": True,
-            "size": {"height": side, "width": side},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": np.broadcast_to(self.mean, channels).tolist(),
-            "image_std": np.broadcast_to(self.std, channels).tolist(),
-        }
-
-
-def _loss_and_accuracy(total: TokenLoss) -> Loss:
-    return Loss(total.sum, total.weight, {"accuracy": (total.correct, total.weight)})
-
-
-# -- images and labels -----------------------------------------------------------------------------------------------
 
 
 def channels_last(images: Any) -> Any:
@@ -224,16 +211,6 @@ def _image_and_label(sample: Any) -> tuple[Any, Any]:
         return sample[0], sample[1]
     received = list(sample) if isinstance(sample, Mapping) else type(sample).__name__
     raise DataError(expected("samples with an 'image' and a 'label', or tuples of both", received))
-
-
-def _all_labels(data: Any) -> np.ndarray:
-    """The label of every sample, from the dataset's metadata or by reading all samples."""
-    known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)
-    labels = np.asarray([data[i]["label"] for i in range(len(data))] if known is None else known)
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        received = f"{labels.dtype} of shape {labels.shape}"
-        raise DataError(expected("integer labels, one per image", received))
-    return labels
 
 
 def _small_vit(shape: tuple[int, ...]) -> ViTConfig:

@@ -7,16 +7,14 @@ the tokens and is named after both, so that a resumed run reads exactly the same
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,12 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainformer.backends.jax.compilation import JittedStep
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
-from trainformer.backends.jax.sharding import create_sharded, init_sharded
 from trainformer.backends.jax.state import TrainState, path_string
 from trainformer.core.errors import DataError
 from trainformer.data.numpy_loader import NumpySource
 from trainformer.data.text.prepare import Pairs
 from trainformer.data.text.store import StoreView
+from trainformer.utils.files import write_atomically
 
 logger = logging.getLogger("trainformer")
 
@@ -71,14 +69,6 @@ class ReferenceDigest:
                 "Expected the reference model that the run started with, received another one. Pass the same model and "
                 "reference_model, with the weights they had; a model that was trained since then is a different one."
             )
-
-
-def untrained_state(model: Any, prepare: Callable[[Any], Any], mesh: Mesh, seed: int) -> TrainState:
-    """A state on the mesh without an optimizer, from a module or a function that builds one."""
-    tx, key = optax.identity(), jax.random.key(seed)
-    if isinstance(model, nnx.Module):
-        return create_sharded(prepare(model), tx, key, mesh)[0]
-    return init_sharded(lambda rngs: prepare(model(rngs)), tx, key, mesh)[0]
 
 
 def params_digest(params: dict[Any, Any], mesh: Mesh) -> str:
@@ -137,7 +127,9 @@ class Scorer:
         outputs = [(self._step(self._state, batch.data), batch.size) for batch in placed]
         scores = np.concatenate([np.asarray(values)[:size] for values, size in outputs])
         if jax.process_index() == 0:
-            _write_atomically(cached, scores)
+            content = io.BytesIO()
+            np.save(content, scores)
+            write_atomically(cached, content.getvalue())
         data.scores = scores
 
     def _scores_of(self, state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
@@ -145,24 +137,7 @@ class Scorer:
         if self._dtype != np.float32:
             set_compute_dtype(model, self._dtype)
         model.eval()
-        disable_adapter(model)
+        for _, layer in nnx.iter_graph(model):
+            if getattr(layer, "lora_a", None) is not None:
+                layer.lora_a = layer.lora_b = nnx.data(None)
         return self._log_probs(model, batch)
-
-
-def disable_adapter(model: nnx.Module) -> None:
-    """Remove the LoRA matrices of a model, in place."""
-    for _, layer in nnx.iter_graph(model):
-        if getattr(layer, "lora_a", None) is not None:
-            layer.lora_a = layer.lora_b = nnx.data(None)
-
-
-def _write_atomically(path: Path, scores: np.ndarray) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".writing")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, scores)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

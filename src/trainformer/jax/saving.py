@@ -8,24 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-from safetensors.numpy import save_file
-
 from trainformer.backends.jax.processes import gather_to_host
 from trainformer.checkpointing import CheckpointStore, Retention, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.core.errors import BadArgument, expected
-from trainformer.jax.serialization import FILE_NAME
 
 if TYPE_CHECKING:
     from trainformer.jax.base_trainer import BaseTrainer
-
-
-def save_assets(trainer: BaseTrainer, folder: Path) -> list[str]:
-    """Write the arguments. Returns the file names."""
-    trainer.arguments.save(folder / FILE_NAME)
-    return [FILE_NAME]
 
 
 def save_trainer(
@@ -73,23 +62,6 @@ class _OneFolder(CheckpointStore):
 
     def _update_latest(self, target: Path) -> None:
         pass
-
-
-def save_weights(trainer: BaseTrainer, folder: Path, state: Any) -> list[str]:
-    """Write the weights with the model's own `save_pretrained`, or else by parameter path. Returns the file names."""
-    model: Any = getattr(state, "model", None)
-    with new_files(folder) as written:
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(folder)
-        else:
-            leaves = jax.tree_util.tree_leaves_with_path(getattr(state, "params", state))
-            arrays = {
-                jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-                for path, leaf in leaves
-                if hasattr(leaf, "dtype") and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            }
-            save_file(arrays, folder / "model.safetensors")
-    return written
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from trainformer.data.text.records import TextDataset
 from trainformer.data.text.sources import load_text
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.text_trainer import TextArguments, TextTrainer
-from trainformer.losses.jax import RowSums
 from trainformer.models.jax.decoder import generate
 
 _MAX_EXPONENT = 700.0  # exp overflows a float beyond it
@@ -98,13 +97,12 @@ class SFTTrainer(TextTrainer):
         self.formatting_func = formatting_func
         super().__init__(arguments, model, processing_class, **options)
 
-    # -- data --------------------------------------------------------------------------------------------------
-
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenised once, or on the fly for a stream; packed into full sequences with `packing`."""
         arguments, encoder = self.arguments, self.encoder(Encoder, self.arguments.train_on)
         if self.formatting_func is not None:
-            dataset = _formatted(dataset, self.formatting_func)
+            data = load_text(dataset) if isinstance(dataset, (str, Path)) else dataset
+            dataset = (_FormattedStream if is_stream(data) else _Formatted)(data, self.formatting_func)
         elif arguments.dataset_text_field != "text":
             dataset = TextDataset(dataset, arguments.dataset_text_field)
         tokens = causal_tokens(dataset, encoder, packing=arguments.packing, **self.token_options(train))
@@ -119,15 +117,13 @@ class SFTTrainer(TextTrainer):
 
         return collate
 
-    # -- steps -------------------------------------------------------------------------------------------------
-
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         options = {"label_smoothing": self.arguments.label_smoothing, "z_loss": self.arguments.z_loss}
-        return _loss_and_accuracy(self.token_sums(model, batch, key, **options))
+        return self.token_sums(model, batch, key, **options).total()
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         """Loss and accuracy without dropout and label smoothing."""
-        return _loss_and_accuracy(self.token_sums(model, batch))
+        return self.token_sums(model, batch).total()
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""
@@ -152,25 +148,11 @@ class SFTTrainer(TextTrainer):
             ids[number, length - len(row) :], mask[number, length - len(row) :] = row, 1
         with self._run.backend.run_context():
             output = np.asarray(generate(self.model_state.model, jnp.asarray(ids), max_new_tokens, jnp.asarray(mask)))
-        completions = [self._decode(row[length:].tolist()) for row in output]
+        completions, end = [], self.text.eos_token_id
+        for ids in output[:, length:].tolist():
+            ids = ids[: ids.index(end)] if end in ids else ids
+            completions.append(self.text.decode(ids, skip_special_tokens=True))
         return completions[0] if isinstance(prompts, str) else completions
-
-    def _decode(self, ids: list[int]) -> str:
-        end = self.text.eos_token_id
-        return self.text.decode(ids[: ids.index(end)] if end in ids else ids, skip_special_tokens=True)
-
-
-def _loss_and_accuracy(sums: RowSums) -> Loss:
-    total = sums.total()
-    return Loss(total.sum, total.weight, {"accuracy": (total.correct, total.weight)})
-
-
-# -- formatting_func ------------------------------------------------------------------------
-
-
-def _formatted(data: Any, function: Callable[[Any], Any]) -> Any:
-    data = load_text(data) if isinstance(data, (str, Path)) else data
-    return _FormattedStream(data, function) if is_stream(data) else _Formatted(data, function)
 
 
 class _Formatted(IndexedDataset):

@@ -24,8 +24,8 @@ from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.jax.saving import new_files, save_trainer, save_weights
-from trainformer.losses.jax import IGNORE_INDEX, Head, RowSums, row_sums
+from trainformer.jax.saving import new_files, save_trainer
+from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_lora
@@ -162,8 +162,6 @@ class TextTrainer(BaseTrainer):
             do = "Is it the tokenizer of this model?"
             raise BadArgument(expected(f"a tokenizer with at most {self.vocab_size} tokens", tokens, do))
 
-    # -- model -------------------------------------------------------------------------------------------------
-
     def load_model(self, model: Any) -> Any:
         if model is not None and model is self._adapted:
             return model
@@ -188,8 +186,6 @@ class TextTrainer(BaseTrainer):
 
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]
-
-    # -- data --------------------------------------------------------------------------------------------------
 
     def encoder(self, kind: type[Encoder], train_on: str) -> Encoder:
         """The encoder that tokenises records."""
@@ -232,25 +228,15 @@ class TextTrainer(BaseTrainer):
         """The padding token. Its value does not matter: padding is masked."""
         return None if self.text is None else self.text.pad_token_id
 
-    # -- steps -------------------------------------------------------------------------------------------------
-
     def token_sums(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> RowSums:
         """Loss, supervised tokens and correct predictions of each row. With a key, dropout is active."""
         labels = valid_labels(batch)
-        states, head = self.states_of(model, batch, key)
-        chunks = 1 if head is None else self._chunks(labels.shape)
-        return row_sums(states, labels, head, chunks=chunks, **options)
-
-    def states_of(self, model: Any, batch: Mapping[str, Any], key: Any = None) -> tuple[jax.Array, Head | None]:
-        """Hidden states and the head; or logits and None for a model without `hidden_states` and `head`.
-
-        No attention mask is needed: padding is on the right, which tokens of a causal model do not attend to.
-        """
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
-            return model(batch["input_ids"]), None
+            return row_sums(model(batch["input_ids"]), labels, **options)
+        # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
         positions = {name: batch[name] for name in _POSITION_INPUTS if name in batch}
         states = model.hidden_states(batch["input_ids"], **positions, deterministic=key is None, key=key)
-        return states, model.head
+        return row_sums(states, labels, model.head, chunks=self._chunks(labels.shape), **options)
 
     def _chunks(self, shape: tuple[int, ...]) -> int:
         """The number of chunks in which logits are computed."""
@@ -259,8 +245,6 @@ class TextTrainer(BaseTrainer):
             return 1
         tokens = math.prod(shape) // math.prod(self.mesh.shape[axis] for axis in ("dp", "fsdp", "sp"))
         return min(shape[1], max(1, -(-tokens // (asked or max(1, _MAX_LOGITS // (vocab_size or 1))))))
-
-    # -- files -------------------------------------------------------------------------------------------------
 
     def save_assets(self, folder: Path) -> list[str]:
         files = super().save_assets(folder)
@@ -281,7 +265,7 @@ class TextTrainer(BaseTrainer):
     def save_weights(self, folder: Path, state: Any, *, merge: bool = False) -> list[str]:
         model: Any = getattr(state, "model", None)
         if getattr(model, "lora", None) is None:
-            return save_weights(self, folder, state)
+            return super().save_weights(folder, state)
         with new_files(folder) as written:
             if merge:
                 merge_lora(model).save_pretrained(folder)
@@ -304,11 +288,7 @@ def _build_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
 
 def _tokenizer(given: Any, folder: str | None) -> Any:
     """The given tokenizer, else the one in the model's folder, else None."""
-    if given is None:
-        return open_tokenizer(folder) if folder is not None and _has_tokenizer(folder) else None
-    return open_tokenizer(getattr(given, "tokenizer", given))  # of a processor
-
-
-def _has_tokenizer(folder: str) -> bool:
-    path = Path(folder)
-    return not path.is_dir() or (path / "tokenizer.json").is_file()
+    if given is not None:
+        return open_tokenizer(getattr(given, "tokenizer", given))  # of a processor
+    has_none = folder is None or (Path(folder).is_dir() and not (Path(folder) / "tokenizer.json").is_file())
+    return None if has_none else open_tokenizer(folder)

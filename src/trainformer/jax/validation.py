@@ -14,7 +14,6 @@ from trainformer.backends.jax.precision import cast_floating, resolve_dtype
 from trainformer.backends.jax.sharding import copy_to_mesh, state_shardings
 from trainformer.backends.jax.state import TrainState
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.collate import stack_samples
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.data.sharding import Shard
 from trainformer.jax.arguments import TrainingArguments
@@ -51,19 +50,6 @@ class TrainerConfigureFunctionOutput(NamedTuple):
     eval_step_fn: Callable[[Any, Any], Any] | None = None
 
 
-# -- data ------------------------------------------------------------------------------------------------------------
-
-
-def stacking_collate(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A collate function whose result is stacked if it is still a list of samples."""
-
-    def collate_and_stack(samples: list[Any]) -> Any:
-        batch = collate(samples)
-        return stack_samples(batch) if isinstance(batch, list) else batch
-
-    return collate_and_stack
-
-
 def as_source(loader: Any, batch_size: int, seed: int, shard: Shard) -> Any:
     """A source as it is; any other loader wrapped as a source of its batches."""
     if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
@@ -81,9 +67,6 @@ def check_eval_arguments(arguments: TrainingArguments) -> None:
         logger.warning("evaluation_strategy=%r without evaluation data: pass dataset_eval", strategy)
 
 
-# -- model and state -------------------------------------------------------------------------------------------------
-
-
 def cast_parameters(model: nnx.Module, arguments: TrainingArguments) -> nnx.Module:
     """The model with its parameters in `param_dtype`, if the user passed it. The original is not changed."""
     if "param_dtype" not in arguments.passed:
@@ -94,15 +77,12 @@ def cast_parameters(model: nnx.Module, arguments: TrainingArguments) -> nnx.Modu
 
 def state_on_mesh(state: Any, mesh: Mesh) -> Any:
     """The state as it is if it lies on the mesh, else a copy on it."""
-    if not isinstance(state, TrainState) or all(_is_on(leaf, mesh) for leaf in jax.tree.leaves(state)):
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+    is_on_mesh = all(isinstance(sharding, NamedSharding) and sharding.mesh == mesh for sharding in shardings)
+    if is_on_mesh or not isinstance(state, TrainState):
         return state
     rules = getattr(state.model, "partition_rules", None)
     return copy_to_mesh(state, state_shardings(state, mesh, rules))
-
-
-def _is_on(leaf: Any, mesh: Mesh) -> bool:
-    sharding = getattr(leaf, "sharding", None)
-    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
 def warn_unused_optimizer_arguments(arguments: TrainingArguments) -> None:

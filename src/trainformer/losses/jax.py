@@ -9,51 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.types import Loss
 
 IGNORE_INDEX = -100
 Head = Callable[[jax.Array], jax.Array]
 """Maps hidden states to logits (..., vocabulary)."""
 
 
-class TokenLoss(NamedTuple):
-    """Sum of the loss over supervised tokens, their number, and the number of correct predictions."""
-
-    sum: jax.Array
-    weight: jax.Array
-    correct: jax.Array
-
-
 class RowSums(NamedTuple):
-    """The same per sequence: three arrays (rows,). Without smoothing, `-loss` is the log probability of a sequence."""
+    """Loss, number of supervised tokens and number of correct predictions per sequence: three arrays (rows,).
+
+    Without smoothing, `-loss` is the log probability of a sequence.
+    """
 
     loss: jax.Array
     tokens: jax.Array
     correct: jax.Array
 
-    def total(self) -> TokenLoss:
-        """Summed over all sequences."""
-        return TokenLoss(jnp.sum(self.loss), jnp.sum(self.tokens), jnp.sum(self.correct))
-
-
-def token_cross_entropy(logits: jax.Array, labels: jax.Array, **options: Any) -> TokenLoss:
-    """Summed cross-entropy of logits (rows, T, V) and labels (rows, T). Options as for `row_sums`.
-
-    >>> logits = jnp.array([[[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]])
-    >>> [round(float(value), 4) for value in token_cross_entropy(logits, jnp.array([[-100, 0, 1]]))]
-    [4.0363, 2.0, 1.0]
-    """
-    return row_sums(logits, labels, **options).total()
-
-
-def head_cross_entropy(states: jax.Array, labels: jax.Array, head: Head, **options: Any) -> TokenLoss:
-    """`token_cross_entropy` of ``head(states)``, with hidden states (rows, T, D) processed in `chunks`."""
-    return row_sums(states, labels, head, **options).total()
+    def total(self) -> Loss:
+        """The loss over all sequences, with the token accuracy as a metric."""
+        weight = jnp.sum(self.tokens)
+        return Loss(jnp.sum(self.loss), weight, {"accuracy": (jnp.sum(self.correct), weight)})
 
 
 def row_sums(
@@ -70,6 +52,10 @@ def row_sums(
 
     With `shift`, a position predicts the label of the next one, as in causal models. Labels of -100 are ignored.
     `z_loss` is the weight of the squared log-sum-exp of the logits.
+
+    >>> logits = jnp.array([[[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]])
+    >>> [round(float(value[0]), 4) for value in row_sums(logits, jnp.array([[-100, 0, 1]]))]
+    [4.0363, 2.0, 1.0]
     """
     if states.ndim != 3 or labels.shape != states.shape[:2]:
         received = f"{tuple(states.shape)} and {tuple(labels.shape)}"

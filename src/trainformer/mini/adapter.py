@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainformer.backends.torch.gradients import is_dtensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Mean
 from trainformer.data.sharding import batch_length
 from trainformer.distributed import Strategy
 from trainformer.mini.utils import checked_records, flattened
+from trainformer.utils.distributed import is_dtensor
 
 if TYPE_CHECKING:
     from trainformer.mini.trainer import BaseTrainer
@@ -40,9 +41,12 @@ class TrainerTask:
         self._losses: list[Tensor] = []
         self._records: list[dict[str, Any]] = []
         if owner.no_sync_accumulate and owner.gradient_accumulation_steps > 1:
-            no_sync = no_sync_context(owner.model)
-            if no_sync is not None:
-                self.no_sync = no_sync
+            # Skips the gradient all-reduce of a DDP or FSDP2 model.
+            switch = getattr(owner.model, "set_requires_gradient_sync", None)
+            if callable(getattr(owner.model, "no_sync", None)):
+                self.no_sync: Any = owner.model.no_sync
+            elif switch is not None:
+                self.no_sync = partial(_switched_off, switch)
 
     @property
     def model(self) -> nn.Module:
@@ -54,7 +58,10 @@ class TrainerTask:
             what = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
             raise BadArgument(expected("forward() to return (loss, records)", what, "Return loss, {} for no records."))
         loss, records = output[0], checked_records(output[1])
-        _check_loss(loss)
+        if loss is not None and not (isinstance(loss, Tensor) and loss.ndim == 0):
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            do = "Take the mean over the batch; return None to skip the batch."
+            raise BadArgument(expected("forward() to return a scalar tensor or None as its loss", what, do))
         self._records.append(records)
         metrics = {
             f"records.{name}" if name in _RESERVED else name: (value, 1)
@@ -74,10 +81,11 @@ class TrainerTask:
         """Mean loss and records of the step that just ended, without a device sync."""
         losses, records = self._losses, self._records
         self._losses, self._records = [], []
+        loss = losses[0] if losses else None
         if len(losses) > 1:
-            loss: Tensor | None = _mean(losses)
-        else:
-            loss = losses[0] if losses else None
+            stacked = torch.stack(losses)
+            # In double precision (except on MPS), as everywhere: all paths must compute the same mean.
+            loss = stacked.mean() if stacked.device.type == "mps" else stacked.double().mean()
         return loss, records[0] if len(records) == 1 else _mean_records(records)
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
@@ -89,8 +97,6 @@ class TrainerTask:
             return batch_length(batch)
         except BadArgument:
             return 1
-
-    # -- state ---------------------------------------------------------------------------------------------
 
     def model_state_dict(self) -> dict[str, Any]:
         """The weights under the names of the unwrapped model."""
@@ -145,31 +151,13 @@ def _mean_records(records: list[dict[str, Any]]) -> dict[str, Any]:
     return average
 
 
-def _check_loss(loss: Any) -> None:
-    if loss is None or (isinstance(loss, Tensor) and loss.ndim == 0):
-        return
-    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    do = "Take the mean over the batch; return None to skip the batch."
-    raise BadArgument(expected("forward() to return a scalar tensor or None as its loss", what, do))
-
-
-def no_sync_context(model: nn.Module) -> Callable[[], Any] | None:
-    """The `no_sync` context of a DDP or FSDP2 model, which skips the gradient all-reduce; None for other models."""
-    if callable(getattr(model, "no_sync", None)):
-        return model.no_sync  # type: ignore[return-value]
-    switch: Any = getattr(model, "set_requires_gradient_sync", None)
-    if switch is None:
-        return None
-
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        switch(False)
-        try:
-            yield
-        finally:
-            switch(True)
-
-    return no_sync
+@contextmanager
+def _switched_off(switch: Callable[[bool], Any]) -> Iterator[None]:
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 class Loader:
@@ -206,15 +194,12 @@ class Loader:
             self._consumed += 1
             yield batch
         if is_iterator and self._consumed == before:
-            self._raise_exhausted()
-
-    def _raise_exhausted(self) -> None:
-        done, wanted = self._owner._run_state.step, self._owner.max_steps
-        raise DataError(
-            f"Expected data for {wanted} steps, received data for {done}: the iterable that build_data_loader() "
-            f"returned can be iterated only once and ended after {self._consumed} batches. Return a DataLoader or "
-            "a list, which can be iterated again, or an endless generator."
-        )
+            done, wanted = self._owner._run_state.step, self._owner.max_steps
+            raise DataError(
+                f"Expected data for {wanted} steps, received data for {done}: the iterable that build_data_loader() "
+                f"returned can be iterated only once and ended after {self._consumed} batches. Return a DataLoader or "
+                "a list, which can be iterated again, or an endless generator."
+            )
 
     def pop_times(self, now: float) -> tuple[float, float]:
         """Seconds of the step that just ended, and how many of them were spent waiting for data."""
@@ -224,8 +209,6 @@ class Loader:
 
 
 class SizedLoader(Loader):
-    """A loader with a length."""
-
     def __len__(self) -> int:
         return len(self.inner)
 
@@ -273,9 +256,3 @@ def checked_scheduler(scheduler: Any) -> LRScheduler | None:
         what = "build_lr_scheduler() to return a torch LRScheduler or None"
         raise BadArgument(expected(what, type(scheduler).__name__))
     return scheduler
-
-
-def _mean(losses: list[Tensor]) -> Tensor:
-    """In double precision (except on MPS), as everywhere: all paths must compute the same mean."""
-    stacked = torch.stack(losses)
-    return stacked.mean() if stacked.device.type == "mps" else stacked.double().mean()

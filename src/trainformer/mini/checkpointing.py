@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from trainformer.callbacks.compat.mini import TrainerView
 from trainformer.checkpointing.checkpointer import SaveFailed
 from trainformer.checkpointing.torch_files import read_single_file, write_single_file
@@ -69,8 +71,6 @@ class CheckpointingHook(IntervalHook):
         if not isinstance(exit_wait, (int, float)) or exit_wait < 0:
             raise BadArgument(expected("exit_wait to be a number of seconds", exit_wait))
 
-    # -- saving --------------------------------------------------------------------------------------------
-
     def on_before_train(self, trainer: Any) -> None:
         if isinstance(trainer, TrainerView):
             raise BadArgument(
@@ -100,24 +100,20 @@ class CheckpointingHook(IntervalHook):
             write_single_file(path, state)
             self._link_latest(path)
         except OSError as error:
-            self._handle_failure(trainer, error)
+            self._failures += 1
+            kept = _numbered(self.folder(trainer))
+            newest = f"the newest checkpoint is {kept[-1][1]}" if kept else "there is no checkpoint yet"
+            if trainer.step >= trainer.max_steps or trainer.is_interrupted or self._failures >= _MAX_FAILURES:
+                raise SaveFailed(
+                    f"Could not save step {trainer.step} ({error}); {newest}. Free some space or choose another path, "
+                    "then run the same command again."
+                ) from error
+            trainer.logger.error("could not write a checkpoint (%s); training continues, %s", error, newest)
             return None
         self._failures = 0
         trainer.logger.info("saved %s", path)
         self._prune(path.parent, trainer.step)
         return path
-
-    def _handle_failure(self, trainer: Any, error: OSError) -> None:
-        self._failures += 1
-        last = trainer.step >= trainer.max_steps or trainer.is_interrupted
-        kept = _numbered(self.folder(trainer))
-        newest = f"the newest checkpoint is {kept[-1][1]}" if kept else "there is no checkpoint yet"
-        if last or self._failures >= _MAX_FAILURES:
-            raise SaveFailed(
-                f"Could not save step {trainer.step} ({error}); {newest}. Free some space or choose another path, "
-                "then run the same command again."
-            ) from error
-        trainer.logger.error("could not write a checkpoint (%s); training continues, %s", error, newest)
 
     def _link_latest(self, path: Path) -> None:
         """Replace the link atomically. Nothing here relies on it, so file systems without links do without."""
@@ -136,8 +132,6 @@ class CheckpointingHook(IntervalHook):
         for step, path in numbered[: len(numbered) - max(self.keep_previous, 1)]:
             if self.keep_interval is None or step % self.keep_interval:
                 path.unlink(missing_ok=True)
-
-    # -- loading -------------------------------------------------------------------------------------------
 
     def restore(self, trainer: Any, wanted: bool = True) -> bool:
         """Before training: load what `load` says, if `wanted`, and clean up. Returns whether a file was loaded."""
@@ -182,7 +176,10 @@ class CheckpointingHook(IntervalHook):
         barrier()
         if rank() > 0 or not folder.is_dir():
             return
-        _remove_leftovers(folder)
+        for path in folder.iterdir():  # temporary files of dead processes
+            match = _LEFTOVER.fullmatch(path.name)
+            if match and not is_alive(int(match[1])):
+                path.unlink(missing_ok=True)
         self._move_abandoned(trainer, folder)
         if kept := _numbered(folder):
             self._link_latest(kept[-1][1])
@@ -221,14 +218,6 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of dead processes."""
-    for path in folder.iterdir():
-        match = _LEFTOVER.fullmatch(path.name)
-        if match and not is_alive(int(match[1])):
-            path.unlink(missing_ok=True)
-
-
 def _check_plain(state: Any, where: str = "") -> None:
     """Refuse values that could not be read back: loading executes no code, so it creates no objects."""
     if isinstance(state, dict):
@@ -239,15 +228,9 @@ def _check_plain(state: Any, where: str = "") -> None:
     elif isinstance(state, (list, tuple)):
         for number, value in enumerate(state):
             _check_plain(value, f"{where}[{number}]")
-    elif not _is_plain(state):
+    elif not (state is None or isinstance(state, Tensor) or type(state) in (bool, int, float, str, bytes, complex)):
         do = "Keep tensors and plain values (numbers, strings, lists, dicts), and rebuild objects when loading."
         raise BadArgument(expected(f"{where} in a checkpoint to be a plain value", type(state).__name__, do))
-
-
-def _is_plain(value: Any) -> bool:
-    import torch
-
-    return value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str, bytes, complex)
 
 
 def _signal(number: Any) -> int:

@@ -112,7 +112,11 @@ class LoggingHook(IntervalHook):
 
     def on_after_step(self, trainer: Any) -> None:
         # The values stay on the device until they are logged.
-        self._steps.append(_merged(trainer.step_info))
+        own = {name: value for name, value in trainer.step_info.items() if name != "records"}
+        records = trainer.step_info.get("records", {})
+        free = {name: value for name, value in records.items() if name not in own}
+        taken = {name: value for name, value in records.items() if name in own}  # these stay under ``records``
+        self._steps.append({**own, **free, **({"records": taken} if taken else {})})
         if self.is_due(trainer):
             self._log(trainer)
 
@@ -131,15 +135,6 @@ class LoggingHook(IntervalHook):
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
         self._steps = list(state_dict["steps"])
-
-
-def _merged(info: dict[str, Any]) -> dict[str, Any]:
-    """The values of a step merged with the user's records; records with conflicting names stay under ``records``."""
-    own = {name: value for name, value in info.items() if name != "records"}
-    records = info.get("records", {})
-    free = {name: value for name, value in records.items() if name not in own}
-    taken = {name: value for name, value in records.items() if name in own}
-    return {**own, **free, **({"records": taken} if taken else {})}
 
 
 class CudaMaxMemoryHook(BaseHook):
@@ -320,16 +315,11 @@ def as_image(image: Any, name: str = "image") -> Any:
     if not isinstance(pixels, np.ndarray) or pixels.ndim not in (2, 3):
         what = f"an array of shape {pixels.shape}" if isinstance(pixels, np.ndarray) else type(image).__name__
         raise BadArgument(expected(f"the image {name!r} to be a PIL image, or an array with 2 or 3 dimensions", what))
-    if pixels.ndim == 3 and _is_channels_first(pixels, default=isinstance(image, Tensor)):
+    first, last = pixels.shape[0] in _CHANNELS, pixels.shape[-1] in _CHANNELS
+    if pixels.ndim == 3 and first and (isinstance(image, Tensor) or not last):  # a tensor if both are possible
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[-1] == 1:
         pixels = pixels[..., 0]
     if np.issubdtype(pixels.dtype, np.floating):
         pixels = (np.nan_to_num(pixels).clip(0, 1) * 255).round()
     return pil.fromarray(np.ascontiguousarray(pixels.astype(np.uint8)))
-
-
-def _is_channels_first(pixels: np.ndarray, default: bool) -> bool:
-    """Whether the channels come first; `default` decides if both are possible."""
-    first, last = pixels.shape[0] in _CHANNELS, pixels.shape[-1] in _CHANNELS
-    return first and (default or not last)

@@ -121,6 +121,9 @@ def _keep_random_state() -> Iterator[None]:
 
 def _settings(trainer: BaseTrainer) -> RunSettings:
     retries = trainer.max_non_finite_grad_retries
+    # The interval of hooks that read from the device anyway.
+    logged = [hook.interval for hook in trainer.hooks if isinstance(hook, LoggingHook)]
+    shown = [hook.interval for hook in trainer.hooks if isinstance(hook, ProgressHook)]
     return RunSettings(
         strategy=UserStrategy(),
         max_steps=trainer.max_steps,
@@ -134,21 +137,13 @@ def _settings(trainer: BaseTrainer) -> RunSettings:
         oom="raise",  # forward() of half a batch need not be half of that of a batch
         seed=trainer._data_seed,
         log="none",
-        log_every=_log_every(trainer.hooks),
+        log_every=min(logged or shown or [_LOG_EVERY]),
         run_dir=trainer.workspace,
         save_dir=_NO_CHECKPOINTS,
         save_every=None,
         eval_every=None,
         num_workers=0,
     )
-
-
-def _log_every(hooks: list[Any]) -> int:
-    """The interval of the hooks, which read from the device anyway."""
-    for kind in (LoggingHook, ProgressHook):
-        if intervals := [hook.interval for hook in hooks if isinstance(hook, kind)]:
-            return min(intervals)
-    return _LOG_EVERY
 
 
 def _options(trainer: BaseTrainer) -> FrontOptions:

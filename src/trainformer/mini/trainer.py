@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from trainformer.utils.distributed import rank
 
 #: Built in this order by `build_<name>()`, or earlier if another part uses it.
 _PARTS = ("data_loader", "model", "optimizer", "lr_scheduler", "grad_scaler", "hooks")
+_TYPES: dict[str, type] = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
 
 
 class NonFiniteGradients(NonFiniteError, RuntimeError):
@@ -104,7 +105,8 @@ class BaseTrainer:
         self._building: list[str] = []
         if mixed_precision not in (None, "fp16", "bf16"):
             raise BadArgument(expected("mixed_precision to be 'fp16', 'bf16' or None", mixed_precision))
-        if grad_clip is not None and (isinstance(grad_clip, bool) or not _is_positive(grad_clip)):
+        is_number = isinstance(grad_clip, (int, float)) and not isinstance(grad_clip, bool)
+        if grad_clip is not None and not (is_number and grad_clip > 0):
             raise BadArgument(expected("grad_clip to be a positive number or None", grad_clip))
 
     # -- methods to implement or override ------------------------------------------------------------------------------
@@ -199,9 +201,18 @@ class BaseTrainer:
         if self._data_seed < 0:  # the data order uses the seed of the program before anything is built
             self._data_seed = torch.initial_seed() % 2**32
         try:
-            built = _CHECKS[name](getattr(self, f"build_{name}")())
+            built = getattr(self, f"build_{name}")()
         finally:
             building.remove(name)
+        if name == "hooks":
+            if not isinstance(built, (list, tuple)):
+                do = "Return [] for none."
+                raise BadArgument(expected("build_hooks() to return a list of hooks", type(built).__name__, do))
+            built = list(built)
+        elif name == "lr_scheduler":
+            built = checked_scheduler(built)
+        elif not isinstance(built, kind := _TYPES.get(name, object)):
+            raise BadArgument(expected(f"build_{name}() to return a {kind.__name__}", type(built).__name__))
         setattr(self, name, built)
         return built
 
@@ -277,41 +288,8 @@ class BaseTrainer:
         return f"Expected {type(self).__name__} to implement {method}, received none. It returns {what}."
 
 
-# -- checks ------------------------------------------------------------------------------------------------
-
-
-def _type_check(method: str, kind: type) -> Callable[[Any], Any]:
-    def check(built: Any) -> Any:
-        if not isinstance(built, kind):
-            raise BadArgument(expected(f"{method}() to return a {kind.__name__}", type(built).__name__))
-        return built
-
-    return check
-
-
-def _checked_hooks(hooks: Any) -> list[Any]:
-    if not isinstance(hooks, (list, tuple)):
-        do = "Return [] for none."
-        raise BadArgument(expected("build_hooks() to return a list of hooks", type(hooks).__name__, do))
-    return list(hooks)
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "data_loader": lambda loader: loader,
-    "model": _type_check("build_model", nn.Module),
-    "optimizer": _type_check("build_optimizer", torch.optim.Optimizer),
-    "lr_scheduler": checked_scheduler,
-    "grad_scaler": lambda scaler: scaler,
-    "hooks": _checked_hooks,
-}
-
-
 def _optional_integer(name: str, value: Any, minimum: int) -> int | None:
     return None if value is None else check_integer(name, value, minimum)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value > 0
 
 
 def _device(device: Any) -> torch.device:

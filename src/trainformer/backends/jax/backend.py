@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,16 +33,11 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class StepHooks:
-    """User hooks around a step; None where there is none."""
-
-    on_start: Callable[[Any, int], Any] | None = None
-    on_end: Callable[[Any, dict[str, Any], int], Any] | None = None
-
-
 class JaxBackend:
-    """The JAX side of a run. `state` is what is trained; `learning_rate` is a schedule (step -> lr), if known."""
+    """The JAX side of a run. `state` is what is trained; `learning_rate` is a schedule (step -> lr), if known.
+
+    `on_start(state, step)` and `on_end(state, metrics, step)` are hooks of the user around a step.
+    """
 
     may_repeat = False
     wants_lookahead = False
@@ -58,7 +52,8 @@ class JaxBackend:
         accumulation: int = 1,
         learning_rate: Callable[[Any], Any] | None = None,
         nonfinite: str = "raise",
-        hooks: StepHooks | None = None,
+        on_start: Callable[[Any, int], Any] | None = None,
+        on_end: Callable[[Any, dict[str, Any], int], Any] | None = None,
     ) -> None:
         self.state = state
         self.mesh = mesh
@@ -69,7 +64,7 @@ class JaxBackend:
         self.has_request: Callable[[], bool] = lambda: False
         self._train_step = train_step
         self._eval_step = eval_step
-        self._hooks = hooks or StepHooks()
+        self._on_start, self._on_end = on_start, on_end
         self._guards = isinstance(train_step, JittedStep)  # our own step skips non-finite updates
         # A step that masks padding rows (`_valid`) has one batch size; any other receives batches as they are.
         fixed = self._guards and not isinstance(train_step, DynamicBatchStep)
@@ -77,8 +72,6 @@ class JaxBackend:
         self.batch: DeviceBatch | None = None  # of the current step
         self._finite_flags: list[tuple[int, Any]] = []
         self._requests = RequestPoll(mesh) if jax.process_count() > 1 else None
-
-    # -- batches -------------------------------------------------------------------------------------------
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         return self._placer.feed(batches, train)
@@ -103,16 +96,19 @@ class JaxBackend:
 
     def update(self, step: int) -> StepResult:
         """Dispatch the step. Returns before the devices have finished."""
-        batch, hooks = self.batch, self._hooks
+        batch, state = self.batch, self.state
         assert batch is not None
-        state = self.state
-        if hooks.on_start is not None:
-            changed = hooks.on_start(state, step)
+        if self._on_start is not None:
+            changed = self._on_start(state, step)
             state = state if changed is None else changed
-        state, output = _state_and_metrics(self._train_step(state, batch.data))
+        returned = self._train_step(state, batch.data)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            what = "train_step_fn to return (state, metrics)"
+            raise BadArgument(expected(what, type(returned).__name__, "Return the new state and a dict of scalars."))
+        state, output = returned[0], _as_mapping(returned[1])
         entries = self._entries(output, batch.size, step)
-        if hooks.on_end is not None:
-            state, entries = self._call_end_hook(state, output, step, entries)
+        if self._on_end is not None:
+            state, entries = self._call_end_hook(self._on_end, state, output, step, entries)
         self.state = state
         schedule = self.learning_rate
         return StepResult(
@@ -138,12 +134,15 @@ class JaxBackend:
         return [*_pair_entries(pairs), Entry("grad_norm", norm, 1, True)]
 
     def _call_end_hook(
-        self, state: Any, output: Mapping[str, Any], step: int, entries: list[Entry]
+        self, hook: Callable[..., Any], state: Any, output: Mapping[str, Any], step: int, entries: list[Entry]
     ) -> tuple[Any, list[Entry]]:
         """Call the user's `on_step_end`, which may replace the state and the metrics."""
-        assert self._hooks.on_end is not None
-        metrics = _metric_means(output) if self._guards else dict(output)
-        returned = self._hooks.on_end(state, metrics, step + 1)
+        metrics = dict(output)
+        if self._guards:  # our own step: plain means, on the device
+            pairs = {"loss": output["loss"], **output["metrics"]}
+            metrics = {name: total / jnp.where(weight == 0, 1, weight) for name, (total, weight) in pairs.items()}
+            metrics |= {name: output[name] for name in ("grad_norm",) if name in output}
+        returned = hook(state, metrics, step + 1)
         if returned is None:
             return state, entries
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
@@ -201,8 +200,6 @@ class JaxBackend:
             return EvalResult(_pair_entries({"loss": output["loss"], **output["metrics"]}), {})
         return EvalResult(_user_entries(output, batch.size, prefix="eval_"), {})
 
-    # -- values --------------------------------------------------------------------------------------------
-
     def read(self, scalars: Sequence[Any]) -> list[float]:
         return read_scalars(scalars)
 
@@ -243,13 +240,6 @@ def root_logger_untouched() -> Iterator[None]:
 # -- outputs of step functions ---------------------------------------------------------------------------------------
 
 
-def _metric_means(output: Mapping[str, Any]) -> dict[str, Any]:
-    """The output of our own step as plain means, on the device."""
-    pairs = {"loss": output["loss"], **output["metrics"]}
-    means = {name: total / jnp.where(weight == 0, 1, weight) for name, (total, weight) in pairs.items()}
-    return means | {name: output[name] for name in ("grad_norm",) if name in output}
-
-
 def _pair_entries(pairs: Mapping[str, tuple[Any, Any]]) -> list[Entry]:
     return [Entry(name, total, weight, False) for name, (total, weight) in pairs.items()]
 
@@ -277,11 +267,3 @@ def _as_mapping(metrics: Any) -> Mapping[str, Any]:
     if hasattr(metrics, "__dataclass_fields__"):
         return {name: getattr(metrics, name) for name in metrics.__dataclass_fields__}
     raise BadArgument(expected("metrics as a dict of scalars by name", type(metrics).__name__))
-
-
-def _state_and_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        what = "train_step_fn to return (state, metrics)"
-        raise BadArgument(expected(what, type(returned).__name__, "Return the new state and a dict of scalars."))
-    state, metrics = returned
-    return state, _as_mapping(metrics)

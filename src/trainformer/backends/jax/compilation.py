@@ -118,9 +118,6 @@ def num_micro_batches(rows: int, max_rows: int) -> int:
     return next(parts for parts in range(1, rows + 2) if rows % parts == 0 and rows // parts <= max_rows)
 
 
-# -- counting compilations -----------------------------------------------------------------------------------------
-
-
 class _Signature(NamedTuple):
     """What jax keys its compilation cache on: shapes and dtypes by path, tree structure, static fields."""
 
@@ -145,28 +142,34 @@ class Compilations:
         """Wrap a function so that every trace is counted. Pass the result to `jax.jit`."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self._record(_signature((*args, *kwargs.values())))
+            self._record((*args, *kwargs.values()))
             return function(*args, **kwargs)
 
         counted.__name__ = getattr(function, "__name__", "step")  # shown in profiles
         return counted
 
-    def _record(self, signature: _Signature) -> None:
+    def _record(self, args: Iterable[Any]) -> None:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(args)
+        # Static fields are kept by reference: jax keeps them alive anyway, with what it compiled for them.
+        statics = {
+            field.name: getattr(arg, field.name)
+            for arg in args
+            for field in getattr(arg, "__dataclass_fields__", {}).values()
+            if field.metadata.get("pytree_node") is False
+        }
+        described = {
+            jax.tree_util.keystr(path[1:] or path, simple=True, separator="/"): _describe(leaf) for path, leaf in leaves
+        }
+        signature = _Signature(described, structure, statics)
         self._seen.append(signature)
-        if len(self._seen) > 1:
-            # Report the changes against the most similar earlier signature; the latest one if several are.
-            changes = min((_changes(before, signature) for before in self._seen[-2::-1]), key=len)
-            logger.warning("Recompiling the %s (compilation %d): %s.", self.name, self.count, _summary(changes))
-
-
-def _signature(args: Iterable[Any]) -> _Signature:
-    leaves, structure = jax.tree_util.tree_flatten_with_path(args)
-    # Static fields are kept by reference: jax keeps them alive anyway, with what it compiled for them.
-    return _Signature({_path(path): _describe(leaf) for path, leaf in leaves}, structure, _static_fields(args))
-
-
-def _path(path: Any) -> str:
-    return jax.tree_util.keystr(path[1:] if len(path) > 1 else path, simple=True, separator="/")
+        if len(self._seen) == 1:
+            return
+        # Report the changes against the most similar earlier signature; the latest one if several are.
+        changes = min((_changes(before, signature) for before in self._seen[-2::-1]), key=len)
+        more = f" and {len(changes) - _MAX_CHANGES} more changes" if len(changes) > _MAX_CHANGES else ""
+        same = "shapes and dtypes are the same, but the mesh or a jax setting changed"
+        what = "; ".join(changes[:_MAX_CHANGES]) + more or same
+        logger.warning("Recompiling the %s (compilation %d): %s.", self.name, self.count, what)
 
 
 def _describe(leaf: Any) -> str:
@@ -174,15 +177,6 @@ def _describe(leaf: Any) -> str:
     weak = ", weakly typed (a Python number)" if getattr(leaf, "weak_type", False) else ""
     mesh = " outside the mesh" if jax.typeof(leaf).sharding.mesh.empty else ""
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]{weak}{mesh}"
-
-
-def _static_fields(args: Iterable[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for arg in args:
-        for field in getattr(arg, "__dataclass_fields__", {}).values():
-            if field.metadata.get("pytree_node") is False:
-                found[field.name] = getattr(arg, field.name)
-    return found
 
 
 _STATIC_CHANGES = {
@@ -206,10 +200,3 @@ def _changes(before: _Signature, after: _Signature) -> list[str]:
     if not changes and before.structure != after.structure:
         changes.append("a static part of the arguments changed")
     return changes
-
-
-def _summary(changes: list[str]) -> str:
-    if not changes:
-        return "shapes and dtypes are the same, but the mesh or a jax setting changed"
-    more = f" and {len(changes) - _MAX_CHANGES} more changes" if len(changes) > _MAX_CHANGES else ""
-    return "; ".join(changes[:_MAX_CHANGES]) + more

@@ -127,11 +127,11 @@ def _muon(
         "muon": optax.chain(orthogonal, match_rms, decay, optax.scale_by_learning_rate(lr)),
         "adamw": optax.chain(*_adamw(lr, decay, betas, eps)),
     }
-    return [optax.partition(parts, lambda params: map_with_path(_muon_label, params))]
 
+    def labels(params: Any) -> Any:
+        return map_with_path(lambda path, leaf: "muon" if uses_muon(path, leaf) else "adamw", params)
 
-def _muon_label(path: str, leaf: Any) -> str:
-    return "muon" if uses_muon(path, leaf) else "adamw"
+    return [optax.partition(parts, labels)]
 
 
 OPTIMIZERS: dict[str, Callable[..., list[Any]]] = {
@@ -172,19 +172,21 @@ def make_optimizer(
         spec = name
     if isinstance(spec, str):
         name = _ALIASES.get(spec.lower(), spec.lower())
-        make, options = OPTIMIZERS[_check_name(name)], _check_options(name, options)
+        if name not in OPTIMIZERS:
+            hint = "Pass any other one of optax as a factory: optimizer=optax.adabelief."
+            do = did_you_mean(name, OPTIMIZERS) or hint
+            raise BadArgument(expected(f"optimizer to be one of {', '.join(OPTIMIZERS)}", name, do))
+        make, options = OPTIMIZERS[name], _check_options(name, options)
         decay = optax.add_decayed_weights(weight_decay, mask) if weight_decay else optax.identity()
         return in_float32(optax.chain(*make(learning_rate, decay, **options)))
     if callable(spec):
-        return _call_factory(spec, learning_rate, weight_decay, mask, options)
+        takes = inspect.signature(spec).parameters
+        ours = {key: value for key, value in (("weight_decay", weight_decay), ("mask", mask)) if key in takes}
+        made = spec(learning_rate, **{**ours, **options})
+        if not isinstance(made, optax.GradientTransformation):
+            raise BadArgument(expected("the optimizer factory to return an optax GradientTransformation", made))
+        return made
     raise BadArgument(expected("optimizer to be a name, a factory or an optax GradientTransformation", spec))
-
-
-def _check_name(name: str) -> str:
-    if name not in OPTIMIZERS:
-        do = did_you_mean(name, OPTIMIZERS) or "Pass any other one of optax as a factory: optimizer=optax.adabelief."
-        raise BadArgument(expected(f"optimizer to be one of {', '.join(OPTIMIZERS)}", name, do))
-    return name
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,9 +198,8 @@ def _check_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         default = (0.9, 0.99) if name == "lion" else (0.9, 0.999)
         options["betas"] = (options.pop("b1", default[0]), options.pop("b2", default[1]))
     for unknown in sorted(set(options) - set(known)):
-        raise BadArgument(
-            expected(f"options that {name} takes", unknown, did_you_mean(unknown, known) or f"It takes {known}.")
-        )
+        what = f"options that {name} takes"
+        raise BadArgument(expected(what, unknown, did_you_mean(unknown, known) or f"It takes {known}."))
     for option, value in options.items():
         _check_option(name, option, value)
     return options
@@ -220,15 +221,6 @@ def _check_option(name: str, option: str, value: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _call_factory(spec: Callable[..., Any], lr: Any, weight_decay: float, mask: Any, options: Mapping[str, Any]) -> Any:
-    takes = inspect.signature(spec).parameters
-    ours = {name: value for name, value in (("weight_decay", weight_decay), ("mask", mask)) if name in takes}
-    made = spec(lr, **{**ours, **options})
-    if not isinstance(made, optax.GradientTransformation):
-        raise BadArgument(expected("the optimizer factory to return an optax GradientTransformation", made))
-    return made
 
 
 # -- transformations that optax lacks ------------------------------------------------------------------------------

@@ -64,8 +64,7 @@ class Placer:
 
     def _next(self, queue: deque[DeviceBatch], train: bool) -> DeviceBatch:
         batch = queue.popleft()
-        if train:
-            self.pending = len(queue)
+        self.pending = len(queue) if train else self.pending
         return batch
 
     def place(self, batch: HostBatch, accumulation: int = 1) -> DeviceBatch:
@@ -87,7 +86,11 @@ class Placer:
         arrays: dict[str, Any] = {}
         left: list[str] = []
         for name, value in data.items():
-            array = value if isinstance(value, jax.Array) else _as_array(name, value)
+            try:
+                array = value if isinstance(value, jax.Array) else np.asarray(value)
+            except ValueError as error:  # lists of unequal length
+                kind = f"{type(value).__name__} that numpy cannot convert: {error}"
+                raise DataError(f"Expected column {name!r} to be an array, received {kind}") from error
             if array.dtype.kind in "OUSMm" and array.dtype != jax.dtypes.bfloat16:
                 left.append(name)
             else:
@@ -103,21 +106,19 @@ class Placer:
     def _is_even(self, data: Mapping[str, Any], accumulation: int) -> bool:
         """Whether the rows of a batch divide evenly over the devices; raises if they must and do not."""
         shapes = [array.shape[:1] for array in data.values()], accumulation
-        if shapes != self._last_shapes[0]:
-            self._last_shapes = shapes, self._check_shapes(data, accumulation)
-        return self._last_shapes[1]
-
-    def _check_shapes(self, data: Mapping[str, Any], accumulation: int) -> bool:
+        if shapes == self._last_shapes[0]:
+            return self._last_shapes[1]
         rows = {name: array.shape[0] for name, array in data.items() if array.ndim}
         if len(set(rows.values())) > 1:
             raise DataError(expected("the columns of a batch to have the same number of rows", rows))
         # Processes that hold the same rows (tp, sp) contribute them once.
         total = {count * process_shard(self.mesh).count for count in rows.values()}
-        if not self._require_even and jax.process_count() == 1 and any(n % data_shards(self.mesh) for n in total):
-            return False
-        for count in total:
+        may_replicate = not self._require_even and jax.process_count() == 1
+        even = not (may_replicate and any(n % data_shards(self.mesh) for n in total))
+        for count in total if even else ():
             check_rows(count, self.mesh, accumulation)
-        return True
+        self._last_shapes = shapes, even
+        return even
 
     def _put(self, array: Any, even: bool) -> Any:
         if self._keep_on_host:
@@ -126,16 +127,6 @@ class Placer:
         if jax.process_count() == 1 or isinstance(array, jax.Array):
             return jax.device_put(array, sharding)
         return jax.make_array_from_process_local_data(sharding, array)
-
-
-def _as_array(name: str, value: Any) -> np.ndarray:
-    try:
-        return np.asarray(value)
-    except ValueError as error:  # lists of unequal length
-        raise DataError(
-            f"Expected column {name!r} to be an array, received {type(value).__name__} that numpy cannot convert: "
-            f"{error}"
-        ) from error
 
 
 def count_tokens(data: Mapping[str, Any]) -> int:

@@ -114,9 +114,6 @@ class RequestPoll:
         return bool(self._in_flight.popleft().addressable_data(0))
 
 
-# -- joining jax's runtime ---------------------------------------------------------------------------------------
-
-
 def initialize_distributed(environment: Mapping[str, str] = os.environ) -> None:
     """Call `jax.distributed.initialize` if the environment describes several processes and nobody has called it."""
     if jax.distributed.is_initialized():
@@ -159,9 +156,6 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-# -- rows and arrays ---------------------------------------------------------------------------------------------
-
-
 def process_group_on(mesh: Mesh) -> ProcessGroup:
     """The processes of a mesh, each with its shard of the rows."""
     return SingleProcess() if jax.process_count() == 1 else JaxProcessGroup(process_shard(mesh))
@@ -176,13 +170,10 @@ def process_shard(mesh: Mesh) -> Shard:
     positions = sorted({index[0].start or 0 for index in held if index is not None})
     first, count = positions[0], len(positions)
     if positions != list(range(first, first + count)) or first % count:
-        raise BadArgument(
-            expected(
-                "a mesh on which each process holds contiguous rows",
-                f"{dict(mesh.shape)} with shards {positions} of {shards} on process {jax.process_index()}",
-                "Choose dp and fsdp so that each process holds whole, neighbouring shards.",
-            )
-        )
+        what = "a mesh on which each process holds contiguous rows"
+        received = f"{dict(mesh.shape)} with shards {positions} of {shards} on process {jax.process_index()}"
+        do = "Choose dp and fsdp so that each process holds whole, neighbouring shards."
+        raise BadArgument(expected(what, received, do))
     return Shard(first // count, shards // count)
 
 

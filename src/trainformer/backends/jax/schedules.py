@@ -1,12 +1,10 @@
-"""Learning-rate schedules by name, as pure functions of the optimizer step.
+"""Learning-rate schedules by name, as pure functions of the optimizer step; the formulas are in `backends.schedules`.
 
-The formulas are those of the torch backend. A schedule takes a Python number and returns one, or a traced step inside a
-jitted function.
+A schedule takes a Python number and returns one, or a traced step inside a jitted function.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,55 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainformer.backends.schedules import Factor, constant, cosine, inverse_sqrt, linear, onecycle, wsd
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 Schedule = Callable[[Any], Any]
-Factor = Callable[[Any, Any], Any]  # (step, numpy or jax.numpy) -> fraction of the peak learning rate
-
-
-def constant(total: float, warmup: float) -> Factor:
-    """Linear warmup, then the full learning rate."""
-    return lambda step, xp: _after_warmup(step, warmup, 1.0, xp)
-
-
-def linear(total: float, warmup: float, end: float = 0.0) -> Factor:
-    """Linear warmup, then linear decay to `end`."""
-    return lambda step, xp: _after_warmup(step, warmup, 1.0 - (1.0 - end) * _progress(step, total, warmup, xp), xp)
-
-
-def cosine(total: float, warmup: float, end: float = 0.0) -> Factor:
-    """Linear warmup, then cosine decay to `end`."""
-    return lambda step, xp: _after_warmup(
-        step, warmup, _half_cosine(1.0, end, _progress(step, total, warmup, xp), xp), xp
-    )
-
-
-def onecycle(total: float, warmup: float, end: float = 1 / 25e4, start: float = 1 / 25) -> Factor:
-    """Cosine up from 1/25 of the learning rate, then cosine down to 1/250,000 of it (Smith's one-cycle policy)."""
-    peak = warmup - 1.0
-    last = max(total - 1.0, 1.0)
-
-    def factor(step: Any, xp: Any) -> Any:
-        up = step / peak if peak > 0 else 1.0
-        down = xp.minimum((step - peak) / (last - peak), 1.0) if last > peak else 1.0
-        return xp.where(step <= peak, _half_cosine(start, 1.0, up, xp), _half_cosine(1.0, end, down, xp))
-
-    return factor
-
-
-def inverse_sqrt(total: float, warmup: float, timescale: float | None = None) -> Factor:
-    """Linear warmup, then decay with the inverse square root of the step, without end."""
-    scale = timescale or warmup or 10_000.0
-    return lambda step, xp: _after_warmup(step, warmup, xp.sqrt(scale / xp.maximum(step - warmup + scale, scale)), xp)
-
-
-def wsd(total: float, warmup: float, end: float = 0.0, decay_ratio: float = 0.2) -> Factor:
-    """Warmup, stable, decay: linear warmup, the full learning rate, linear decay to `end` in the last fifth."""
-    begin = max(total - math.ceil(decay_ratio * total), warmup)
-    return lambda step, xp: _after_warmup(
-        step, warmup, 1.0 - (1.0 - end) * xp.maximum(_progress(step, total, begin, xp), 0.0), xp
-    )
-
 
 # name: factory, and its options besides total steps, warmup and end
 SCHEDULES: dict[str, tuple[Callable[..., Factor], tuple[str, ...]]] = {
@@ -81,6 +34,7 @@ _ALIASES = {
     "warmupcosine": "cosine",
     "warmupstabledecay": "wsd",
 }
+_CHOICES = f"scheduler to be one of {', '.join(NAMES)}, or a function of the step"
 _ENDLESS = ("constant", "inversesqrt")
 
 
@@ -104,7 +58,14 @@ def make_schedule(
     [0.05, 0.1, 0.1, 0.05, 0.0]
     """
     if spec is not None and not isinstance(spec, str):
-        return _check_function(spec, bool(warmup_steps or warmup_ratio), end, options)
+        if not callable(spec):
+            raise BadArgument(expected(_CHOICES, spec))
+        if warmup_steps or warmup_ratio or end is not None or options:
+            raise BadArgument(
+                "Expected no warmup, learning_rate_end or options with a scheduler that is a function. "
+                "Put them into the function."
+            )
+        return spec
     name = _canonical(spec or "constant")
     if warmup_steps and warmup_ratio:
         raise BadArgument("Expected warmup_steps or warmup_ratio, received both. Keep the one you mean.")
@@ -125,23 +86,12 @@ def make_schedule(
     return schedule
 
 
-def _check_function(spec: Any, has_warmup: bool, end: float | None, options: Mapping[str, Any] | None) -> Schedule:
-    if not callable(spec):
-        raise BadArgument(expected(f"scheduler to be one of {', '.join(NAMES)}, or a function of the step", spec))
-    if has_warmup or end is not None or options:
-        raise BadArgument(
-            "Expected no warmup, learning_rate_end or options with a scheduler that is a function. "
-            "Put them into the function."
-        )
-    return spec
-
-
 def _canonical(spec: str) -> str:
     name = spec.lower().replace("_", "").replace("-", "")
     name = _ALIASES.get(name, name)
     if name not in SCHEDULES:
         hint = did_you_mean(spec.lower(), (*NAMES, *_ALIASES))
-        raise BadArgument(expected(f"scheduler to be one of {', '.join(NAMES)}, or a function of the step", spec, hint))
+        raise BadArgument(expected(_CHOICES, spec, hint))
     return name
 
 
@@ -164,16 +114,3 @@ def _check_options(
         do = "Leave out learning_rate_end, or use 'linear' or 'cosine'."
         raise BadArgument(expected("a schedule that has an end", spec, do))
     return {**given, "end": end / lr}
-
-
-def _after_warmup(step: Any, warmup: float, after: Any, xp: Any) -> Any:
-    # A learning rate of zero would waste the first step.
-    return xp.where(step < warmup, (step + 1) / max(warmup, 1), after)
-
-
-def _progress(step: Any, total: float, begin: float, xp: Any) -> Any:
-    return xp.minimum((step - begin) / max(total - begin, 1), 1.0)
-
-
-def _half_cosine(low: float, high: float, progress: Any, xp: Any) -> Any:
-    return high + (low - high) / 2.0 * (1.0 + xp.cos(math.pi * progress))

@@ -46,7 +46,16 @@ def resolve_dims(sharding_array: Sequence[int], n_devices: int) -> tuple[int, in
     >>> resolve_dims((1, -1, 2, 1), 8)
     (1, 4, 2, 1)
     """
-    dims = _check_dims(sharding_array)
+    advice = f"Give one size for each of {', '.join(AXES)}; one of them may be -1, as in (1, -1, 1, 1)."
+    what = "sharding_array to hold four positive integers"
+    try:
+        dims = [int(d) for d in sharding_array if int(d) == d and not isinstance(d, (str, bool))]
+    except (TypeError, ValueError) as error:
+        raise BadArgument(expected(what, sharding_array, advice)) from error
+    if len(dims) != len(AXES) or len(sharding_array) != len(AXES) or any(d < 1 and d != -1 for d in dims):
+        raise BadArgument(expected(what, sharding_array, advice))
+    if dims.count(-1) > 1:
+        raise BadArgument(expected("at most one -1 in sharding_array", sharding_array, advice))
     known = math.prod(d for d in dims if d != -1)
     if -1 in dims:
         if n_devices % known:
@@ -62,20 +71,6 @@ def resolve_dims(sharding_array: Sequence[int], n_devices: int) -> tuple[int, in
         )
     dp, fsdp, tp, sp = dims
     return dp, fsdp, tp, sp
-
-
-def _check_dims(sharding_array: Sequence[int]) -> list[int]:
-    advice = f"Give one size for each of {', '.join(AXES)}; one of them may be -1, as in (1, -1, 1, 1)."
-    what = "sharding_array to hold four positive integers"
-    try:
-        dims = [int(d) for d in sharding_array if int(d) == d and not isinstance(d, (str, bool))]
-    except (TypeError, ValueError) as error:
-        raise BadArgument(expected(what, sharding_array, advice)) from error
-    if len(dims) != len(AXES) or len(sharding_array) != len(AXES) or any(d < 1 and d != -1 for d in dims):
-        raise BadArgument(expected(what, sharding_array, advice))
-    if dims.count(-1) > 1:
-        raise BadArgument(expected("at most one -1 in sharding_array", sharding_array, advice))
-    return dims
 
 
 def make_mesh(sharding_array: Sequence[int] = (1, -1, 1, 1), devices: Sequence[Any] | None = None) -> Mesh:
@@ -264,6 +259,20 @@ def create_sharded(
         rng=copy_to_mesh(jax.random.key_data(key), shardings.rng),
     )
     return state, shardings
+
+
+def make_sharded(
+    model: Any,
+    prepare: Callable[[Any], nnx.Module],
+    tx: optax.GradientTransformation,
+    rng: Any,
+    mesh: Mesh,
+    **options: Any,
+) -> TrainState:
+    """A new state on the mesh, from a module or a function that builds one. `prepare` gets the module first."""
+    if isinstance(model, nnx.Module):
+        return create_sharded(prepare(model), tx, rng, mesh, **options)[0]
+    return init_sharded(lambda rngs: prepare(model(rngs)), tx, rng, mesh, **options)[0]
 
 
 def copy_to_mesh(tree: Any, shardings: Any) -> Any:

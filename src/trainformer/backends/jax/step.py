@@ -36,14 +36,6 @@ class StepOutput(TypedDict):
     finite: Any
 
 
-class _Sums(TypedDict):
-    """Summed over micro-batches."""
-
-    loss: Any
-    weight: Any
-    metrics: dict[str, tuple[Any, Any]]
-
-
 def make_train_step(
     loss: LossFunction,
     *,
@@ -68,7 +60,7 @@ def make_train_step(
         step_key = jax.random.fold_in(state.key, state.step)
         gradient = jax.value_and_grad(forward, has_aux=True)
 
-        def micro_step(variables: Any, index: Any, micro_batch: Any) -> tuple[Any, _Sums, Any]:
+        def micro_step(variables: Any, index: Any, micro_batch: Any) -> tuple[Any, Any, Any]:
             key = jax.random.fold_in(step_key, index)
             (_, (sums, variables)), grads = gradient(trained, frozen, variables, state, micro_batch, key)
             return variables, sums, cast_floating(grads, jnp.float32)
@@ -77,17 +69,17 @@ def make_train_step(
             variables, sums, grads = micro_step(state.variables, 0, batch)
         else:
             variables, sums, grads = _accumulate(micro_step, state.variables, batch, accumulation)
-        norm, factor = _norm_and_factor(grads, sums["weight"], clip)
+        weight = sums["weight"]
+        # From summed gradients to the clipped mean.
+        factor = jnp.where(weight == 0, 0.0, 1.0 / jnp.where(weight == 0, 1.0, weight))
+        norm = optax.global_norm(grads) * factor
+        if clip is not None:
+            factor = factor * (clip / jnp.maximum(norm, clip))
         grads = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), grads, trained)
         new = state.apply_gradients(grads=grads, variables=variables)
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-        new = _select_state(finite & (sums["weight"] != 0), new, state)
-        return new, {
-            "loss": (sums["loss"], sums["weight"]),
-            "metrics": sums["metrics"],
-            "grad_norm": norm,
-            "finite": finite,
-        }
+        new = _select_state(finite & (weight != 0), new, state)
+        return new, {"loss": (sums["loss"], weight), "metrics": sums["metrics"], "grad_norm": norm, "finite": finite}
 
     return train_step
 
@@ -127,15 +119,13 @@ def _forward(loss: LossFunction, compute_dtype: Any, remat: Any, train: bool = T
     if policy is None:
         return forward
 
-    def rematerialised(trained: Any, frozen: Any, variables: Any, state: TrainState, batch: Any, key: Any) -> Any:
-        # Only static fields of the state are used. Closing over it keeps its arrays out of the checkpoint's residuals.
-        checkpointed = jax.checkpoint(lambda t, f, v, b, k: forward(t, f, v, state, b, k), policy=policy)
-        return checkpointed(trained, frozen, variables, batch, key)
-
-    return rematerialised
+    # Only static fields of the state are used. Closing over it keeps its arrays out of the checkpoint's residuals.
+    return lambda trained, frozen, variables, state, batch, key: jax.checkpoint(
+        lambda t, f, v, b, k: forward(t, f, v, state, b, k), policy=policy
+    )(trained, frozen, variables, batch, key)
 
 
-def _sums(output: Any, batch: Any) -> _Sums:
+def _sums(output: Any, batch: Any) -> dict[str, Any]:
     """Sum, weight and metrics from the return value of a loss function."""
     rows = valid_rows(batch)
     if isinstance(output, Loss):
@@ -147,9 +137,8 @@ def _sums(output: Any, batch: Any) -> _Sums:
         total, weight = output * rows if _is_scalar(output) else output, rows
     if not _is_scalar(total) or not _is_scalar(weight):
         shapes = [getattr(value, "shape", type(value).__name__) for value in (total, weight)]
-        raise BadArgument(
-            expected("the loss to be a scalar, or a Loss(sum, weight) of scalars", shapes, "Take its mean or sum.")
-        )
+        what = "the loss to be a scalar, or a Loss(sum, weight) of scalars"
+        raise BadArgument(expected(what, shapes, "Take its mean or sum."))
     metrics = {name: _pair(name, value, rows) for name, value in (getattr(output, "metrics", None) or {}).items()}
     return {"loss": _float32(total), "weight": jax.lax.stop_gradient(_float32(weight)), "metrics": metrics}
 
@@ -216,15 +205,6 @@ def _split_rows(leaf: Any, accumulation: int) -> Any:
     return constrain_rows(micro_batches, axis=1)
 
 
-def _norm_and_factor(grads: Any, weight: Any, clip: float | None) -> tuple[Any, Any]:
-    """The norm of the mean gradient, and the factor from summed gradients to the clipped mean."""
-    factor = jnp.where(weight == 0, 0.0, 1.0 / jnp.where(weight == 0, 1.0, weight))
-    norm = optax.global_norm(grads) * factor
-    if clip is not None:
-        factor = factor * (clip / jnp.maximum(norm, clip))
-    return norm, factor
-
-
 def _select_state(good: Any, new: TrainState, old: TrainState) -> TrainState:
     """The new state, or if the step was not good the old one with an incremented step counter."""
 
@@ -246,16 +226,11 @@ def _counts_steps(node: Any) -> bool:
 # -- rematerialisation -------------------------------------------------------------------------------------------
 
 _POLICIES = (
-    "nothing_saveable",
-    "everything_saveable",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots",
-    "checkpoint_dots_with_no_batch_dims",
+    *("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"),
+    *("checkpoint_dots", "checkpoint_dots_with_no_batch_dims"),
 )
 _POLICY_ALIASES = {
-    "nothing": "nothing_saveable",
-    "full": "nothing_saveable",
+    **dict.fromkeys(("nothing", "full"), "nothing_saveable"),
     "everything": "everything_saveable",
     "dots": "dots_saveable",
     "dots_no_batch": "dots_with_no_batch_dims_saveable",

@@ -28,15 +28,8 @@ class AccumulationWindow:
     """
 
     __slots__ = (
-        "_reference",
-        "_weights",
-        "bad",
-        "consumed",
-        "entries",
-        "global_samples",
-        "is_idle",
-        "samples",
-        "tokens",
+        *("_reference", "_weights", "bad", "consumed", "entries"),
+        *("global_samples", "is_idle", "samples", "tokens"),
     )
 
     def __init__(self, reference: float | None = None) -> None:
@@ -63,7 +56,7 @@ class AccumulationWindow:
         if batch.size == 0:
             output = _zero_weight(output)
         if isinstance(output, Tensor):
-            return self._add_mean(output, batch.size)
+            return self._add_loss(output, batch.size, is_mean=True)
         if isinstance(output, (Loss, Mean, BackwardDone)):
             loss = self._add_weighted(output)
             for name, value in (output.metrics or {}).items():
@@ -79,40 +72,33 @@ class AccumulationWindow:
             self.is_idle = not self._weights
             return None
         self.is_idle = False
-        if isinstance(output, Mean):
-            return self._add_mean(output.value, output.weight)
         if isinstance(output, BackwardDone):
             self.entries.append(Entry("loss", output.sum, output.weight, False))
             self._weights.append(output.weight)
             return None
-        return self._add_sum(output.sum, output.weight)
+        is_mean = isinstance(output, Mean)
+        return self._add_loss(output.value if isinstance(output, Mean) else output.sum, output.weight, is_mean)
 
-    def _add_mean(self, mean: Tensor, weight: Any) -> Tensor:
-        _check_differentiable(mean)
-        if isinstance(weight, Tensor):
-            weight = _as_divisor(weight, mean)
-        self.entries.append(Entry("loss", mean.detach(), weight, True))
+    def _add_loss(self, loss: Tensor, weight: Any, is_mean: bool) -> Tensor:
+        _check_differentiable(loss)
+        if isinstance(weight, Tensor):  # torch divides integers in float32 even if the loss is float64
+            weight = weight.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        self.entries.append(Entry("loss", loss.detach(), weight, is_mean))
         self._weights.append(weight)
-        if self._reference is None:
+        if is_mean and self._reference is None:
             self._reference = weight
-            return mean
-        if not isinstance(weight, Tensor) and weight == self._reference:  # comparing tensors would sync with the device
-            return mean
-        return mean * (weight / self._reference)
-
-    def _add_sum(self, total: Tensor, weight: Any) -> Tensor:
-        _check_differentiable(total)
-        if isinstance(weight, Tensor):
-            weight = _as_divisor(weight, total)
-        self.entries.append(Entry("loss", total.detach(), weight, False))
-        self._weights.append(weight)
+            return loss
+        if is_mean:
+            # Comparing tensors would sync with the device.
+            is_same = not isinstance(weight, Tensor) and weight == self._reference
+            return loss if is_same else loss * (weight / self._reference)
         if self._reference is None:
             # A micro-batch of weight 0 (all labels masked) has sum 0: avoid 0 / 0.
             if isinstance(weight, Tensor):
                 self._reference = torch.where(weight > 0, weight, 1)
             else:
                 self._reference = weight if weight > 0 else 1
-        return total / self._reference
+        return loss / self._reference
 
     def gradient_scale(self) -> Tensor | float | None:
         """Factor that turns the accumulated gradients into the gradient of the mean loss; None means 1."""
@@ -170,24 +156,15 @@ def _zero_weight(output: Any) -> Any:
     return output
 
 
-def _as_divisor(weight: Tensor, loss: Tensor) -> Tensor:
-    """A count in the dtype of the loss: torch divides integers in float32 even if the loss is float64."""
-    return weight.detach().to(torch.promote_types(loss.dtype, torch.float32))
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
 def _check_differentiable(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.ndim != 0:
-        raise BadArgument(
-            expected(
-                "train_step to return a scalar",
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__,
-                "Take the mean over the batch, or return Loss(sum, weight).",
-            )
-        )
+        what = "train_step to return a scalar"
+        received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise BadArgument(expected(what, received, "Take the mean over the batch, or return Loss(sum, weight)."))
     if not loss.requires_grad:
         raise BadArgument(
             "Expected the loss to depend on a trainable parameter, received one that does not require gradients. "
@@ -228,21 +205,17 @@ class MemorySplitter:
             return False
         self.pieces *= 2
         size = -(-batch.size // self.pieces)
+        kinds = []  # what a split run cannot reproduce
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            kinds.append("BatchNorm statistics (computed over fewer samples at a time)")
+        if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+            kinds.append("dropout masks (drawn in a different order)")
+        but = f", but not equal to an unsplit run: {' and '.join(kinds)}." if kinds else "."
         logger.warning(
             "out of memory with %d samples at once: repeating the step in pieces of %d, and splitting all later steps "
             "the same way. Losses and gradients are weighted as before%s",
-            batch.size, size, _differences(model),
+            batch.size, size, but,
         )  # fmt: skip
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return True
-
-
-def _differences(model: nn.Module) -> str:
-    """What a split run cannot reproduce, for the warning."""
-    kinds = []
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        kinds.append("BatchNorm statistics (computed over fewer samples at a time)")
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
-        kinds.append("dropout masks (drawn in a different order)")
-    return f", but not equal to an unsplit run: {' and '.join(kinds)}." if kinds else "."

@@ -27,7 +27,6 @@ from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySp
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, RequestFlag
-from trainformer.backends.torch.precision import make_precision
 from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
@@ -57,8 +56,9 @@ class TorchBackend:
         self.device = self.strategy.setup_environment(settings.device, settings.rank_timeout)
         self.process_group = self.strategy.process_group
         self._is_single = self.process_group.is_single_process
+        self._wide = torch.float32 if self.device.type == "mps" else torch.float64  # to add up scalars in
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
-        self.precision = make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
+        self.precision = memory.make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
         if self.fp8 is not None:
             quantize.check_fp8_device(self.device)
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
@@ -118,7 +118,9 @@ class TorchBackend:
             memory.enable_gradient_checkpointing(model)
         if settings.compile:
             # In place: class and state dict keys stay, so checkpoints of compiled and eager runs are the same.
-            model.compile(**compile_options(settings.compile))
+            choice = settings.compile
+            given = dict(choice) if isinstance(choice, Mapping) else {"mode": choice} if isinstance(choice, str) else {}
+            model.compile(**given)
         self.strategy.precision = self.precision.name
         self.strategy.prepare(self.task, self.device)
 
@@ -131,11 +133,6 @@ class TorchBackend:
             recipe = quantize.recipe_named(settings.qat_recipe, "qat_recipe")
             return f"quantization-aware training for {recipe.name}: {quantize.prepare_qat(model, recipe)}"
         return ""
-
-    def _transform(self, train: bool) -> nn.Module | None:
-        get = getattr(self.task, "get_train_transforms" if train else "get_eval_transforms", None)
-        transform = get() if callable(get) else None
-        return transform.to(self.device) if isinstance(transform, nn.Module) else transform
 
     def schedule_for(self, total_steps: int | None) -> None:
         """Build the schedule for this many steps. A user's scheduler is created once and kept."""
@@ -177,7 +174,9 @@ class TorchBackend:
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""
         if train not in self._transforms:  # not before the first batch: the task may need to see its data first
-            self._transforms[train] = self._transform(train)
+            get = getattr(self.task, "get_train_transforms" if train else "get_eval_transforms", None)
+            transform = get() if callable(get) else None
+            self._transforms[train] = transform.to(self.device) if isinstance(transform, nn.Module) else transform
         return self._feeder.feed(batches, self._transforms[train])
 
     def begin_training(self) -> None:
@@ -199,7 +198,8 @@ class TorchBackend:
             self._statistics.keep()
         try:
             for piece in self.splitter.split(batch):
-                with self._sync_context(piece):
+                # Skip the gradient all-reduce for every micro-batch but the last of a step.
+                with self._no_sync() if piece.more and self._no_sync is not None else nullcontext():
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
@@ -227,10 +227,6 @@ class TorchBackend:
         requests = torch.full((1,), float(self.has_request()), dtype=sums.dtype, device=self.device)
         return self.strategy.piggyback_stats(loss, torch.cat([sums, requests]))
 
-    def _sync_context(self, piece: DeviceBatch) -> AbstractContextManager[Any]:
-        """`no_sync` for every micro-batch but the last of a step: skip the gradient all-reduce."""
-        return self._no_sync() if piece.more and self._no_sync is not None else nullcontext()
-
     def _forward(self, size: int) -> AbstractContextManager[object]:
         """Context of a forward pass; a batch of size 0 is padding."""
         if not self.settings.activation_offload and size:
@@ -238,7 +234,8 @@ class TorchBackend:
         stack = ExitStack()
         stack.enter_context(self.precision.forward())
         if self.settings.activation_offload:
-            stack.enter_context(memory.activation_offload(self.device))
+            pin = self.device.type == "cuda"
+            stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pin))
         if not size:
             stack.enter_context(padding(participates=True))
         return stack
@@ -268,7 +265,7 @@ class TorchBackend:
             norm = norm * factor
         self.guard.inspect(norm if scaler is None else norm.new_zeros(()), losses)
         if self.settings.gradient_clip:
-            coefficient = gradients.clip_coefficient(norm, self.settings.gradient_clip)
+            coefficient = torch.clamp(self.settings.gradient_clip / (norm + 1e-6), max=1.0)  # torch's formula
             factor = coefficient if factor is None else coefficient * factor
         if factor is not None:
             gradients.scale(grads, factor, self._uniform)
@@ -310,16 +307,14 @@ class TorchBackend:
         if self._statistics is not None:
             self._statistics.settle(self.guard)
         if norm is not None and self.process_group.is_main:
-            window.entries.append(self._norm_entry(norm))
+            entry = Entry("grad_norm", norm, 1, True)
+            if self.precision.scaler is not None:
+                # The scaler handles overflows of scaled gradients: they do not enter the mean in the log.
+                finite = norm.isfinite()
+                entry = Entry("grad_norm", torch.where(finite, norm, 0.0), finite.to(norm.dtype), False)
+            window.entries.append(entry)
         samples = window.samples if self._is_single else window.consumed
         return StepResult(window.entries, lr, samples, window.tokens, window.bad, window.consumed, self._shared_loss)
-
-    def _norm_entry(self, norm: Any) -> Entry:
-        """The norm for the log. The scaler handles overflows of scaled gradients; they are not averaged."""
-        if self.precision.scaler is None:
-            return Entry("grad_norm", norm, 1, True)
-        finite = norm.isfinite()
-        return Entry("grad_norm", torch.where(finite, norm, 0.0), finite.to(norm.dtype), False)
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> None:
         # Overflows of scaled gradients are normal in fp16: the scaler skips the step and lowers the scale. A
@@ -353,15 +348,16 @@ class TorchBackend:
         if not self._is_single:
             self._receive_stats()
 
+    def _loss_entries(self) -> list[Entry]:
+        return self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
+
     def window_loss(self) -> float:
         """The loss of the current window. Syncs with the device."""
-        entries = self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
-        return weighted_means({"loss": entries}, self).get("loss", float("nan"))
+        return weighted_means({"loss": self._loss_entries()}, self).get("loss", float("nan"))
 
     def window_weight(self) -> float:
         """The weight of the current window: samples, or what the task counts. Syncs with the device."""
-        entries = self._shared_loss or [e for e in self._window.entries if e.name == "loss"]
-        return sum(self.read([e.weight for e in entries]))
+        return sum(self.read([e.weight for e in self._loss_entries()]))
 
     def verify(self, step: int) -> dict[str, float]:
         """Raise if a step was not finite; returns counters to log."""
@@ -388,31 +384,24 @@ class TorchBackend:
         entries: list[Entry] = []
         rows: dict[str, Tensor] = {}
         if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives
-            outputs = {name: value[:0] for name, value in outputs.items() if _has_rows(value)}
+            outputs = {name: value[:0] for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim}
+        size = batch.size
         for name, value in outputs.items():
-            self._add_metric(name, value, batch.size, entries, rows)
+            if isinstance(value, tuple) and len(value) == 2:
+                entries.append(Entry(name, *value, is_mean=False))
+            elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
+                entries.append(Entry(name, value, size, is_mean=True))
+            elif isinstance(value, Tensor) and len(value) == size:
+                is_number = value.is_floating_point() or value.dtype == torch.bool
+                if value.ndim == 1 and not self._reduces_rows and is_number:
+                    total = value.double().sum() if value.device.type != "mps" else value.sum()
+                    entries.append(Entry(name, total, size, is_mean=False))
+                rows[name] = value.detach().cpu()
+            else:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                what = f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows"
+                raise BadArgument(expected(what, shape, "Return one of these from the task's step."))
         return EvalResult(entries, rows)
-
-    def _add_metric(self, name: str, value: Any, size: int, entries: list[Entry], rows: dict[str, Tensor]) -> None:
-        if isinstance(value, tuple) and len(value) == 2:
-            entries.append(Entry(name, *value, is_mean=False))
-        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
-            entries.append(Entry(name, value, size, is_mean=True))
-        elif isinstance(value, Tensor) and len(value) == size:
-            if value.ndim == 1 and not self._reduces_rows and (value.is_floating_point() or value.dtype == torch.bool):
-                entries.append(
-                    Entry(name, value.double().sum() if value.device.type != "mps" else value.sum(), size, False)
-                )
-            rows[name] = value.detach().cpu()
-        else:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise BadArgument(
-                expected(
-                    f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows",
-                    shape,
-                    "Return one of these from the task's step.",
-                )
-            )
 
     # -- scalars and rows ----------------------------------------------------------------------------------
 
@@ -421,9 +410,8 @@ class TorchBackend:
         tensors = [s.detach().reshape(()) for s in scalars if isinstance(s, Tensor)]
         if not tensors:
             return [float(s) for s in scalars]
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
         home = self.device if any(t.device == self.device for t in tensors) else tensors[0].device
-        values = iter(torch.stack([t.to(home, wide, non_blocking=True) for t in tensors]).tolist())
+        values = iter(torch.stack([t.to(home, self._wide, non_blocking=True) for t in tensors]).tolist())
         return [next(values) if isinstance(s, Tensor) else float(s) for s in scalars]
 
     def fold(self, scalars: Sequence[Any]) -> Any:
@@ -432,8 +420,7 @@ class TorchBackend:
         numbers = sum(s for s in scalars if not isinstance(s, Tensor))
         if not tensors:
             return numbers
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        return torch.stack([t.to(self.device, wide) for t in tensors]).sum() + numbers
+        return torch.stack([t.to(self.device, self._wide) for t in tensors]).sum() + numbers
 
     def join_rows(self, pieces: list[Tensor]) -> Tensor:
         """Rows of all batches, in order. A task may override how rows of unequal length are joined."""
@@ -457,14 +444,3 @@ class TorchBackend:
         self.guard.skipped = state["skipped_steps"]
         if self._is_single:  # with several ranks splitting is off
             self.splitter.pieces = state["pieces"]
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
-
-
-def compile_options(choice: bool | str | Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `torch.compile` from a flag, a mode, or a mapping."""
-    if isinstance(choice, Mapping):
-        return dict(choice)
-    return {"mode": choice} if isinstance(choice, str) else {}

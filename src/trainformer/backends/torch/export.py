@@ -44,10 +44,6 @@ def export_model(model: nn.Module, path: Path, format: str, input_shape: tuple[i
     return path
 
 
-def _write_pytorch(model: nn.Module, example: Tensor, path: Path) -> None:
-    torch.save(model.state_dict(), path)
-
-
 def _write_torchscript(model: nn.Module, example: Tensor, path: Path) -> None:
     with torch.no_grad():
         torch.jit.trace(model, example).save(str(path))
@@ -93,7 +89,7 @@ def _compare(model: nn.Module, other: Callable[[Tensor], Tensor], example: Tenso
 
 
 _FORMATS: dict[str, tuple[Callable[[nn.Module, Tensor, Path], None], str, bool]] = {
-    "pytorch": (_write_pytorch, ".pt", False),
+    "pytorch": (lambda model, _, path: torch.save(model.state_dict(), path), ".pt", False),
     "onnx": (_write_onnx, ".onnx", True),
     "torchscript": (_write_torchscript, ".pt", True),
     "torch.export": (_write_archive, ".pt2", True),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from trainformer.core.errors import BadArgument
-from trainformer.utils.distributed import is_dtensor as is_dtensor
-from trainformer.utils.distributed import local_tensors as local_tensors
+from trainformer.utils.distributed import is_dtensor, local_tensors
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -49,11 +48,8 @@ def total_norm(grads: list[Tensor], uniform: bool) -> Tensor:
 
 def scale(grads: list[Tensor], factor: Tensor | float, uniform: bool) -> None:
     """Multiply all gradients in place by a scalar, without a device sync."""
-    if uniform:
-        torch._foreach_mul_(grads, factor)
-        return
-    grads = local_tensors(grads)
-    if not isinstance(factor, Tensor):
+    grads = grads if uniform else local_tensors(grads)
+    if uniform or not isinstance(factor, Tensor):
         torch._foreach_mul_(grads, factor)
         return
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -61,8 +57,3 @@ def scale(grads: list[Tensor], factor: Tensor | float, uniform: bool) -> None:
         by_device[grad.device, grad.dtype].append(grad)
     for (device, _), group in by_device.items():
         torch._foreach_mul_(group, factor.to(device))
-
-
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that limits the norm to `max_norm` (torch's formula, with its epsilon)."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

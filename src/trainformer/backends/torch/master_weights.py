@@ -68,8 +68,6 @@ class MasterWeights(torch.optim.Optimizer):
             raise NotImplementedError("Master weights take no further groups. Pass all of them to the constructor.")
         super().add_param_group(param_group)
 
-    # -- the step ------------------------------------------------------------------------------------------
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether the inner optimizer skips a step on the device if `found_inf` is set."""
@@ -82,7 +80,9 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._sync_changed_parameters()
+        for p, copy in self._pairs:
+            if copy is not p and p._version != self._versions[id(p)]:  # written from outside
+                copy.copy_(torch.where(copy.to(p.dtype) == p, copy, p.to(copy.dtype)))
         self._push_groups()
         moving = [(p, copy, p.grad) for p, copy in self._pairs if p.grad is not None]
         for _, copy, _ in moving:
@@ -115,12 +115,6 @@ class MasterWeights(torch.optim.Optimizer):
             size += entry[0].numel()
         yield piece
 
-    def _sync_changed_parameters(self) -> None:
-        """Update the copies of parameters that were written from outside, only in the elements that changed."""
-        for p, copy in self._pairs:
-            if copy is not p and p._version != self._versions[id(p)]:
-                copy.copy_(torch.where(copy.to(p.dtype) == p, copy, p.to(copy.dtype)))
-
     def _push_groups(self) -> None:
         for name in ("found_inf", "grad_scale"):
             setattr(self.inner, name, getattr(self, name, None))
@@ -130,8 +124,6 @@ class MasterWeights(torch.optim.Optimizer):
     def _pull_groups(self) -> None:
         for theirs, ours in zip(self.inner.param_groups, self.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
-
-    # -- state ---------------------------------------------------------------------------------------------
 
     @property  # type: ignore[override]
     def state(self) -> dict[Tensor, dict[str, Any]]:

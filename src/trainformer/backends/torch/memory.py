@@ -1,4 +1,4 @@
-"""Settings that trade memory, speed and accuracy: gradient checkpointing, offloading, attention kernels, matmuls."""
+"""Settings that trade memory, speed and accuracy: mixed precision, gradient checkpointing, attention kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,51 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainformer.core.errors import BadArgument, expected
+
+_NAMES = {
+    "auto": "auto",
+    **dict.fromkeys(("no", "fp32", "float32", "32"), "fp32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "16"), "fp16"),
+    "fp8": "fp8",
+}
+
+
+class Precision:
+    """A precision by name: fp32, bf16, fp16, or fp8 (bf16 around fp8 linear layers, see `quantize.use_fp8`).
+
+    Only fp16 needs loss scaling: bf16 has the exponent range of float32.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self._dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(name)
+
+    def forward(self) -> AbstractContextManager[object]:
+        """The context of a forward pass."""
+        return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
+
+
+def make_precision(name: str, device: torch.device, fp8: bool = False) -> Precision:
+    """The precision of that name; ``"auto"`` is bf16 if the device supports it natively, else fp32.
+
+    With `fp8`, linear layers multiply in fp8, and everything between them runs in bf16 unless the name is ``"no"``.
+
+    >>> make_precision("auto", torch.device("cpu")).name
+    'fp32'
+    """
+    kind = _NAMES.get(name)
+    if kind is None:
+        raise BadArgument(expected("precision to be 'auto', 'no' (or 'fp32'), 'bf16', 'fp16' or 'fp8'", name))
+    if fp8 and kind in ("auto", "bf16"):
+        kind = "fp8"
+    if kind == "auto":
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        kind = "bf16" if native else "fp32"
+    return Precision(kind, device)
+
 
 _SDPA = {
     "math": SDPBackend.MATH,
@@ -35,18 +80,9 @@ def enable_gradient_checkpointing(model: Any) -> None:
         except AssertionError as error:
             raise BadArgument(f"{type(model).__name__} has no gradient checkpointing: {error}") from error
     else:
-        raise BadArgument(
-            expected(
-                "a model with gradient_checkpointing_enable() (transformers) or set_grad_checkpointing() (timm)",
-                type(model).__name__,
-                "Set gradient_checkpointing=False, or give the model one of these methods.",
-            )
-        )
-
-
-def activation_offload(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep activations that are saved for the backward pass in host memory."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+        what = "a model with gradient_checkpointing_enable() (transformers) or set_grad_checkpointing() (timm)"
+        do = "Set gradient_checkpointing=False, or give the model one of these methods."
+        raise BadArgument(expected(what, type(model).__name__, do))
 
 
 def sdpa_backends(choice: SdpaChoice) -> list[SDPBackend]:
@@ -75,5 +111,6 @@ def process_settings(sdpa: SdpaChoice = None, matmul_precision: str | None = Non
         if matmul_precision is not None:
             stack.callback(torch.set_float32_matmul_precision, before)
             torch.set_float32_matmul_precision(matmul_precision)
-        stack.enter_context(sdpa_kernel(backends, set_priority=len(backends) > 1) if backends else nullcontext())
+        if backends:
+            stack.enter_context(sdpa_kernel(backends, set_priority=len(backends) > 1))
         yield

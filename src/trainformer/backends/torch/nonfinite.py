@@ -15,7 +15,6 @@ from trainformer.core.errors import BadArgument, NonFiniteError, expected
 
 logger = logging.getLogger("trainformer")
 
-_INF = math.inf
 _HOST = ("cpu",)  # reading a scalar needs no sync
 _DEFAULT_RETRIES = 3
 
@@ -53,7 +52,7 @@ class NonFiniteGuard:
         probe = norm
         for loss in losses:
             probe = torch.add(probe, loss, alpha=0)  # 0 * inf and 0 * nan are nan
-        infinite = torch.logical_not(probe < _INF)
+        infinite = torch.logical_not(probe < math.inf)
         if self.policy == "raise":
             self.flag.masked_fill_(infinite, 1.0)  # sticky: steps after a bad one are not applied either
         else:

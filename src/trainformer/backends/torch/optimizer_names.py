@@ -94,7 +94,13 @@ def optimizer_by_name(
         return _bitsandbytes(key, groups, lr, given)
     plugin = load_plugin("optimizers", name)
     if plugin is not None:
-        return _from_plugin(name, plugin, groups, lr, weight_decay, given)
+        parameters = inspect.signature(plugin).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            _check_options(name, given, set(list(parameters)[1:]) - {"lr", "weight_decay"})
+        made = plugin(groups, lr=lr, weight_decay=weight_decay, **given)
+        if isinstance(made, torch.optim.Optimizer):
+            return made
+        raise BadArgument(expected(f"the plugin {name!r} of trainformer.optimizers to make a torch Optimizer", made))
     known, hint = [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS, *plugin_names("optimizers")], ""
     try:
         import timm.optim
@@ -123,38 +129,17 @@ def _check_options(name: str, given: Iterable[str], known: Iterable[str]) -> Non
         raise BadArgument(expected(f"options that {name} takes", ", ".join(unknown), hint))
 
 
-def _from_plugin(
-    name: str, plugin: Any, groups: Groups, lr: float, weight_decay: float, given: dict[str, Any]
-) -> torch.optim.Optimizer:
-    parameters = inspect.signature(plugin).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _check_options(name, given, set(list(parameters)[1:]) - {"lr", "weight_decay"})
-    made = plugin(groups, lr=lr, weight_decay=weight_decay, **given)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise BadArgument(expected(f"the plugin {name!r} of trainformer.optimizers to make a torch Optimizer", made))
-    return made
-
-
-# -- torch -------------------------------------------------------------------------------------------------
-
-
 def _torch(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:
     cls, options = TORCH_OPTIMIZERS[key]
     _check_options(key, given, set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"})
     made = cls(groups, lr=lr, **{**_fused(cls, groups), **options, **given})
-    _fill_momentum(made)
-    return made
-
-
-def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Start the momentum of a fused SGD at 0, the value it would have.
-
-    Otherwise it fails as soon as one parameter gets its first gradient later than another.
-    """
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+    for group in made.param_groups:
+        if cls is torch.optim.SGD and group["fused"] and group["momentum"] and not group["dampening"]:
+            # Momentum starts at 0, the value it would have. Otherwise a fused SGD fails as soon as one parameter gets
+            # its first gradient later than another.
             for p in group["params"]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                made.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return made
 
 
 def _fused(cls: Any, groups: Groups) -> dict[str, bool]:
@@ -167,9 +152,6 @@ def _fused(cls: Any, groups: Groups) -> dict[str, bool]:
     supported = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
     one_device = len({p.device for p in parameters}) == 1
     return {"fused": True} if "fused" in inspect.signature(cls).parameters and supported and one_device else {}
-
-
-# -- bitsandbytes ------------------------------------------------------------------------------------------
 
 
 def _bitsandbytes(key: str, groups: Groups, lr: float, given: dict[str, Any]) -> torch.optim.Optimizer:

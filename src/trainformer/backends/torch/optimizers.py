@@ -38,10 +38,8 @@ def modules_of(task: Any) -> dict[str, nn.Module]:
     """The modules a task holds, `model` first."""
     if isinstance(task, nn.Module):
         return {"model": cast(nn.Module, task.model), "task": task}
-    found: dict[str, nn.Module] = {"model": task.model}
     others = {k: v for k, v in vars(task).items() if isinstance(v, nn.Module) and v is not task.model}
-    found |= {k.lstrip("_"): v for k, v in others.items()}
-    return found
+    return {"model": task.model, **{k.lstrip("_"): v for k, v in others.items()}}
 
 
 def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float) -> dict[str, float]:
@@ -52,13 +50,8 @@ def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float)
     candidates = [model, getattr(model, "backbone", None)]
     body = next((m for m in candidates if isinstance(m, nn.Module) and hasattr(m, "group_matcher")), None)
     if body is None:
-        raise BadArgument(
-            expected(
-                "layer_decay with a model that has a group_matcher (timm models do)",
-                type(model).__name__,
-                "Leave it out.",
-            )
-        )
+        what = "layer_decay with a model that has a group_matcher (timm models do)"
+        raise BadArgument(expected(what, type(model).__name__, "Leave it out."))
     from timm.models import group_parameters
 
     groups = group_parameters(body, body.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
@@ -67,16 +60,6 @@ def layer_scales(model: nn.Module, named: dict[str, nn.Parameter], decay: float)
     top = max(groups.values())
     depth = {prefix + name: layer for name, layer in groups.items()}
     return {name: decay ** (top - depth.get(name, top)) for name in named}
-
-
-def scaled_groups(groups: list[dict[str, Any]], scales: dict[int, float], lr: float) -> list[dict[str, Any]]:
-    """Groups split so that each has one learning rate; those with the full rate come first."""
-    split = [
-        {**group, "params": [p for p in group["params"] if scales[id(p)] == scale], "lr": lr * scale}
-        for scale in sorted(set(scales.values()), reverse=True)
-        for group in groups
-    ]
-    return [group for group in split if group["params"]]
 
 
 def decay_groups(named: dict[str, nn.Parameter], weight_decay: float, skip: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -113,7 +96,14 @@ def make_optimizer(
     groups = decay_groups(named, weight_decay, model_skips() if callable(model_skips) else ())
     if layer_decay is not None:
         scales = layer_scales(task.model, named, layer_decay)
-        groups = scaled_groups(groups, {id(p): scales[name] for name, p in named.items()}, lr)
+        scale_of = {id(p): scales[name] for name, p in named.items()}
+        # Each group gets one learning rate; those with the full rate come first.
+        split = [
+            {**group, "params": [p for p in group["params"] if scale_of[id(p)] == scale], "lr": lr * scale}
+            for scale in sorted(set(scales.values()), reverse=True)
+            for group in groups
+        ]
+        groups = [group for group in split if group["params"]]
     if isinstance(spec, str):
         spec = {"name": spec}
     if isinstance(spec, Mapping):
@@ -142,6 +132,6 @@ def _named(
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return optimizer_by_name(name, groups, lr, weight_decay, options)
 
-    return (
-        MasterWeights(groups, make, is_elementwise(name)) if masters and has_16bit_parameters(groups) else make(groups)
-    )
+    if masters and has_16bit_parameters(groups):
+        return MasterWeights(groups, make, is_elementwise(name))
+    return make(groups)

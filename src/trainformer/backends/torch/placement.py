@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import DeviceBatch, HostBatch, Origin
+from trainformer.core.types import DeviceBatch, HostBatch
 from trainformer.data.order import sample_keys
 from trainformer.utils.helpers import get_device, move_to_device
 
@@ -26,9 +26,8 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError) as error:
-        raise BadArgument(
-            expected("device to be one this machine has", str(device), "Use device='cpu', or leave it out.")
-        ) from error
+        what = "device to be one this machine has"
+        raise BadArgument(expected(what, str(device), "Use device='cpu', or leave it out.")) from error
     return resolved
 
 
@@ -44,24 +43,22 @@ class Feeder:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def feed(self, batches: Iterable[HostBatch], transform: nn.Module | None) -> Iterator[DeviceBatch]:
-        """Batches on the device, in order. A transform with `takes_keys` also gets the sample keys (see `keys_of`)."""
-        move = self._move_on_stream if self._stream is not None else self._move
+        """Batches on the device, in order.
+
+        A transform with `takes_keys` also gets a 64-bit key per sample that seeds its random numbers; None if unknown.
+        """
         takes_keys = getattr(transform, "takes_keys", False)
         for data, size, bad, origin, global_size, consumed in batches:
             tokens = count_tokens(data) if size else 0
-            placed = move(data)
+            placed = self._move(data)
             if transform is not None:
-                change = partial(transform, keys=keys_of(origin)) if takes_keys else transform
-                placed = apply_to_inputs(change, placed)
+                keys = None if origin is None else sample_keys(*origin)
+                placed = apply_to_inputs(partial(transform, keys=keys) if takes_keys else transform, placed)
             yield DeviceBatch(placed, size, tokens, bad, False, global_size, consumed)
 
     def _move(self, data: Any) -> Any:
-        if self.device.type != "cpu":
-            data = move_to_device(data, self.device)
-        return self._format(data)
-
-    def _move_on_stream(self, data: Any) -> Any:
-        assert self._stream is not None
+        if self._stream is None:
+            return self._format(data if self.device.type == "cpu" else move_to_device(data, self.device))
         data = map_tensors(lambda t: t if t.is_cuda or t.is_pinned() else t.pin_memory(), data)
         with torch.cuda.stream(self._stream):
             moved = self._format(move_to_device(data, self.device, non_blocking=True))
@@ -75,11 +72,6 @@ class Feeder:
         if not self.channels_last:
             return data
         return map_tensors(lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t, data)
-
-
-def keys_of(origin: Origin | None) -> Any:
-    """One 64-bit key per sample that seeds its random numbers; None if the origin of the batch is unknown."""
-    return None if origin is None else sample_keys(*origin)
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
@@ -102,9 +94,8 @@ def apply_to_inputs(transform: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, Mapping):
         key = next((k for k in _INPUT_KEYS if k in data), None)
         if key is None:
-            raise BadArgument(
-                expected(f"a batch with one of the keys {_INPUT_KEYS} for the task's transforms", list(data))
-            )
+            what = f"a batch with one of the keys {_INPUT_KEYS} for the task's transforms"
+            raise BadArgument(expected(what, list(data)))
         return {**data, key: transform(data[key])}
     if isinstance(data, (list, tuple)) and data:
         return type(data)([transform(data[0]), *data[1:]])

@@ -140,13 +140,8 @@ def check_recipes(precision: str, fp8_recipe: str | None, qat_recipe: str | None
             "Train in bf16 for quantization (precision='bf16'), or leave out qat_recipe."
         )
     if fp8 and precision in ("fp16", "float16", "16"):
-        raise BadArgument(
-            expected(
-                "fp8 in a bf16 run",
-                precision,
-                "fp8 layers have their own gradient scaling; leave out precision, or pass 'fp8'.",
-            )
-        )
+        do = "fp8 layers have their own gradient scaling; leave out precision, or pass 'fp8'."
+        raise BadArgument(expected("fp8 in a bf16 run", precision, do))
 
 
 # -- which layers ------------------------------------------------------------------------------------------
@@ -158,26 +153,21 @@ def layers_for(model: nn.Module, recipe: Recipe) -> Layers:
     return _select_layers(model, lambda layer: reason if recipe.group and layer.in_features % recipe.group else None)
 
 
-def _fp8_layers(model: nn.Module, alignment: int) -> Layers:
-    def reason(layer: nn.Linear) -> str | None:
-        if layer.in_features % alignment or layer.out_features % alignment:
-            return f"size not divisible by {alignment}"
-        return None if layer.weight.requires_grad else "frozen"
-
-    return _select_layers(model, reason)
-
-
 def _select_layers(model: nn.Module, reason: Callable[[nn.Linear], str | None]) -> Layers:
     """Linear layers to replace, and why the others are not."""
     usual = set(linear_names(model))
     heads = head_names(model, kind_of(model))
-    adapters = _adapter_names(model)
+    adapters: list[str] = []
+    if is_adapted(model):
+        kinds = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
+        adapters = [name for name, part in model.named_modules() if isinstance(part, kinds)]
     chosen: list[str] = []
     skipped: dict[str, list[str]] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
-        if type(layer) is not nn.Linear or (name not in usual and _in_attention(model, name)):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if type(layer) is not nn.Linear or (name not in usual and isinstance(parent, nn.MultiheadAttention)):
             why: str | None = f"a {type(layer).__name__}"
         elif not name or name not in usual or _is_inside(name, heads):
             why = "an output layer"
@@ -192,21 +182,8 @@ def _select_layers(model: nn.Module, reason: Callable[[nn.Linear], str | None]) 
     return Layers(tuple(chosen), {why: tuple(names) for why, names in skipped.items()})
 
 
-def _in_attention(model: nn.Module, name: str) -> bool:
-    parent = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(parent, nn.MultiheadAttention)
-
-
 def _is_inside(name: str, parts: list[str]) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in parts)
-
-
-def _adapter_names(model: nn.Module) -> list[str]:
-    """Layers with an adapter, including everything inside them."""
-    if not is_adapted(model):
-        return []
-    kinds = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
-    return [name for name, part in model.named_modules() if isinstance(part, kinds)]
 
 
 # -- conversion ------------------------------------------------------------------------------------------
@@ -238,8 +215,14 @@ def use_fp8(model: nn.Module, recipe: str, alignment: int = _FP8_MULTIPLE) -> La
     float8 = require("torchao.float8", "quantization", "for fp8")
     if alignment % _FP8_MULTIPLE and not is_emulated():
         raise BadArgument(expected(f"fp8_dim_alignment to be a multiple of {_FP8_MULTIPLE}", alignment))
+
+    def reason(layer: nn.Linear) -> str | None:
+        if layer.in_features % alignment or layer.out_features % alignment:
+            return f"size not divisible by {alignment}"
+        return None if layer.weight.requires_grad else "frozen"
+
     with _converting(model) as inner:
-        layers = _fp8_layers(inner, alignment)
+        layers = _select_layers(inner, reason)
         wanted = _modules(inner, layers, f"fp8_recipe={recipe!r}")
         config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated())
         float8.convert_to_float8_training(inner, config=config, module_filter_fn=lambda part, name: id(part) in wanted)
@@ -265,7 +248,12 @@ def prepare_qat(model: nn.Module, recipe: Recipe) -> Layers:
         config = qat.QATConfig(recipe.base(), step="prepare")
         torchao().quantize_(inner, config, filter_fn=lambda part, name: id(part) in wanted)
         for part in inner.modules():
-            _wrap_float8_quantizers(part)
+            for name in ("activation_fake_quantizer", "weight_fake_quantizer"):
+                quantizer = getattr(part, name, None)
+                config = getattr(quantizer, "config", None)
+                types = (getattr(config, "dtype", None), getattr(config, "activation_dtype", None))
+                if quantizer is not None and torch.float8_e4m3fn in types:
+                    setattr(part, name, _StraightThrough(quantizer))
     return layers
 
 
@@ -308,17 +296,7 @@ class _StraightThrough(nn.Module):
         self.config = quantizer.config
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Round the values."""
         return _PassGradient.apply(values, self.quantizer)
-
-
-def _wrap_float8_quantizers(layer: nn.Module) -> None:
-    for name in ("activation_fake_quantizer", "weight_fake_quantizer"):
-        quantizer = getattr(layer, name, None)
-        config = getattr(quantizer, "config", None)
-        types = (getattr(config, "dtype", None), getattr(config, "activation_dtype", None))
-        if quantizer is not None and torch.float8_e4m3fn in types:
-            setattr(layer, name, _StraightThrough(quantizer))
 
 
 @contextmanager

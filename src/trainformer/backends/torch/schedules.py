@@ -1,4 +1,4 @@
-"""Learning rate schedules: pure functions of the optimizer step."""
+"""Learning rate schedules: pure functions of the optimizer step. The formulas are in `backends.schedules`."""
 
 from __future__ import annotations
 
@@ -10,61 +10,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainformer.backends.schedules import Factor, constant, cosine, linear, onecycle
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
-Factor = Callable[[int], float]
-
-
-def constant(total: int, warmup: int) -> Factor:
-    """Linear warm-up, then the full learning rate."""
-    return lambda step: _warm(step, warmup) if step < warmup else 1.0
-
-
-def linear(total: int, warmup: int) -> Factor:
-    """Linear warm-up, then a straight line to zero."""
-    return lambda step: _warm(step, warmup) if step < warmup else 1.0 - _share(step, total, warmup)
-
-
-def cosine(total: int, warmup: int) -> Factor:
-    """Linear warm-up, then half a cosine to zero."""
-    return lambda step: (
-        _warm(step, warmup) if step < warmup else 0.5 * (1.0 + math.cos(math.pi * _share(step, total, warmup)))
-    )
-
-
-def onecycle(total: int, warmup: int, start: float = 1 / 25, end: float = 1 / 25e4) -> Factor:
-    """Half a cosine up from 1/25 of the learning rate, then one down to 1/250,000 of it (Smith's one-cycle policy).
-
-    Equal to torch's `OneCycleLR(pct_start=warmup / total)` for the learning rate; momentum does not change.
-    """
-    peak = warmup - 1.0
-    last = max(total - 1.0, 1.0)
-
-    def factor(step: int) -> float:
-        if step <= peak:
-            low, high, share = start, 1.0, step / peak if peak > 0 else 1.0
-        else:
-            low, high, share = 1.0, end, min((step - peak) / (last - peak), 1.0) if last > peak else 1.0
-        return high + (low - high) / 2.0 * (1.0 + math.cos(math.pi * share))
-
-    return factor
-
-
-SCHEDULES: dict[str, Callable[[int, int], Factor]] = {
+SCHEDULES: dict[str, Callable[[float, float], Factor]] = {
     "constant": constant,
     "linear": linear,
     "cosine": cosine,
     "onecycle": onecycle,
 }
-
-
-def _warm(step: int, warmup: int) -> float:
-    # Not 0 at the first step, which would be wasted.
-    return (step + 1) / warmup
-
-
-def _share(step: int, total: int, warmup: int) -> float:
-    return min((step - warmup) / max(total - warmup, 1), 1.0)
 
 
 class Schedule:
@@ -171,9 +125,8 @@ def make_schedule(
     if isinstance(spec, str):
         name = spec.lower().replace("_", "").replace("-", "")
         if name not in SCHEDULES:
-            raise BadArgument(
-                expected(f"scheduler to be one of {', '.join(SCHEDULES)}", spec, did_you_mean(name, SCHEDULES))
-            )
+            what = f"scheduler to be one of {', '.join(SCHEDULES)}"
+            raise BadArgument(expected(what, spec, did_you_mean(name, SCHEDULES)))
         if total is None and (name != "constant" or warmup_ratio):
             raise BadArgument(
                 f"The {spec!r} schedule needs the number of steps, but the dataset has no length. "
@@ -182,17 +135,13 @@ def make_schedule(
         total = total or 1
         # OneCycleLR takes a fraction of the total; the others count integer warm-up steps.
         warmup = warmup_ratio * total if name == "onecycle" else int(warmup_ratio * total)
-        return Schedule(optimizer, SCHEDULES[name](total, warmup))  # type: ignore[arg-type]
+        return Schedule(optimizer, SCHEDULES[name](total, warmup))
     if callable(spec):
-        made = spec(optimizer, total) if _positional(spec) >= 2 else spec(optimizer)
+        parameters = inspect.signature(spec).parameters.values()
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        takes_total = sum(p.kind in kinds and p.default is p.empty for p in parameters) >= 2
+        made = spec(optimizer, total) if takes_total else spec(optimizer)
         if isinstance(made, LRScheduler):
             return TorchSchedule(made)
         raise BadArgument(expected("the scheduler factory to return a torch LRScheduler", made))
     raise BadArgument(expected("scheduler to be a name, a factory or an LRScheduler", spec))
-
-
-def _positional(function: Callable[..., Any]) -> int:
-    """Number of required positional arguments."""
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(function).parameters.values()
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)

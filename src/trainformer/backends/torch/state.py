@@ -10,35 +10,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainformer.backends.torch.placement import map_tensors
 from trainformer.core.errors import DataError
 from trainformer.utils.distributed import is_dtensor, local_tensors
 
 
-def cloned(tree: Any, to_host: bool = False, seen: dict[Any, Tensor] | None = None) -> Any:
+def cloned(tree: Any, to_host: bool = False) -> Any:
     """A copy that later steps do not change. Tensors that share memory (tied weights) still share it in the copy."""
-    seen = {} if seen is None else seen
-    if isinstance(tree, Tensor):
-        own = local_tensors([tree])[0]  # a DTensor has no memory of its own
-        place = (own.device, own.data_ptr(), own.dtype, tuple(tree.shape), own.stride())
+    seen: dict[Any, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        own = local_tensors([tensor])[0]  # a DTensor has no memory of its own
+        place = (own.device, own.data_ptr(), own.dtype, tuple(tensor.shape), own.stride())
         if own.numel() == 0 or place not in seen:
-            seen[place] = tree.detach().to("cpu", copy=True) if to_host else tree.detach().clone()
+            seen[place] = tensor.detach().to("cpu", copy=True) if to_host else tensor.detach().clone()
         return seen[place]
-    if isinstance(tree, Mapping):
-        return {key: cloned(value, to_host, seen) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(cloned(value, to_host, seen) for value in tree)
-    return tree
+
+    return map_tensors(copy, tree)
 
 
 def gathered(tree: Any) -> Any:
     """The same tree with full tensors on the host in place of DTensors. A collective: every rank must call it."""
-    if is_dtensor(tree):
-        return tree.detach().full_tensor().cpu()
-    if isinstance(tree, Mapping):
-        return {key: gathered(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(gathered(value) for value in tree)
-    return tree
+    return map_tensors(lambda t: t.detach().full_tensor().cpu() if is_dtensor(t) else t, tree)  # type: ignore[attr-defined]
 
 
 def check_fits(own: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> None:

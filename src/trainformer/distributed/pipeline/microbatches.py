@@ -7,7 +7,7 @@ are sent, and the padding is cut off before anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -68,9 +68,8 @@ def loss_terms(output: Any, rows: int) -> tuple[Tensor, LossTerms]:
     elif isinstance(output, Loss):
         total, weight, metrics = output
     else:
-        raise BadArgument(
-            expected("train_step to return a scalar tensor or Loss(sum, weight) in a pipeline", type(output).__name__)
-        )
+        what = "train_step to return a scalar tensor or Loss(sum, weight) in a pipeline"
+        raise BadArgument(expected(what, type(output).__name__))
     pairs = {
         name: value if isinstance(value, tuple) else (value * rows, rows) for name, value in (metrics or {}).items()
     }
@@ -121,7 +120,11 @@ class StageModule(nn.Module):
         microbatch = self._microbatches[self._next]
         self._next += 1
         if microbatch.rows == 0:
-            return self._empty(received)
+            # Zeros with zero gradients, as torch expects gradients to flow.
+            if self.output is None:
+                return _as_output(received[:0].sum())
+            zeros = self.output.zeros(self._max_rows, received.device, requires_grad=self.stage == 0)
+            return zeros if self.stage == 0 else zeros + received[:0].sum().to(zeros.dtype)
         before = received[: microbatch.rows] if self.stage > 0 else None
         with self._context():
             output = self.model.run(self.stage, self._function, microbatch.data, before)
@@ -130,13 +133,6 @@ class StageModule(nn.Module):
             total, result = loss_terms(output, microbatch.rows)
         self.results.append(result)
         return _as_output(total / self._reference)
-
-    def _empty(self, received: Tensor) -> Tensor:
-        """Output of an empty micro-batch: zeros with zero gradients, as torch expects gradients to flow."""
-        if self.output is None:
-            return _as_output(received[:0].sum())
-        zeros = self.output.zeros(self._max_rows, received.device, requires_grad=self.stage == 0)
-        return zeros if self.stage == 0 else zeros + received[:0].sum().to(zeros.dtype)
 
     def _padded(self, hidden: Tensor, rows: int) -> Tensor:
         if len(hidden) != rows:
@@ -174,28 +170,6 @@ def receive_activations(source: int, device: torch.device) -> Tensor:
     tensor = torch.empty(sizes[:dimensions], dtype=_DTYPES[dtype], device=device)
     dist.recv(tensor, src=source)
     return tensor
-
-
-def broadcast_object(value: Any, source: int) -> Any:
-    """The value of rank `source`, on all ranks."""
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
-
-
-def on_host(output: Any) -> Any:
-    """The same tree with its tensors on the host.
-
-    >>> on_host({"loss": (torch.zeros((), requires_grad=True), 3)})
-    {'loss': (tensor(0.), 3)}
-    """
-    if isinstance(output, Tensor):
-        return output.detach().cpu()
-    if isinstance(output, Mapping):
-        return {key: on_host(value) for key, value in output.items()}
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*map(on_host, output))
-    return type(output)(map(on_host, output)) if isinstance(output, (list, tuple)) else output
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

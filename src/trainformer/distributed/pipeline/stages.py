@@ -72,27 +72,22 @@ class StagedModel:
         """Number of stages."""
         return len(self.boundaries) - 1
 
-    def names(self) -> list[str]:
-        """Names of the layers in the model."""
-        found = {id(module): name for name, module in self.model.named_modules()}
-        return [found[id(layer)] for layer in self.layers]
-
     def tied(self) -> nn.Parameter | None:
         """The parameter that embeddings and head share, if any."""
         first = {id(p) for place in self.before for p in place.module.parameters()}
         shared = {id(p): p for place in self.after for p in place.module.parameters() if id(p) in first}
         if len(shared) > 1:
-            raise BadArgument(
-                expected("at most one parameter that the first and the last stage share", f"{len(shared)} of them")
-            )
+            what = "at most one parameter that the first and the last stage share"
+            raise BadArgument(expected(what, f"{len(shared)} of them"))
         return next(iter(shared.values()), None)
 
     def split(self, stages: int, split: Sequence[Any] | None) -> None:
         """Set where stages begin: balanced by parameters, by numbers of layers, or at layers given by name."""
         if split is None:
-            self.boundaries = balanced_boundaries(
-                self._sizes(), [_is_trainable(layer) for layer in self.layers], stages
-            )
+            sizes = [_numel(layer) for layer in self.layers]
+            sizes[0] += sum(_numel(place.module) for place in self.before)
+            sizes[-1] += sum(_numel(place.module) for place in self.after)
+            self.boundaries = balanced_boundaries(sizes, [_is_trainable(layer) for layer in self.layers], stages)
         else:
             self.boundaries = self._boundaries_from(split, stages)
         for stage in range(self.count):
@@ -103,33 +98,25 @@ class StagedModel:
                     f"{high - 1}) without any. Use fewer processes, or pass another split."
                 )
 
-    def _sizes(self) -> list[int]:
-        sizes = [_numel(layer) for layer in self.layers]
-        sizes[0] += sum(_numel(place.module) for place in self.before)
-        sizes[-1] += sum(_numel(place.module) for place in self.after)
-        return sizes
-
     def _boundaries_from(self, split: Sequence[Any], stages: int) -> list[int]:
         if all(isinstance(part, int) and not isinstance(part, bool) and part > 0 for part in split):
             boundaries = [sum(split[:i]) for i in range(len(split) + 1)]
             if len(split) != stages or boundaries[-1] != len(self.layers):
-                raise BadArgument(
-                    expected(f"split to be {stages} numbers whose sum is {len(self.layers)}, the layers", list(split))
-                )
+                what = f"split to be {stages} numbers whose sum is {len(self.layers)}, the layers"
+                raise BadArgument(expected(what, list(split)))
             return boundaries
-        names = self.names()
+        found = {id(module): name for name, module in self.model.named_modules()}
+        names = [found[id(layer)] for layer in self.layers]
         for part in split:
             if part not in names:
                 close = did_you_mean(str(part), names)
-                raise BadArgument(
-                    expected("split to be numbers of layers, or names of layers", part, close or f"Like {names[0]!r}.")
-                )
+                what = "split to be numbers of layers, or names of layers"
+                raise BadArgument(expected(what, part, close or f"Like {names[0]!r}."))
         begins = [names.index(part) for part in split]
         begins = begins if begins[:1] == [0] else [0, *begins]
         if len(begins) != stages or begins != sorted(set(begins)):
-            raise BadArgument(
-                expected(f"split to name the first layers of {stages} stages, in their order", list(split))
-            )
+            what = f"split to name the first layers of {stages} stages, in their order"
+            raise BadArgument(expected(what, list(split)))
         return [*begins, len(self.layers)]
 
     def keep_stages(self, own: set[int]) -> None:
@@ -147,7 +134,16 @@ class StagedModel:
                 self._remove(place, StageStub(place.module))
 
     def _remove(self, place: ModuleSlot, instead: nn.Module) -> None:
-        self._removed.append((place, to_meta(place.module)))
+        """Replace a module, whose weights move to the meta device, by a stub."""
+        for part in place.module.modules():
+            for name, p in part._parameters.items():
+                if p is not None:
+                    part._parameters[name] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+            for name, buffer in part._buffers.items():
+                # Non-persistent buffers stay: no checkpoint could fill them.
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    part._buffers[name] = buffer.to("meta")
+        self._removed.append((place, place.module))
         place.put(instead)
 
     def restore_modules(self) -> Callable[[], None]:
@@ -226,7 +222,6 @@ class StageStub(nn.Module):
         return getattr(self.__dict__["like"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what this forward pass needs here."""
         return self.action(args[0] if args else next(iter(kwargs.values())))
 
 
@@ -234,7 +229,6 @@ class EmbeddingStub(StageStub):
     """Stands in for the embeddings on later stages: returns zeros of their shape, which are not used."""
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Zeros."""
         weight = self.like.weight
         return torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype, device=ids.device)
 
@@ -258,18 +252,6 @@ def _refuse(hidden: Any) -> Any:
     )
 
 
-def to_meta(module: nn.Module) -> nn.Module:
-    """Move the weights of a module to the meta device. Non-persistent buffers stay: no checkpoint could fill them."""
-    for part in module.modules():
-        for name, p in part._parameters.items():
-            if p is not None:
-                part._parameters[name] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                part._buffers[name] = buffer.to("meta")
-    return module
-
-
 def balanced_boundaries(sizes: Sequence[int], trainable: Sequence[bool], stages: int) -> list[int]:
     """Boundaries that minimise the largest stage, with something to train in each.
 
@@ -279,13 +261,9 @@ def balanced_boundaries(sizes: Sequence[int], trainable: Sequence[bool], stages:
     [0, 1, 3, 5]
     """
     if sum(trainable) < stages:
-        raise BadArgument(
-            expected(
-                f"a model with at least {stages} layers that have parameters to train, one for each stage",
-                f"one with {sum(trainable)}",
-                "Use fewer processes, or fewer stages_per_rank.",
-            )
-        )
+        what = f"a model with at least {stages} layers that have parameters to train, one for each stage"
+        do = "Use fewer processes, or fewer stages_per_rank."
+        raise BadArgument(expected(what, f"one with {sum(trainable)}", do))
     cumulative = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     trained = [sum(trainable[:i]) for i in range(len(sizes) + 1)]
     # Dynamic programming: for the first `end` layers, (size of the largest stage, where the last stage begins).

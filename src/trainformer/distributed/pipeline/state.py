@@ -18,6 +18,7 @@ from trainformer.core.errors import DataError
 from trainformer.distributed.optimizer_state import NamedParameters, renamed, unsharded_optimizer_state
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.distributed.sharded_state import meta_tree, named_tensors, with_tensors
+from trainformer.distributed.strategy import unsharded
 
 
 def gather_on_main(process_group: TorchProcessGroup, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -42,7 +43,7 @@ class GatheredOptimizer:
     """The optimizers of all stages as one optimizer of the full model.
 
     Args:
-        process_group: All ranks must take part, here and in `state`.
+        process_group: All ranks must take part, here and in `state_of`.
         optimizer: The optimizer of this rank.
         named: Its parameters, by their names in the full model.
         order: All parameter names of the full model, in order.
@@ -56,13 +57,16 @@ class GatheredOptimizer:
         order: list[str],
     ) -> None:
         self._process_group = process_group
-        self._optimizer = optimizer
         self._parameters = NamedParameters(optimizer, named)
         self._own_names = set(named)
         names = {id(p): name for name, p in named.items()}
-        everywhere = process_group.all_gather_object(
-            [(_group_key(group), [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
-        )
+        own = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            # Groups of vectors have a weight decay of 0 of their own.
+            key = options, all(p.ndim <= 1 for p in group["params"])
+            own.append((key, [names[id(p)] for p in group["params"]]))
+        everywhere = process_group.all_gather_object(own)
         # The rank with the most groups determines their order.
         groups: list[tuple[Any, set[str]]] = []
         for of_rank in sorted(everywhere, key=len, reverse=True):
@@ -75,9 +79,9 @@ class GatheredOptimizer:
         self._groups = [[name for name in order if name in members] for _, members in groups]
         self._names = dict(enumerate(name for group in self._groups for name in group))
 
-    def state(self) -> dict[str, Any]:
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of all ranks in torch's form, on rank 0; the others return their own, by name. A collective."""
-        own = self._parameters.state_of(self._optimizer)
+        own = self._parameters.state_of(optimizer)
         tensors = dict(named_tensors(own))
         trees = self._process_group.all_gather_object(meta_tree(own, tensors))
         every_tensor = gather_on_main(self._process_group, tensors)
@@ -92,9 +96,9 @@ class GatheredOptimizer:
         joined["param_groups"] = [{**options[names[0]], "params": names} for names in self._groups]
         return unsharded_optimizer_state(joined)
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of the state of the full model."""
-        self._parameters.load(self._optimizer, self._own_part(state))
+        self._parameters.load(optimizer, self._own_part(state))
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise if a state does not fit."""
@@ -102,6 +106,7 @@ class GatheredOptimizer:
 
     def _own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The part of a state that concerns parameters of this rank, by name."""
+        state = unsharded(state)
         numbers = [p for group in state["param_groups"] for p in group["params"]]
         named: Mapping[str, Any] = state
         if not any(isinstance(p, str) for p in numbers):
@@ -123,9 +128,3 @@ class GatheredOptimizer:
             else:
                 part[key] = entries
         return part
-
-
-def _group_key(group: Mapping[str, Any]) -> Any:
-    """What tells param groups apart: their options, and whether they hold vectors (for a weight decay of 0)."""
-    options = {key: value for key, value in group.items() if key != "params"}
-    return options, all(p.ndim <= 1 for p in group["params"])

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from trainformer.backends.torch import gradients
 from trainformer.backends.torch.optimizers import named_parameters
+from trainformer.backends.torch.placement import map_tensors
 from trainformer.backends.torch.state import check_fits
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import BackwardDone
@@ -32,10 +33,8 @@ from trainformer.distributed.pipeline.microbatches import (
     MicroBatch,
     StageModule,
     autocast_dtype,
-    broadcast_object,
     current_autocast,
     loss_terms,
-    on_host,
     receive_activations,
     send_activations,
     split_batch,
@@ -91,10 +90,9 @@ class Pipeline(Strategy):
         self._metrics: list[str] = []
         self._activations: dict[int, ActivationSpec] = {}
         self._probed: tuple[bool, torch.dtype | None] = False, None
-        self._schedules: OrderedDict[Any, _Schedule] = OrderedDict()
+        self._schedules: OrderedDict[Any, tuple[list[StageModule], Any]] = OrderedDict()
         self._skip_sync = False
         self._sums: Tensor | None = None
-        self._optimizer: GatheredOptimizer | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -119,7 +117,13 @@ class Pipeline(Strategy):
         self._aliases = _aliases(model)
         tied = staged.tied()
         self.microbatches = self.microbatches or stages
-        self._check_microbatches(stages)
+        count = self.microbatches
+        if self.schedule == "1f1b" and count < stages:
+            what = f"microbatches to be at least {stages}, one for each stage"
+            raise BadArgument(expected(what, count, "Or pass schedule='gpipe'."))
+        if self.schedule == "interleaved" and count % max(1, count // world_size):
+            what = "microbatches to be a multiple of the number of ranks"
+            raise BadArgument(expected(what, count, f"Pass a multiple of {world_size}."))
         if tied is not None and tied.requires_grad and not self.process_group.is_single_process:
             self._tied_group = dist.new_group([0, world_size - 1])
             self._tied = tied if rank in (0, world_size - 1) else None
@@ -127,15 +131,6 @@ class Pipeline(Strategy):
         # All ranks have the same samples, and only the last one computes losses: losses must not gather rows.
         set_data_parallel_group(None if self.process_group.is_single_process else dist.new_subgroups(1)[0])
         super().prepare(task, device)
-
-    def _check_microbatches(self, stages: int) -> None:
-        count = self.microbatches
-        if self.schedule == "1f1b" and count < stages:
-            what = f"microbatches to be at least {stages}, one for each stage"
-            raise BadArgument(expected(what, count, "Or pass schedule='gpipe'."))
-        if self.schedule == "interleaved" and count % max(1, count // self.process_group.world_size):
-            do = f"Pass a multiple of {self.process_group.world_size}."
-            raise BadArgument(expected("microbatches to be a multiple of the number of ranks", count, do))
 
     @property
     def random_stream(self) -> int:
@@ -173,45 +168,41 @@ class Pipeline(Strategy):
 
     def _train(self, batch: Any) -> BackwardDone:
         microbatches = split_batch(batch, self.microbatches)
-        schedule = self._schedule_for(microbatches)
+        stages, schedule = self._schedule_for(microbatches)
         context = current_autocast(self.device)
-        for stage in schedule.stages:
+        for stage in stages:
             stage.begin(self.task.train_step, microbatches, self.reference, context)
         # Backward passes run without autocast; each stage enables it for its forward passes.
         with torch.autocast(self.device.type, enabled=False):
-            schedule.run()
-        results = [result for stage in schedule.stages for result in stage.end()]
+            order = torch.arange(self.microbatches)
+            schedule.step(*((order,) if stages[0].stage == 0 else ()), target=order)
+        results = [result for stage in stages for result in stage.end()]
         if self._tied is not None and not self._skip_sync:
-            _all_reduce_gradient(self._tied, self._tied_group)
+            if self._tied.grad is None:
+                self._tied.grad = torch.zeros_like(self._tied)
+            dist.all_reduce(self._tied.grad, group=self._tied_group)
         return self._broadcast_results(results)
 
     def _broadcast_results(self, results: list[LossTerms]) -> BackwardDone:
         """What the last stage computed, on every rank, without waiting for the device."""
         if self._has_last_stage:
-            vector = torch.stack(self._totals(results))
+            columns: list[list[Any]] = [[r.sum for r in results], [r.weight for r in results]]
+            for name in self._metrics:
+                pairs = [r.metrics[name] for r in results if name in r.metrics]
+                columns += [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]
+            vector = torch.stack([self._wide_sum(values) for values in columns])
         else:
             vector = torch.zeros(2 + 2 * len(self._metrics), dtype=torch.float64, device=self.device)
         dist.broadcast(vector, src=self.process_group.world_size - 1)
         total, weight, *rest = vector.unbind()
-        pairs = zip(rest[::2], rest[1::2], strict=True)
-        metrics = dict(zip(self._metrics, pairs, strict=True))
+        metrics = dict(zip(self._metrics, zip(rest[::2], rest[1::2], strict=True), strict=True))
         # Metrics are summed over ranks later: only rank 0 may report them.
         return BackwardDone(total, weight, metrics if self.process_group.is_main else None)
-
-    def _totals(self, results: list[LossTerms]) -> list[Tensor]:
-        columns: list[list[Any]] = [[r.sum for r in results], [r.weight for r in results]]
-        for name in self._metrics:
-            pairs = [r.metrics[name] for r in results if name in r.metrics]
-            columns += [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]
-        return [self._wide_sum(values) for values in columns]
 
     def _wide_sum(self, values: list[Any]) -> Tensor:
         numbers = sum(v for v in values if not isinstance(v, Tensor))
         total = torch.full((), float(numbers), dtype=torch.float64, device=self.device)
-        for value in values:
-            if isinstance(value, Tensor):
-                total = total + value.detach().double()
-        return total
+        return sum((v.detach().double() for v in values if isinstance(v, Tensor)), start=total)
 
     def piggyback_stats(self, loss: Any, stats: Tensor) -> Any:
         """Weight and loss are the same on all ranks and count once; requests are summed."""
@@ -244,8 +235,11 @@ class Pipeline(Strategy):
     def _has_last_stage(self) -> bool:
         return self.process_group.rank == self.process_group.world_size - 1
 
-    def _schedule_for(self, microbatches: list[MicroBatch]) -> _Schedule:
-        """The schedule for batches of this shape. All ranks see the same batch, so they all decide the same."""
+    def _schedule_for(self, microbatches: list[MicroBatch]) -> tuple[list[StageModule], Any]:
+        """This rank's stages and the schedule for batches of this shape.
+
+        All ranks see the same batch, so they all decide the same.
+        """
         assert self.model is not None
         largest = max(microbatches, key=lambda microbatch: microbatch.rows)
         # Everything that the shapes of activations may depend on.
@@ -254,11 +248,27 @@ class Pipeline(Strategy):
             if not self._infer_activations(largest):
                 self._probe(largest)
             stages = [StageModule(self.model, i, self._activations.get(i)) for i in sorted(self.model.own)]
-            self._schedules[key] = _Schedule(self, stages, largest.rows)
+            self._schedules[key] = stages, self._make_schedule(stages, largest.rows)
             while len(self._schedules) > _MAX_SCHEDULES:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return self._schedules[key]
+
+    def _make_schedule(self, stages: list[StageModule], rows: int) -> Any:
+        assert self.model is not None
+        made = []
+        for stage in stages:
+            # Known shapes save torch a run of every stage to infer them.
+            received = torch.empty(1, dtype=torch.int64, device="meta")
+            if stage.stage > 0:
+                received = self._activations[stage.stage - 1].zeros(rows, "meta")
+            sent = stage.output.zeros(rows, "meta") if stage.output is not None else torch.empty(1, device="meta")
+            made.append(PipelineStage(stage, stage.stage, self.model.count, self.device, (received,), (sent,)))
+        argument = made if self.schedule == "interleaved" else made[0]
+        # The last stage has already computed the loss.
+        return _SCHEDULES[self.schedule](
+            argument, self.microbatches, lambda output, target: output.sum(), scale_grads=False
+        )
 
     def _infer_activations(self, microbatch: MicroBatch) -> bool:
         """Activations of a decoder are (rows, tokens, width): another sequence length needs no probing."""
@@ -291,7 +301,7 @@ class Pipeline(Strategy):
                 "that off, do it in the dataset, or use another strategy."
             )
         self._probed = True, autocast_dtype(self.device)
-        self._metrics = broadcast_object(metrics, self.process_group.world_size - 1)
+        self._metrics = self.process_group.broadcast(metrics, self.process_group.world_size - 1)
 
     def _forward(
         self, function: Callable[[Any], Any], batch: Any, after_stage: Callable[[], None] | None = None
@@ -322,7 +332,8 @@ class Pipeline(Strategy):
         kept = dict(self._activations)
         output = self._forward(function, batch)
         self._activations = kept
-        return broadcast_object(on_host(output) if self._has_last_stage else None, self.process_group.world_size - 1)
+        found = map_tensors(lambda t: t.detach().cpu(), output) if self._has_last_stage else None
+        return self.process_group.broadcast(found, self.process_group.world_size - 1)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -330,7 +341,8 @@ class Pipeline(Strategy):
         """Collect the param groups of all ranks' optimizers."""
         if not self.process_group.is_single_process:
             named = {self._names[id(p)]: p for p in self.task.model.parameters() if p.requires_grad}
-            self._optimizer = GatheredOptimizer(self.process_group, optimizer, named, list(self._names.values()))
+            order = list(self._names.values())
+            self.optimizer_states = GatheredOptimizer(self.process_group, optimizer, named, order)
         return optimizer
 
     def model_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -351,22 +363,6 @@ class Pipeline(Strategy):
         own, every_key = state_dict(), set(self._keys)
         state = {key: value for key, value in unsharded(state).items() if key in own or key not in every_key}
         check_fits(own, state, "model")
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of all stages on rank 0, as a single process would have it; the others return their own."""
-        return super().optimizer_state(optimizer) if self._optimizer is None else self._optimizer.state()
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._optimizer is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            self._optimizer.load(unsharded(state))
-
-    def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._optimizer is None:
-            super().check_optimizer_state(optimizer, state)
-        else:
-            self._optimizer.check(unsharded(state))
 
     def copy_model(self) -> nn.Module:
         """Refused: a copy of one rank's layers cannot be evaluated."""
@@ -397,38 +393,6 @@ class Pipeline(Strategy):
         return made
 
 
-class _Schedule:
-    """A schedule of torch for batches of one shape."""
-
-    def __init__(self, strategy: Pipeline, stages: list[StageModule], rows: int) -> None:
-        assert strategy.model is not None
-        self.stages = stages
-        self._order = torch.arange(strategy.microbatches)
-        made = []
-        for stage in stages:
-            # Known shapes save torch a run of every stage to infer them.
-            received = torch.empty(1, dtype=torch.int64, device="meta")
-            if stage.stage > 0:
-                received = strategy._activations[stage.stage - 1].zeros(rows, "meta")
-            sent = stage.output.zeros(rows, "meta") if stage.output is not None else torch.empty(1, device="meta")
-            count = strategy.model.count
-            made.append(PipelineStage(stage, stage.stage, count, strategy.device, (received,), (sent,)))
-        argument = made if strategy.schedule == "interleaved" else made[0]
-        schedule = _SCHEDULES[strategy.schedule]
-        self._schedule = schedule(argument, strategy.microbatches, _loss, scale_grads=False)
-        self._is_first = stages[0].stage == 0
-
-    def run(self) -> None:
-        """Forward and backward passes of all micro-batches."""
-        arguments = (self._order,) if self._is_first else ()
-        self._schedule.step(*arguments, target=self._order)
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage has already computed the loss."""
-    return output.sum()
-
-
 def _check_options(schedule: Any, microbatches: Any, stages_per_rank: Any, split: Any) -> None:
     if schedule not in _SCHEDULES:
         names = ", ".join(map(repr, _SCHEDULES))
@@ -447,9 +411,8 @@ def _check_task(task: Any, precision: str) -> None:
     inside = {id(p) for p in model.parameters()}
     outside = [name for name, p in named_parameters(task).items() if id(p) not in inside]
     if outside:
-        raise BadArgument(
-            expected("all trainable parameters to be in the model, for a pipeline", outside, "Use another strategy.")
-        )
+        what = "all trainable parameters to be in the model, for a pipeline"
+        raise BadArgument(expected(what, outside, "Use another strategy."))
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise BadArgument("Expected compile=False: a pipeline stage leaves the model's forward pass midway.")
     if precision == "fp16":
@@ -465,12 +428,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
             aliases[name] = first[id(p)]
         first.setdefault(id(p), name)
     return aliases
-
-
-def _all_reduce_gradient(parameter: nn.Parameter, group: Any) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    dist.all_reduce(parameter.grad, group=group)
 
 
 def _shapes(data: Any) -> Any:

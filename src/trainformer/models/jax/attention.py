@@ -99,7 +99,17 @@ def attend(
     """
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     if rate > 0.0 and key is not None:
-        return _attend_with_dropout(q, k, v, _full_mask(mask, q.shape[1], causal, window), rate, key)
+        # With dropout on the weights, which `jax.nn.dot_product_attention` lacks.
+        distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
+        visible = distance >= 0 if causal else jnp.ones_like(distance, dtype=jnp.bool_)
+        if window is not None:
+            visible = visible & (jnp.abs(distance) < window)
+        visible = visible[None, None] if mask is None else mask & visible
+        groups = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
+        weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(jnp.float32).min), axis=-1).astype(q.dtype)
+        return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)
     fast = implementation == "cudnn" and q.dtype in (jnp.bfloat16, jnp.float16) and axis_size("sp") == 1
     if mask is not None and q.shape[1] % 2:
         fast = False
@@ -107,22 +117,3 @@ def attend(
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn" if fast else "xla"
     )
-
-
-def _full_mask(mask: jax.Array | None, length: int, causal: bool, window: int | None) -> jax.Array:
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    visible = distance >= 0 if causal else jnp.ones_like(distance, dtype=jnp.bool_)
-    if window is not None:
-        visible = visible & (jnp.abs(distance) < window)
-    return visible[None, None] if mask is None else mask & visible
-
-
-def _attend_with_dropout(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, rate: float, key: jax.Array
-) -> jax.Array:
-    """Attention with dropout on the weights, which `jax.nn.dot_product_attention` lacks."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
-    weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min), axis=-1).astype(q.dtype)
-    return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)

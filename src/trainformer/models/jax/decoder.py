@@ -72,20 +72,9 @@ class Decoder(Model):
             else Linear(config.hidden_size, config.vocab_size, rngs=rngs, bias=False, scale=scale)
         )
 
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        position_ids: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        *,
-        deterministic: bool = True,
-        key: Key = None,
-    ) -> jax.Array:
-        states = self.hidden_states(
-            input_ids, attention_mask, position_ids, segment_ids, deterministic=deterministic, key=key
-        )
-        return self.head(states)
+    def __call__(self, input_ids: jax.Array, *inputs: Any, **options: Any) -> jax.Array:
+        """Logits. Arguments as for `hidden_states`."""
+        return self.head(self.hidden_states(input_ids, *inputs, **options))
 
     def hidden_states(
         self,
@@ -124,9 +113,8 @@ class Decoder(Model):
         # Beyond the embedding table jax returns NaN. Positions that restart may still be inside it.
         if consecutive and self.embed_positions is not None and input_ids.shape[1] > limit:
             do = "Truncate the texts, or pack them with segment_ids."
-            raise BadArgument(
-                expected(f"at most {limit} tokens, the number of learned positions", input_ids.shape[1], do)
-            )
+            what = f"at most {limit} tokens, the number of learned positions"
+            raise BadArgument(expected(what, input_ids.shape[1], do))
 
 
 def generate(

@@ -2,55 +2,53 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import Rope
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
-from trainformer.models.jax.families import Family, Weight, layer_norm, linear, refuse_unsupported, required
+from trainformer.models.jax.families import (
+    Family,
+    Weight,
+    hf_fields,
+    layer_norm,
+    linear,
+    read_fields,
+    refuse_unsupported,
+    required,
+)
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+# Class in transformers, and its default for max_position_embeddings.
+_LLAMAS = {
+    "llama": ("LlamaForCausalLM", 2048),
+    "mistral": ("MistralForCausalLM", 131_072),
+    "qwen2": ("Qwen2ForCausalLM", 32_768),
+    "qwen3": ("Qwen3ForCausalLM", 32_768),
 }
-# Defaults of transformers.
-_POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
+_LLAMA_FIELDS = hf_fields(
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "initializer_range"),
+    *("max_position_embeddings", "tie_word_embeddings"),
+    rms_norm_eps="norm_eps",
+)
 
 
 def read_llama(config: Mapping[str, Any]) -> DecoderConfig:
     kind = config["model_type"]
-    heads = required(config, "num_attention_heads")
     all_bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
-    mlp_bias = bool(config.get("mlp_bias", False)) and kind == "llama"
-    head_dim = config.get("head_dim")
-    if head_dim is None and kind == "qwen3":
-        head_dim = 128
+    fields = read_fields(config, _LLAMA_FIELDS, max_position_embeddings=_LLAMAS[kind][1])
+    if kind == "qwen3":
+        fields.setdefault("head_dim", 128)
     return DecoderConfig(
+        **fields,
         model_type=kind,
-        vocab_size=required(config, "vocab_size"),
-        hidden_size=required(config, "hidden_size"),
-        intermediate_size=required(config, "intermediate_size"),
-        num_hidden_layers=required(config, "num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads"),
-        head_dim=head_dim,
-        hidden_act=config.get("hidden_act", "silu"),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
         qkv_bias=all_bias or kind == "qwen2",
         output_bias=all_bias,
-        mlp_bias=mlp_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)) and kind == "llama",
         qk_norm=kind == "qwen3",
         sliding_window=_sliding_window(config),
-        attention_dropout=config.get("attention_dropout") or 0.0,
-        initializer_range=config.get("initializer_range", 0.02),
-        max_position_embeddings=config.get("max_position_embeddings") or _POSITIONS[kind],
         rope=_rope(config),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        source=json.dumps(dict(config)),
     )
 
 
@@ -99,22 +97,12 @@ def write_llama(config: DecoderConfig) -> dict[str, Any]:
         scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
         scaling["original_max_position_embeddings"] = rope.original_positions
     written = {
-        "architectures": [_CLASSES[config.model_type]],
+        **{name: getattr(config, own) for name, own in _LLAMA_FIELDS.items()},
+        "architectures": [_LLAMAS[config.model_type][0]],
         "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.norm_eps,
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.initializer_range,
-        "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": scaling,
-        "tie_word_embeddings": config.tie_word_embeddings,
         # Written even if None: transformers has a default for Mistral.
         "sliding_window": config.sliding_window,
         "bos_token_id": None,
@@ -162,62 +150,42 @@ LLAMA = Family(
 
 # -- GPT-2: its linear layers are stored (in, out), as ours ----------------------------------------------------------
 
-_GPT2_FIXED = {
-    "add_cross_attention": False,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
+_GPT2_FIXED = {"add_cross_attention": False, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+_GPT2_FIELDS = hf_fields(
+    *("vocab_size", "initializer_range", "tie_word_embeddings"),
+    n_embd="hidden_size",
+    n_inner="intermediate_size",
+    n_layer="num_hidden_layers",
+    n_head="num_attention_heads",
+    n_positions="max_position_embeddings",
+    activation_function="hidden_act",
+    layer_norm_epsilon="norm_eps",
+    embd_pdrop="embedding_dropout",
+    attn_pdrop="attention_dropout",
+    resid_pdrop="hidden_dropout",
+)
+# Where transformers' GPT-2 differs from `DecoderConfig`.
+_GPT2_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "gelu_new",
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0.1),
 }
 
 
 def read_gpt2(config: Mapping[str, Any]) -> DecoderConfig:
     refuse_unsupported(config, _GPT2_FIXED)
-    size = required(config, "n_embd", "hidden_size")
-    return DecoderConfig(
-        model_type="gpt2",
-        vocab_size=required(config, "vocab_size"),
-        hidden_size=size,
-        intermediate_size=config.get("n_inner") or 4 * size,
-        num_hidden_layers=required(config, "n_layer", "num_hidden_layers"),
-        num_attention_heads=required(config, "n_head", "num_attention_heads"),
-        hidden_act=config.get("activation_function", "gelu_new"),
-        norm="layer",
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        gated=False,
-        fused_qkv=True,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        embedding_dropout=config.get("embd_pdrop", 0.1),
-        attention_dropout=config.get("attn_pdrop", 0.1),
-        hidden_dropout=config.get("resid_pdrop", 0.1),
-        initializer_range=config.get("initializer_range", 0.02),
-        max_position_embeddings=config.get("n_positions") or config.get("max_position_embeddings") or 1024,
-        rope=None,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
-        source=json.dumps(dict(config)),
-    )
+    fields = read_fields(config, _GPT2_FIELDS, intermediate_size=None, **_GPT2_DEFAULTS)
+    fields["intermediate_size"] = fields["intermediate_size"] or 4 * fields["hidden_size"]
+    always: dict[str, Any] = dict.fromkeys(("fused_qkv", "qkv_bias", "output_bias", "mlp_bias"), True)
+    return DecoderConfig(**fields, **always, model_type="gpt2", norm="layer", gated=False, rope=None)
 
 
 def write_gpt2(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_embd": config.hidden_size,
-        "n_inner": config.intermediate_size,
-        "n_layer": config.num_hidden_layers,
-        "n_head": config.num_attention_heads,
-        "n_positions": config.max_position_embeddings,
-        "activation_function": config.hidden_act,
-        "layer_norm_epsilon": config.norm_eps,
-        "embd_pdrop": config.embedding_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "resid_pdrop": config.hidden_dropout,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    fields = {name: getattr(config, own) for name, own in _GPT2_FIELDS.items()}
+    kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    return {**fields, **kind, "bos_token_id": None, "eos_token_id": None}
 
 
 def gpt2_weights(config: DecoderConfig) -> list[Weight]:

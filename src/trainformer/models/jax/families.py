@@ -6,6 +6,7 @@ The families themselves are in `decoder_families` and `vit`.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -90,11 +91,34 @@ def layer_norm(path: str, name: str) -> Iterable[Weight]:
     yield Weight(f"{path}/bias", f"{name}.bias")
 
 
-def required(config: Mapping[str, Any], name: str, *others: str) -> Any:
-    """A required field of a config, under one of its names."""
-    for candidate in (name, *others):
-        if config.get(candidate) is not None:
-            return config[candidate]
+# Fields by our names that have no default unless the family gives one.
+_REQUIRED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("image_size", "patch_size"),
+)
+
+
+def hf_fields(*same: str, **renamed: str) -> dict[str, str]:
+    """HF's names of config fields, mapped to ours."""
+    return {**{name: name for name in same}, **renamed}
+
+
+def read_fields(config: Mapping[str, Any], fields: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
+    """Fields of a ``config.json`` by our names. HF reads them under its own name or the general one, which is ours."""
+    found = {**defaults, "source": json.dumps(dict(config))}
+    for name, own in fields.items():
+        value = config.get(name) if config.get(name) is not None else config.get(own)
+        if value is not None:
+            found[own] = value
+        elif own in _REQUIRED and own not in found:
+            required(config, name)
+    return found
+
+
+def required(config: Mapping[str, Any], name: str) -> Any:
+    """A required field of a config."""
+    if config.get(name) is not None:
+        return config[name]
     do = did_you_mean(name, config) or "Is this the config.json of the model?"
     raise BadArgument(expected(f"{name!r} in the configuration", sorted(config), do))
 

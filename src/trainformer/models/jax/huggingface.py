@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,34 +54,24 @@ def load_model(
     ours = family.read_config(config)
     new_head: tuple[str, ...] = ()
     if num_labels is not None:
-        ours, new_head = _with_labels(ours, num_labels)
+        if not hasattr(ours, "num_labels"):
+            raise BadArgument(expected("num_labels for a classifier only", ours.model_type, "Leave it out."))
+        ours, new_head = replace(ours, num_labels=num_labels), ("classifier/kernel", "classifier/bias")
     model = nnx.eval_shape(lambda: family.build(ours, rngs=nnx.Rngs(params=seed)))
     graph, state = nnx.split(model)
     shapes = nnx.to_flat_state(state)
     place = place or (lambda _, array: jnp.asarray(array))
-    initial = _InitialWeights(ours, seed)
+    initial = cache(lambda: flat_params(model_from_config(ours, seed)))
     with open_weights(path) as weights:
         read = _reader(weights, family, ours, new_head, dtype)
         filled = []
         for parts, variable in shapes:
             name = "/".join(map(str, parts))
             array = read(name, variable.shape)
-            filled.append((parts, variable.replace(place(name, initial[name] if array is None else array))))
+            filled.append(
+                (parts, variable.replace(place(name, np.asarray(initial()[name]) if array is None else array)))
+            )
     return nnx.merge(graph, nnx.from_flat_state(filled))
-
-
-class _InitialWeights:
-    """Randomly initialised weights, created on first use."""
-
-    def __init__(self, config: Any, seed: int) -> None:
-        self._config, self._seed = config, seed
-
-    @cached_property
-    def _params(self) -> dict[str, Any]:
-        return flat_params(model_from_config(self._config, self._seed))
-
-    def __getitem__(self, path: str) -> np.ndarray:
-        return np.asarray(self._params[path])
 
 
 def _reader(
@@ -91,7 +81,13 @@ def _reader(
     table = {weight.path: weight for weight in family.weights(config)}
     has_prefix = any(name.startswith(family.prefix) for name in weights)
     prefix = "" if has_prefix else family.prefix  # a base model without a head (GPT-2 on the hub) has none
-    names = {path: _hf_names(weight, config, prefix) for path, weight in table.items()}
+    names = {
+        path: [
+            weight.name.format(number).removeprefix(prefix)
+            for number in range(config.num_hidden_layers if weight.stacked else 1)
+        ]
+        for path, weight in table.items()
+    }
     missing = [name for path, found in names.items() for name in found if name not in weights and path not in new_head]
     known = {name for found in names.values() for name in found}
     # Files of tied models may contain the embedding twice.
@@ -102,20 +98,13 @@ def _reader(
 
     def read(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
         weight = table[path]
-        if path in new_head and not _fits(weights, names[path], weight, shape):
-            return None
+        if path in new_head:
+            saved = names[path][0]
+            if saved not in weights or weight.from_hf(weights[saved]).shape != shape:
+                return None
         return _read(weights, weight, names[path], shape, dtype)
 
     return read
-
-
-def _hf_names(weight: Weight, config: Any, removed_prefix: str) -> list[str]:
-    layers = range(config.num_hidden_layers) if weight.stacked else [0]
-    return [weight.name.format(number).removeprefix(removed_prefix) for number in layers]
-
-
-def _fits(weights: Weights, names: list[str], weight: Weight, shape: tuple[int, ...]) -> bool:
-    return names[0] in weights and weight.from_hf(weights[names[0]]).shape == shape
 
 
 def _read(weights: Weights, weight: Weight, names: list[str], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -125,9 +114,8 @@ def _read(weights: Weights, weight: Weight, names: list[str], shape: tuple[int, 
         wanted = shape[1:] if weight.stacked else shape
         if array.shape != wanted:
             what = f"{name} of shape {list(weight.to_hf(np.broadcast_to(0, wanted)).shape)}, as in config.json"
-            raise DataError(
-                expected(what, list(weights[name].shape), "Do config.json and the weights belong together?")
-            )
+            do = "Do config.json and the weights belong together?"
+            raise DataError(expected(what, list(weights[name].shape), do))
         if out is None:
             out = np.empty(shape, array.dtype if dtype is None else dtype)
         out[number if weight.stacked else ...] = array
@@ -144,12 +132,6 @@ def _mismatch(folder: Path, missing: list[str], extra: list[str]) -> str:
     hint = did_you_mean(missing[0], extra) if missing and extra else ""
     text = f"The weights in {folder} do not match its {CONFIG} ({'; '.join(parts)})."
     return f"{text} {hint}".rstrip()
-
-
-def _with_labels(config: Any, count: int) -> tuple[Any, tuple[str, ...]]:
-    if not hasattr(config, "num_labels"):
-        raise BadArgument(expected("num_labels for a classifier only", config.model_type, "Leave it out."))
-    return replace(config, num_labels=count), ("classifier/kernel", "classifier/bias")
 
 
 def model_from_config(config: Any, seed: int = 0, dtype: Any = jnp.float32) -> Any:
@@ -185,7 +167,7 @@ def save_model(
         raise BadArgument(expected("a model without LoRA", lora[0], do))
     config, family = model.config, family_of(model.config.model_type)
     table = family.weights(config)
-    unknown = _mismatched_paths(table, flat)
+    unknown = sorted({weight.path for weight in table} ^ set(flat))
     if unknown:
         what = f"the parameters of this {type(model).__name__}"
         raise BadArgument(expected(what, f"missing or unknown ones: {unknown[:4]}"))
@@ -200,15 +182,11 @@ def save_model(
     return target
 
 
-def _mismatched_paths(table: Sequence[Weight], flat: Mapping[str, Any]) -> list[str]:
-    return sorted({weight.path for weight in table} ^ set(flat))
-
-
 def check_family(config: Any) -> None:
     """Raise if a model of this config lacks parameters of its `model_type`: it could not be saved."""
     family = family_of(config.model_type)
     shape = nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(params=0)))
-    unknown = _mismatched_paths(family.weights(config), flat_params(shape))
+    unknown = sorted({weight.path for weight in family.weights(config)} ^ set(flat_params(shape)))
     if unknown:
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         kind = config.model_type
@@ -230,17 +208,13 @@ def _hf_weights(table: Sequence[Weight], flat: Mapping[str, Any]) -> Iterator[tu
 
 def saved_config(config: Any, family: Family, dtype: str) -> dict[str, Any]:
     """The original config with all its fields, updated with what has changed since."""
-    described = family.write_config(config)
+    own = described = family.write_config(config)
     if config.source:
         source = json.loads(config.source)
         before = family.write_config(family.read_config(source))
-        changed = {name: value for name, value in described.items() if before.get(name) != value}
-        described = {**source, **changed}
-    described["architectures"] = family.write_config(config)["architectures"]
-    described["dtype"] = dtype
-    if "torch_dtype" in described:
-        described["torch_dtype"] = dtype
-    return described
+        described = {**source, **{name: value for name, value in own.items() if before.get(name) != value}}
+    dtypes: dict[str, str] = {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in described}
+    return {**described, "architectures": own["architectures"], **dtypes}
 
 
 def to_host(array: Any) -> np.ndarray:

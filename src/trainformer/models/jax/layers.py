@@ -137,10 +137,13 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     sizes = _auto_axes()
     if not sizes:
         return x
-    spec = [_dividing_axes(sizes, name, size) for name, size in zip(names, x.shape, strict=False)]
-    if not any(spec):
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    spec: list[tuple[str, ...] | None] = []
+    for name, size in zip(names, x.shape, strict=False):
+        axes = [axis for axis in _MESH_AXES[name] if sizes.get(axis, 1) > 1] if name else []
+        while axes and size % math.prod(sizes[axis] for axis in axes):
+            axes.pop()
+        spec.append(tuple(axes) or None)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec)) if any(spec) else x
 
 
 def _auto_axes() -> dict[str, int]:
@@ -148,10 +151,3 @@ def _auto_axes() -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto}
-
-
-def _dividing_axes(sizes: dict[str, int], name: str | None, size: int) -> tuple[str, ...] | None:
-    axes = [axis for axis in _MESH_AXES[name] if sizes.get(axis, 1) > 1] if name else []
-    while axes and size % math.prod(sizes[axis] for axis in axes):
-        axes.pop()
-    return tuple(axes) or None

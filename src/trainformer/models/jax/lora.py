@@ -96,7 +96,8 @@ def merge_lora(model: Model) -> Model:
         kernel = layer.kernel[...]
         added = layer.lora_a[...].astype(jnp.float32) @ layer.lora_b[...].astype(jnp.float32) * layer.lora_scale
         layer.kernel[...] = (kernel.astype(jnp.float32) + added).astype(kernel.dtype)
-        _detach(layer)
+        layer.lora_a = layer.lora_b = nnx.data(None)
+        layer.lora_scale = layer.lora_dropout = 0.0
     model.lora = None
     return model
 
@@ -112,7 +113,7 @@ def save_lora(
     if settings is None:
         raise BadArgument(expected("a model with LoRA", type(model).__name__, "Call apply_lora first."))
     flat = flat_params(model) if params is None else flatten_dict(dict(params), sep="/")
-    family, names = _family(model), _module_names(model)
+    family, names = family_of(model.config.model_type), _module_names(model)
     arrays: dict[str, np.ndarray] = {}
     for path in settings.targets:
         for own, hf in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
@@ -140,7 +141,7 @@ def load_lora(model: Model, folder: AnyFolder) -> str:
     _check_config(config)
     alpha, r = float(config["lora_alpha"]), int(config["r"])
     scale = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
-    layers, names, family = _linear_layers(model), _module_names(model), _family(model)
+    layers, names, family = _linear_layers(model), _module_names(model), family_of(model.config.model_type)
     saved = config.get("modules_to_save") or ()
     full = tuple(_layers_by_name(model, layers, name, "modules_to_save")[0] for name in saved)
     settings = LoraSettings(r, scale * r, float(config.get("lora_dropout") or 0.0), (), full)
@@ -186,9 +187,8 @@ def _select_layers(model: Model, layers: Mapping[str, Linear], targets: Targets)
         return matched or _layers_by_name(model, layers, targets, "targets")
     wanted = [path for name in targets for path in _layers_by_name(model, layers, name, "targets")]
     if not wanted:
-        raise BadArgument(
-            expected("targets to name at least one layer", list(targets), "Leave it out for the defaults.")
-        )
+        what = "targets to name at least one layer"
+        raise BadArgument(expected(what, list(targets), "Leave it out for the defaults."))
     return [path for path in layers if path in wanted]
 
 
@@ -206,12 +206,8 @@ def _layers_by_name(model: Model, layers: Mapping[str, Linear], name: str, argum
     return found
 
 
-def _family(model: Model) -> Family:
-    return family_of(model.config.model_type)
-
-
 def _module_names(model: Model) -> dict[str, str]:
-    family = _family(model)
+    family = family_of(model.config.model_type)
     table = {weight.path: weight for weight in family.weights(model.config)}
     return {path: family.module_name(table[f"{path}/kernel"]) for path in _linear_layers(model)}
 
@@ -220,9 +216,8 @@ def _full_weights(family: Family, model: Model, modules: Sequence[str]) -> list[
     chosen = [weight for weight in family.weights(model.config) if weight.path.rsplit("/", 1)[0] in modules]
     for weight in chosen:
         if weight.stacked:
-            raise BadArgument(
-                expected("modules_to_save outside the stacked layers", weight.path, "Use LoRA for those.")
-            )
+            what = "modules_to_save outside the stacked layers"
+            raise BadArgument(expected(what, weight.path, "Use LoRA for those."))
     return chosen
 
 
@@ -233,11 +228,6 @@ def _attach(layer: Linear, a: jax.Array, b: jax.Array, scale: float, dropout: fl
         raise DataError(expected(what, [list(a.shape), list(b.shape)], "Is it an adapter for this model?"))
     layer.lora_a, layer.lora_b = nnx.Param(a), nnx.Param(b)
     layer.lora_scale, layer.lora_dropout = scale, dropout
-
-
-def _detach(layer: Linear) -> None:
-    layer.lora_a = layer.lora_b = nnx.data(None)
-    layer.lora_scale = layer.lora_dropout = 0.0
 
 
 def _check_no_lora(model: Model) -> None:

@@ -6,7 +6,6 @@ with bidirectional attention.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
-from trainformer.models.jax.families import Family, Weight, layer_norm, linear, required
+from trainformer.models.jax.families import Family, Weight, hf_fields, layer_norm, linear, read_fields
 from trainformer.models.jax.layers import Key, LayerNorm, Linear, constrain, dropout, key_source
 
 POOLINGS = ("cls", "mean")
@@ -52,9 +51,8 @@ class ViTConfig(BlockConfig):
         if self.pooling not in POOLINGS:
             raise BadArgument(expected(f"pooling to be one of {', '.join(POOLINGS)}", self.pooling))
         if self.image_size % self.patch_size:
-            raise BadArgument(
-                expected(f"image_size to be a multiple of patch_size ({self.patch_size})", self.image_size)
-            )
+            what = f"image_size to be a multiple of patch_size ({self.patch_size})"
+            raise BadArgument(expected(what, self.image_size))
 
 
 class ViT(Model):
@@ -122,47 +120,27 @@ class Patches(nnx.Module):
         return flat @ kernel.reshape(-1, width) + self.bias[...]
 
 
+_FIELDS = hf_fields(
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
+    *("qkv_bias", "initializer_range", "image_size", "patch_size", "num_channels"),
+    layer_norm_eps="norm_eps",
+    attention_probs_dropout_prob="attention_dropout",
+    hidden_dropout_prob="hidden_dropout",
+)
+
+
 def read_config(config: Mapping[str, Any]) -> ViTConfig:
     labels = config.get("num_labels") or len(config.get("id2label") or ()) or 2
-    return ViTConfig(
-        hidden_size=required(config, "hidden_size"),
-        intermediate_size=required(config, "intermediate_size"),
-        num_hidden_layers=required(config, "num_hidden_layers"),
-        num_attention_heads=required(config, "num_attention_heads"),
-        hidden_act=config.get("hidden_act", "gelu"),
-        norm_eps=config.get("layer_norm_eps", 1e-12),
-        qkv_bias=bool(config.get("qkv_bias", True)),
-        attention_dropout=config.get("attention_probs_dropout_prob", 0.0),
-        hidden_dropout=config.get("hidden_dropout_prob", 0.0),
-        initializer_range=config.get("initializer_range", 0.02),
-        image_size=required(config, "image_size"),
-        patch_size=required(config, "patch_size"),
-        num_channels=config.get("num_channels", 3),
-        num_labels=labels,
-        pooling=config.get("pooling", "cls"),
-        source=json.dumps(dict(config)),
-    )
+    return ViTConfig(**read_fields(config, {**_FIELDS, "pooling": "pooling"}), num_labels=labels)
 
 
 def write_config(config: ViTConfig) -> dict[str, Any]:
     """Mean pooling gets its own model_type, so that transformers does not read it as class-token pooling."""
     names = [f"LABEL_{number}" for number in range(config.num_labels)]
     written = {
+        **{name: getattr(config, own) for name, own in _FIELDS.items()},
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "hidden_act": config.hidden_act,
-        "layer_norm_eps": config.norm_eps,
-        "qkv_bias": config.qkv_bias,
-        "attention_probs_dropout_prob": config.attention_dropout,
-        "hidden_dropout_prob": config.hidden_dropout,
-        "initializer_range": config.initializer_range,
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "num_channels": config.num_channels,
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
     }

@@ -53,10 +53,10 @@ class Weights:
 def open_weights(folder: Path, name: str | None = None) -> Iterator[Weights]:
     """The weights of an HF folder, or of one file in it. Pickle files are refused: loading them could execute code."""
     with ExitStack() as opened:
-        yield Weights(folder, _files(folder) if name is None else [name], opened)
+        yield Weights(folder, _weight_files(folder) if name is None else [name], opened)
 
 
-def _files(folder: Path) -> list[str]:
+def _weight_files(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if (folder / INDEX).is_file():
@@ -78,31 +78,30 @@ def write_weights(
     names_in: list[list[str]] = []
     buffer: dict[str, np.ndarray] = {}
     total = size = 0
+
+    def flush() -> None:
+        path = folder / f".shard-{len(shards) + 1:05d}.tmp"
+        write_file(buffer, path)
+        shards.append(path)
+        names_in.append(list(buffer))
+
     for name, array in arrays:
         if buffer and size + array.nbytes > largest:
-            _flush(buffer, shards, names_in, folder)
+            flush()
             buffer, size = {}, 0
         if write:
             buffer[name] = np.ascontiguousarray(array)
             size += array.nbytes
             total += array.nbytes
-    if not write:
-        return
-    _flush(buffer, shards, names_in, folder)
-    _name_shards(shards, names_in, folder, total)
+    if write:
+        flush()
+        _name_shards(shards, names_in, folder, total)
 
 
 def write_file(arrays: Mapping[str, np.ndarray], path: Path) -> None:
     # transformers refuses a file without a format.
     save_file(dict(arrays), path, {"format": "pt"})
     path.chmod(0o644)  # safetensors creates it with mode 0600
-
-
-def _flush(buffer: Mapping[str, np.ndarray], shards: list[Path], names_in: list[list[str]], folder: Path) -> None:
-    path = folder / f".shard-{len(shards) + 1:05d}.tmp"
-    write_file(buffer, path)
-    shards.append(path)
-    names_in.append(list(buffer))
 
 
 def _name_shards(shards: list[Path], names_in: list[list[str]], folder: Path, total: int) -> None:
