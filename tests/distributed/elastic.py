@@ -73,14 +73,14 @@ class Diary:
         raise ValueError("this rank has had enough")
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     for name in ("--kill", "--signal", "--fail"):
         parser.add_argument(name)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--dropout", type=float, default=0.0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     launch = Launch.find()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
