@@ -91,11 +91,14 @@ class OutputStates:
     """Forward pass that returns the last hidden states and the output layer, or else the logits.
 
     From hidden states a loss can be computed without materialising all logits. The first call verifies that the output
-    layer reproduces the logits: some models do more in between. ``chunked=False`` always returns logits.
+    layer reproduces the logits: some models do more in between. ``chunk_tokens=0`` always returns logits.
     """
 
-    def __init__(self, chunked: bool = True) -> None:
-        self._usable: bool | None = None if chunked else False
+    def __init__(self, chunk_tokens: int | None = None) -> None:
+        if chunk_tokens is not None and chunk_tokens < 0:
+            raise BadArgument(expected("chunk_tokens to be at least 0, or None", chunk_tokens))
+        self.chunk_tokens = chunk_tokens or None
+        self._usable: bool | None = False if chunk_tokens == 0 else None
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, nn.Linear | None]:
         """(hidden states, layer), or (logits, None)."""

@@ -20,11 +20,11 @@ from trainformer.core.errors import expected
 from trainformer.core.optional import require
 from trainformer.data.fetcher import unwrap_subsets
 from trainformer.data.metadata import DatasetInfo
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.base import TextTask
 from trainformer.tasks.language.labels import PROBLEM_TYPES, Labels, Problem, check_classes, check_names, read_labels
 
 
-class ClassifyingTask(LanguageTask):
+class ClassifyingTask(TextTask):
     """Base class of text and token classification. A subclass defines where a record has its labels."""
 
     num_classes: int | None
@@ -133,7 +133,7 @@ class ClassifyingTask(LanguageTask):
             task.model_name = copy.deepcopy(self.model_name)
             for name, value in config.items():
                 setattr(task.model_name, name, value)
-        model: Any = LanguageTask._load(task)
+        model: Any = TextTask._load(task)
         inner: Any = unwrap_model(model)
         if isinstance(self.model_name, nn.Module):
             self._adopt(inner, config)

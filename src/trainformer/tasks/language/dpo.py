@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, adapted_model
+from trainformer.adapters.base import adapted_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import did_you_mean, expected
 from trainformer.data.text.collate import pad
@@ -33,7 +33,7 @@ from trainformer.losses.preference import (
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import GenerationMixin
+from trainformer.tasks.language.base import GenerationMixin, data_name
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
 _REFERENCE_FREE = ("orpo", "simpo")
@@ -56,7 +56,6 @@ class DPO(GenerationMixin):
     """
 
     model_name: Any = "gpt2"
-    adapter: Adapter | None = None
     max_length: int = 1024
     _: KW_ONLY
     loss: str = "sigmoid"
@@ -64,14 +63,9 @@ class DPO(GenerationMixin):
     gamma: float = 1.0  # SimPO's target margin
     label_smoothing: float = 0.0
     reference: Any = "base"
-    tokenizer: Any = None
     truncation: str = "auto"
     prompt_template: str | None = None
     chunk_tokens: int | None = None
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
     groups_by_length = True
@@ -192,8 +186,7 @@ class DPO(GenerationMixin):
             truncation=self.truncation,
             prompt_template=self.prompt_template,
         )
-        name = "training data" if train else "validation data"
-        return preference_tokens(dataset, encoder, cache_dir=self.cache_dir, name=name)
+        return preference_tokens(dataset, encoder, cache_dir=self.cache_dir, name=data_name(train))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         # (B, 2, T), the chosen answer first; so a batch can be split between any two pairs.
@@ -266,17 +259,15 @@ class _Scorer:
     """Log probabilities of the answers under a model, with logits in chunks if the model allows it."""
 
     def __init__(self, chunk_tokens: int | None) -> None:
-        if chunk_tokens is not None and chunk_tokens < 0:
-            raise BadArgument(expected("chunk_tokens to be at least 0, or None", chunk_tokens))
-        self._chunk = chunk_tokens or None
-        self._states = OutputStates(chunked=chunk_tokens != 0)
+        self._states = OutputStates(chunk_tokens)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> SequenceLogProbs:
         # No attention mask: padding is on the right, where no token of a causal model attends.
         states, head = self._states(model, {"input_ids": batch["input_ids"]})
         if head is None:
             return sequence_log_probs(states, batch["labels"])
-        return sequence_log_probs(states, batch["labels"], weight=head.weight, bias=head.bias, chunk_tokens=self._chunk)
+        layer = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self._states.chunk_tokens}
+        return sequence_log_probs(states, batch["labels"], **layer)
 
 
 def _is_base(reference: Any) -> bool:

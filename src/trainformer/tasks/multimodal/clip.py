@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.image import load_images
@@ -57,10 +56,8 @@ class CLIP(ProcessorTask):
     """
 
     model_name: Any = "openai/clip-vit-base-patch32"
-    adapter: Adapter | None = None
     _: KW_ONLY
     max_length: int = 77
-    processor: Any = None
     augment: str | nn.Module | Callable[[Tensor], Tensor] | None = "crop"
     crop_scale: tuple[float, float] = (0.9, 1.0)
     same_caption: str = "ignore"
@@ -70,9 +67,6 @@ class CLIP(ProcessorTask):
     eval_captions: int = 5
     classes: Sequence[str] | None = None
     templates: str | Sequence[str] = "a photo of a {}."
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "clip"
 

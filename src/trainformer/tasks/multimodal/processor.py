@@ -5,6 +5,7 @@ Images are resized and cropped by the model's processor but stay uint8; they are
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,12 @@ class PixelAugment(BatchAugment):
         return images if images.is_floating_point() else super().forward(images, keys, stream)
 
 
+@dataclass(eq=False)
 class ProcessorTask(LanguageTask):
-    """Base class of tasks whose model has a processor. A subclass is a dataclass with the field annotated here."""
+    """Base class of tasks whose model has a processor."""
 
-    processor: Any
+    _: KW_ONLY
+    processor: Any = None
 
     def _init_task(self) -> None:
         super()._init_task()

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrap_model
+from trainformer.adapters.base import unwrap_model
 from trainformer.adapters.targets import language_model_name
 from trainformer.core import BadArgument
 from trainformer.core.errors import did_you_mean, expected
@@ -24,10 +23,10 @@ from trainformer.data.labels import is_stream
 from trainformer.data.multimodal import ImageTextDataset
 from trainformer.data.text.encode import IGNORE_INDEX, TRAIN_ON
 from trainformer.eval.generation import exact_match
-from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.losses.tokens import TokenLoss
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import TokenPredictionTask
+from trainformer.tasks.language.base import TokenPredictionTask, data_name, to_width
 from trainformer.tasks.multimodal.image_text_records import open_image
 from trainformer.tasks.multimodal.pairs import EncodedStream
 from trainformer.tasks.multimodal.processor import ProcessorTask
@@ -63,10 +62,8 @@ class VLM(ProcessorTask, TokenPredictionTask):
     """
 
     model_name: Any = "llava-hf/llava-1.5-7b-hf"
-    adapter: Adapter | None = None
     max_length: int = 2048
     _: KW_ONLY
-    processor: Any = None
     train_on: str = "auto"
     freeze: str | Sequence[str] = "auto"
     image_options: dict[str, Any] = field(default_factory=dict)
@@ -74,9 +71,6 @@ class VLM(ProcessorTask, TokenPredictionTask):
     generate_options: dict[str, Any] = field(default_factory=dict)
     chunk_tokens: int | None = None
     label_smoothing: float = 0.0
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "vlm"
     shifted = True
@@ -86,12 +80,10 @@ class VLM(ProcessorTask, TokenPredictionTask):
         if self.train_on not in TRAIN_ON:
             hint = did_you_mean(str(self.train_on), TRAIN_ON)
             raise BadArgument(expected(f"train_on to be one of {', '.join(TRAIN_ON)}", self.train_on, hint))
-        if self.chunk_tokens is not None and self.chunk_tokens < 0:
-            raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
         self._frozen = self._parts_to_freeze()
         if self.adapter is not None:
             self.adapter.check(kind=self.kind, model=self.model_name)
-        self._states = OutputStates(chunked=self.chunk_tokens != 0)
+        self._states = OutputStates(self.chunk_tokens)
         self._encoder: ImageTextEncoder | None = None
         self._blank: Block | None = None
         self._trains_vision = False  # whether there are trainable parameters that only images give gradients to
@@ -136,8 +128,7 @@ class VLM(ProcessorTask, TokenPredictionTask):
         if is_stream(dataset):
             encode = self.encoder.encode if train else self.encoder.encode_with_prompt
             return EncodedStream(dataset, encode, shuffle=train)
-        name = "training data" if train else "validation data"
-        return ImageTextExamples(dataset, self.encoder, prompts=not train, name=name)
+        return ImageTextExamples(dataset, self.encoder, prompts=not train, name=data_name(train))
 
     @property
     def encoder(self) -> ImageTextEncoder:
@@ -173,12 +164,12 @@ class VLM(ProcessorTask, TokenPredictionTask):
         if not self.generate_metrics:
             return metrics
         # One more token than can be generated, so that a longer answer does not match.
-        return {**metrics, **self.predict_step(batch), "target": _to_width(batch["answers"], self._new_tokens + 1)}
+        return {**metrics, **self.predict_step(batch), "target": to_width(batch["answers"], self._new_tokens + 1)}
 
     def predict_step(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Generated tokens for each prompt, padded to a fixed width."""
         tokens = self._generate_tokens(batch, **self.generate_options)
-        return {"generated": _to_width(tokens, self._new_tokens, self.text_tokenizer.pad_token_id)}
+        return {"generated": to_width(tokens, self._new_tokens, self.text_tokenizer.pad_token_id)}
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
         """The fraction of answers that match exactly."""
@@ -187,19 +178,12 @@ class VLM(ProcessorTask, TokenPredictionTask):
         )
         return {"exact_match": exact_match(self._decode(rows["generated"]), targets)}
 
-    def _training_options(self) -> dict[str, Any]:
-        return {"label_smoothing": self.label_smoothing}
-
     def _loss(self, batch: Mapping[str, Any], **options: Any) -> TokenLoss:
         inputs = {"input_ids": batch["input_ids"], **flat_pixels(batch)}
         if _TYPES in batch:
             # Otherwise no mask: padding is on the right, where no token of a causal model attends, and has no labels.
             inputs |= {_TYPES: batch[_TYPES], "attention_mask": batch["attention_mask"]}
-        states, head = self._states(self.model, inputs)
-        if head is None:
-            return token_cross_entropy(states, batch["labels"], **options)
-        chunk = self.chunk_tokens or None
-        return linear_cross_entropy(states, head.weight, batch["labels"], bias=head.bias, chunk_tokens=chunk, **options)
+        return self._causal_loss(self._states, inputs, batch["labels"], **options)
 
     # -- generation ----------------------------------------------------------------------------------------
 
@@ -230,7 +214,6 @@ class VLM(ProcessorTask, TokenPredictionTask):
     def _decode(self, tokens: Tensor) -> list[str]:
         return [text.strip() for text in self.text_tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
-    @torch.no_grad()
     def _generate_tokens(self, batch: Mapping[str, Any], **options: Any) -> Tensor:
         """Generated tokens without the prompts."""
         model: Any = unwrap_model(self.model)
@@ -238,32 +221,15 @@ class VLM(ProcessorTask, TokenPredictionTask):
         if "prompt_types" in batch:
             inputs[_TYPES] = batch["prompt_types"]
         ends = getattr(model.generation_config, "eos_token_id", None)
-        defaults = {
-            "max_new_tokens": _NEW_TOKENS,
-            "do_sample": False,
-            "pad_token_id": self.text_tokenizer.pad_token_id,
-            "eos_token_id": self.text_tokenizer.eos_token_id if ends is None else ends,
-        }
-        with eval_mode(model):
-            generated = model.generate(
-                **{name: value.to(model.device) for name, value in inputs.items()}, **{**defaults, **options}
-            )
-        return generated[:, batch["prompt_ids"].shape[1] :]
+        end = self.text_tokenizer.eos_token_id if ends is None else ends
+        options = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": end, **options}
+        return super()._generate_tokens(inputs, **options)[:, batch["prompt_ids"].shape[1] :]
 
 
 def _as_list(image: Any) -> list[Any]:
     if image is None:
         return []
     return list(image) if isinstance(image, list | tuple) else [image]
-
-
-def _to_width(rows: Tensor, width: int, value: int = IGNORE_INDEX) -> Tensor:
-    """Pad or truncate rows of tokens to a fixed width, so that those of a whole dataset can be stacked.
-
-    >>> _to_width(torch.tensor([[5, 6]]), 3, 0).tolist(), _to_width(torch.tensor([[5, 6]]), 1).tolist()
-    ([[5, 6, 0]], [[5]])
-    """
-    return F.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
 # -- parts of the model ------------------------------------------------------------------------------------
