@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.core.optional import require
 
 # peft's task type of a kind. Other kinds get the plain `PeftModel`, which passes all arguments through.
@@ -108,9 +108,8 @@ def check_kind(kind: str | None) -> None:
 
     >>> check_kind("causal_lm")
     """
-    if kind is not None and kind not in KINDS:
-        hint = did_you_mean(kind, KINDS) or f"Known: {', '.join(KINDS)}."
-        raise BadArgument(expected("kind to be a kind of model", kind, hint))
+    if kind is not None:
+        check_choice("kind", kind, KINDS)
 
 
 def task_type(kind: str | None) -> str | None:

@@ -22,11 +22,10 @@ from trainformer.adapters.targets import (
     resolve_targets,
     tied_embeddings,
 )
-from trainformer.core.errors import BadArgument, NonFiniteError, expected
+from trainformer.core.errors import BadArgument, NonFiniteError, check_choice, check_count, expected
 
 logger = logging.getLogger("trainformer")
 
-_BIASES = ("none", "all", "lora_only")
 # peft's other schemes (pissa, olora, ...) change the frozen weights: an adapter saved alone would not restore them.
 _INITS = (True, False, "gaussian", "orthogonal")
 
@@ -70,15 +69,13 @@ class LoRA(Adapter):
     init: bool | str = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise BadArgument(expected("r to be a positive integer", self.r, "Pass r=8, for instance."))
+        check_count("r", self.r, do="Pass r=8, for instance.")
         number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
         if not number or not math.isfinite(self.alpha) or self.alpha <= 0:
             raise BadArgument(expected("alpha to be a positive number", self.alpha, "Pass alpha=2 * r, for instance."))
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise BadArgument(expected("dropout to be from 0 to below 1", self.dropout, "Pass dropout=0.1."))
-        if self.bias not in _BIASES:
-            raise BadArgument(expected(f"bias to be one of {', '.join(_BIASES)}", self.bias))
+        check_choice("bias", self.bias, ("none", "all", "lora_only"))
         if self.init not in _INITS:
             do = "Others change the frozen weights, and a checkpoint of the adapter alone would not restore them."
             raise BadArgument(expected("init to be True, False, 'gaussian' or 'orthogonal'", self.init, do))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from trainformer.adapters.base import Adapter, peft, task_type
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, check_choice, check_count, expected
 
 _INITS = {"random": None, "zero": "zero"}
 
@@ -38,11 +38,8 @@ class PrefixTuning(Adapter):
     init: str = "random"
 
     def __post_init__(self) -> None:
-        number = self.num_virtual_tokens
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise BadArgument(expected("num_virtual_tokens to be a positive integer", number, "Pass 20, for instance."))
-        if self.init not in _INITS:
-            raise BadArgument(expected(f"init to be one of {', '.join(_INITS)}", self.init))
+        check_count("num_virtual_tokens", self.num_virtual_tokens, do="Pass 20, for instance.")
+        check_choice("init", self.init, _INITS)
 
     def check(
         self,

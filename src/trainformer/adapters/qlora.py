@@ -17,10 +17,9 @@ from trainformer.adapters.base import FolderPath, adapted_model, check_kind, is_
 from trainformer.adapters.lora import LoRA, merge_peft_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict
 from trainformer.adapters.targets import is_conv1d
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.core.optional import require
 
-_QUANT_TYPES = ("nf4", "fp4")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CLASSIFIERS = ("sequence_classification", "token_classification", "vision")
 _HEADS = ("classifier", "pre_classifier", "score", "classification_head", "classification_heads")
@@ -52,10 +51,8 @@ class QLoRA(LoRA):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quant_type not in _QUANT_TYPES:
-            raise BadArgument(expected(f"quant_type to be one of {', '.join(_QUANT_TYPES)}", self.quant_type))
-        known = self.compute_dtype is None or self.compute_dtype in {*_DTYPES, *_DTYPES.values()}
-        if not known:
+        check_choice("quant_type", self.quant_type, ("nf4", "fp4"))
+        if self.compute_dtype is not None and self.compute_dtype not in {*_DTYPES, *_DTYPES.values()}:
             raise BadArgument(expected(f"compute_dtype to be one of {', '.join(_DTYPES)}", self.compute_dtype))
 
     @property

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, expected
-from trainformer.losses.numerics import check_count, check_positive, no_autocast, upcast
+from trainformer.core.errors import BadArgument, check_count, expected
+from trainformer.losses.numerics import check_positive, no_autocast, upcast
 
 # Default chunk: at least this many tokens, more as long as their logits have at most this many elements.
 # CPU: 16 MiB, which the allocator reuses without new pages; 0.7 to 0.9 of the time of plain cross-entropy. The weight

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, Loss
-from trainformer.core.errors import expected
+from trainformer.core.errors import check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import has_tokens
@@ -52,8 +52,7 @@ class LanguageTask(AdapterMixin):
         """Validate shared arguments before anything is loaded. Call it from `__post_init__`."""
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
-        if isinstance(self.max_length, bool) or not isinstance(self.max_length, int) or self.max_length < 2:
-            raise BadArgument(expected("max_length to be a whole number of at least 2", self.max_length))
+        check_count("max_length", self.max_length, least=2)
         self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
         self._model: nn.Module | None = None
 
@@ -240,7 +239,7 @@ class TokenPredictionTask(LanguageTask):
         return {"perplexity": math.exp(min(metrics["loss"], _LARGEST_EXPONENT))} if "loss" in metrics else {}
 
     def check_batch(self, batch: Any) -> list[str]:
-        """EncodingReport a batch without supervised tokens."""
+        """Report a batch without supervised tokens."""
         labels = batch["labels"][..., 1:] if self.shifted else batch["labels"]
         supervised = bool((labels != IGNORE_INDEX).any())
         return [] if supervised else ["No token of the batch is trained on: all labels are -100."]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import adapted_model
 from trainformer.core import BadArgument, DataError, Loss
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
 from trainformer.losses.numerics import check_positive
@@ -72,9 +72,7 @@ class DPO(GenerationMixin):
 
     def __post_init__(self) -> None:
         self._init_task()
-        if self.loss not in _BETAS:
-            choices = ", ".join(map(repr, _BETAS))
-            raise BadArgument(expected(f"loss to be one of {choices}", self.loss, did_you_mean(str(self.loss), _BETAS)))
+        check_choice("loss", self.loss, _BETAS)
         if self.beta is None:
             self.beta = _BETAS[self.loss]
         check_positive("beta", self.beta, f"{_BETAS[self.loss]} is usual.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, expected
 from trainformer.data.text.sources import records_of
 from trainformer.eval.classification import pearson, spearman
 from trainformer.eval.retrieval import ranking_metrics, retrieval_metrics
@@ -68,11 +68,8 @@ class TextEmbedding(TextTask):
 
     def __post_init__(self) -> None:
         self._init_task()
-        for name, known in (("pooling", tuple(POOLINGS)), ("loss", LOSSES)):
-            value = getattr(self, name)
-            if value not in known:
-                choices = ", ".join(map(repr, known))
-                raise BadArgument(expected(f"{name} to be one of {choices}", value, did_you_mean(str(value), known)))
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("loss", self.loss, LOSSES)
         check_positive("temperature", self.temperature, "0.05 is usual.")
         dims = self.matryoshka_dims
         if dims is not None and (not dims or any(not isinstance(d, int) or d < 1 for d in dims)):

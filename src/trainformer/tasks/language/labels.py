@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainformer.core import BadArgument, DataError
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, check_count, did_you_mean, expected
 from trainformer.data.text.schemas import expected_value
 from trainformer.tasks.language.token_records import from_int32, to_int32
 
@@ -188,16 +188,14 @@ def check_classes(labels: Labels, num_classes: int | None) -> None:
 
 def check_names(problem: Any, names: Any, count: Any) -> None:
     """Validate the class arguments that do not depend on the data."""
-    if problem is not None and problem not in get_args(Problem):
-        choices = get_args(Problem)
-        do = did_you_mean(str(problem), choices)
-        raise BadArgument(expected("problem to be 'single', 'multi', 'regression' or None", problem, do))
+    if problem is not None:
+        check_choice("problem", problem, get_args(Problem))
     if names is not None:
         listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
         if not listed or not names or len(set(names)) != len(names):
             raise BadArgument(expected("class_names to be a list of different names", names))
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise BadArgument(expected("num_classes to be a positive integer", count))
+    if count is not None:
+        check_count("num_classes", count)
     if names is not None and count is not None and len(names) != count:
         raise BadArgument(expected(f"num_classes={len(names)}, as many as class_names", count, "Leave it out."))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError
-from trainformer.core.errors import expected
+from trainformer.core.errors import check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.store import StoreView
@@ -52,9 +52,7 @@ class Seq2Seq(TokenPredictionTask, TextTask):
 
     def __post_init__(self) -> None:
         for name in ("max_source_length", "max_target_length"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-                raise BadArgument(expected(f"{name} to be a whole number of at least 2", value))
+            check_count(name, getattr(self, name), least=2)
         self._init_task()
 
     @property

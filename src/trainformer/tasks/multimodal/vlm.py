@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainformer.adapters.base import unwrap_model
 from trainformer.adapters.targets import language_model_name
 from trainformer.core import BadArgument
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, expected
 from trainformer.data.labels import is_stream
 from trainformer.data.multimodal import ImageTextDataset
 from trainformer.data.text.encode import IGNORE_INDEX, TRAIN_ON
@@ -77,9 +77,7 @@ class VLM(ProcessorTask, TokenPredictionTask):
 
     def __post_init__(self) -> None:
         self._init_task()
-        if self.train_on not in TRAIN_ON:
-            hint = did_you_mean(str(self.train_on), TRAIN_ON)
-            raise BadArgument(expected(f"train_on to be one of {', '.join(TRAIN_ON)}", self.train_on, hint))
+        check_choice("train_on", self.train_on, TRAIN_ON)
         self._frozen = self._parts_to_freeze()
         if self.adapter is not None:
             self.adapter.check(kind=self.kind, model=self.model_name)
@@ -243,9 +241,7 @@ def check_parts(freeze: str | Sequence[str]) -> tuple[str, ...]:
     """
     names = (freeze,) if isinstance(freeze, str) else tuple(freeze)
     for name in names:
-        if name not in PARTS:
-            what = f"freeze to be 'auto' or names among {', '.join(PARTS)}"
-            raise BadArgument(expected(what, name, did_you_mean(str(name), [*PARTS, "auto"])))
+        check_choice("freeze, if not 'auto',", name, PARTS)
     if set(names) == set(PARTS):
         raise BadArgument(expected("freeze to leave something to train", list(names), "Leave one of them out."))
     return names

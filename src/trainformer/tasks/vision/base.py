@@ -6,9 +6,10 @@ So data is never normalised twice.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,17 +50,28 @@ _SMALLEST = 32  # timm's convolutional backbones halve the image five times
 _MOST_RESIZED_BYTES = 1 << 30  # a dataset in memory is resized once as a whole if the result is no larger than this
 
 
+@dataclass(eq=False)
 class VisionTask(TaskBase):
-    """Base class of the vision tasks. A subclass is a dataclass with the fields annotated here."""
+    """Base class of the vision tasks, with the arguments that they share."""
 
-    backbone: str | nn.Module
-    pretrained: bool
-    image_size: int | tuple[int, int] | None
-    in_chans: int | None
-    checkpoint: Weights | None
-    model_kwargs: dict[str, Any]
+    _: KW_ONLY
+    image_size: int | tuple[int, int] | None = None
+    in_chans: int | None = None
+    checkpoint: Weights | None = None
+    drop_path_rate: float | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    needs_labels = True
+    needs_labels: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def backbone(self) -> str | nn.Module:
+        """The name of a timm model, or a module."""
+
+    @property
+    @abstractmethod
+    def pretrained(self) -> bool:
+        """Whether to load timm's weights."""
 
     def _init_task(self) -> None:
         """Validate shared arguments and set the initial state. Call it from `__post_init__`."""
@@ -135,6 +147,22 @@ class VisionTask(TaskBase):
     def _is_untouched(self) -> bool:
         """Whether the weights are still the initial ones: not trained, loaded or wrapped."""
         return self._model is not None and fingerprint(self._model) == self._initial_fingerprint
+
+    def _classes_for(self, info: DatasetInfo) -> int:
+        """The number of classes: `num_classes` if given, else that of the data."""
+        given: int | None = getattr(self, "num_classes", None)
+        found = info.num_classes
+        if given is None and found is None:
+            raise BadArgument(
+                "Expected data that tells the number of classes, received data that does not. Pass "
+                f"num_classes, or data with labels. For a folder: {LAYOUT}"
+            )
+        if given is not None and found is not None and found > given:
+            what = f"num_classes to be at least {found}, the number of classes in the data"
+            raise BadArgument(expected(what, given, "Leave num_classes out to take it from the data."))
+        if given is None and found is not None and found < 2:
+            raise DataError(expected("at least two classes", f"{found} in the data", f"For a folder: {LAYOUT}"))
+        return given or found or 0
 
     def _channels_for(self, info: DatasetInfo) -> int | None:
         shape = info.input_shape

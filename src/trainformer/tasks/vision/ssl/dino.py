@@ -30,25 +30,31 @@ class DINO(MomentumMethod):
         backbone: nn.Module,
         width: int,
         *,
-        head: DINOHead,
-        momentum: tuple[float, float],
+        out_dim: int,
+        hidden_dim: int,
+        bottleneck_dim: int,
+        norm_last_layer: bool,
+        momentum: float,
+        momentum_end: float,
         student_temp: float,
-        teacher_temps: tuple[float, float],
-        warmup_epochs: int,
+        teacher_temp: float,
+        warmup_teacher_temp: float,
+        warmup_teacher_temp_epochs: int,
         center_momentum: float,
         freeze_last_layer: int,
         koleo: float,
     ) -> None:
-        super().__init__(Tower(backbone, head), momentum)
-        self.center = Center(head.last_layer.out_features, center_momentum)
+        head = DINOHead(width, out_dim, hidden_dim, bottleneck_dim, norm_last_layer=norm_last_layer)
+        super().__init__(Tower(backbone, head), (momentum, momentum_end))
+        self.center = Center(out_dim, center_momentum)
         self.student_temp = student_temp
-        self.teacher_temps = teacher_temps
-        self.warmup_epochs = warmup_epochs
+        self.teacher_temps = (warmup_teacher_temp, teacher_temp)
+        self.warmup_epochs = warmup_teacher_temp_epochs
         self.freeze_last_layer = freeze_last_layer
         self.koleo = koleo
         # A tensor, since torch.compile would recompile for a number that changes each epoch; persistent, so that
-        # eval_mode a checkpoint gives the loss it had when it was saved.
-        self.register_buffer("teacher_temp", torch.tensor(teacher_temps[0]))
+        # evaluating a checkpoint gives the loss it had when it was saved.
+        self.register_buffer("teacher_temp", torch.tensor(warmup_teacher_temp))
         self.on_epoch_begin(0)
 
     @property

@@ -45,13 +45,9 @@ class KeyQueue(nn.Module):
         count = len(keys) + sum(map(len, self._pending))
         if count > size and world_size() == 1:  # otherwise `commit` raises, on all ranks
             self._pending.clear()
-            raise BadArgument(
-                expected(
-                    "queue_size to hold at least the keys of one optimizer step",
-                    f"a queue of {size} for {count} keys or more",
-                    "Pass a larger queue_size, or a smaller batch_size.",
-                )
-            )
+            received = f"a queue of {size} for {count} keys or more"
+            do = "Pass a larger queue_size, or a smaller batch_size."
+            raise BadArgument(expected("queue_size to hold at least the keys of one optimizer step", received, do))
         self._pending.append(keys.detach())
 
     @torch.no_grad()

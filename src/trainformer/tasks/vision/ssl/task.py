@@ -21,8 +21,7 @@ from trainformer.data.metadata import DatasetInfo
 from trainformer.data.pixels import is_pil
 from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
-from trainformer.models.backbones import Weights, feature_width, has_fixed_size
-from trainformer.models.heads import DINOHead
+from trainformer.models.backbones import feature_width, has_fixed_size
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.vision.augment import Geometry, sample_transform
 from trainformer.tasks.vision.base import VisionTask, fingerprint
@@ -40,7 +39,7 @@ from trainformer.tasks.vision.ssl.methods import (
     ViewTransform,
 )
 from trainformer.tasks.vision.ssl.moco import MoCo, MoCoV3
-from trainformer.tasks.vision.ssl.options import DEFAULTS, check_method, paper_settings, resolve
+from trainformer.tasks.vision.ssl.options import CROPS, DEFAULTS, check_method, paper_settings, resolve
 from trainformer.utils.distributed import is_padding
 
 # Images from files are first resized to this factor of the model's size (256 for 224), and views are cropped from that.
@@ -109,11 +108,6 @@ class SSL(VisionTask):
     # Images and backbone
     augment: Callable[..., Any] | None = None
     augment_options: dict[str, Any] = field(default_factory=dict)
-    image_size: int | tuple[int, int] | None = None
-    in_chans: int | None = None
-    checkpoint: Weights | None = None
-    drop_path_rate: float | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
     # Evaluation
     eval_loss: bool = True  # also compute the loss on views of validation images
     knn_k: int = 20
@@ -196,36 +190,14 @@ class SSL(VisionTask):
         options = dict(self._options)
         if options.get("hidden_dim", 0) is None:
             options["hidden_dim"] = width
-        if self.method == "simclr":
-            return SimCLR(backbone, width, **options)
-        if self.method == "moco":
-            return MoCo(backbone, width, **options)
-        if self.method == "moco_v3":
-            options["temperature"] = options["temperature"] or (0.2 if hasattr(backbone, "patch_embed") else 1.0)
-            return MoCoV3(backbone, width, **options)
-        if self.method == "byol":
-            return BYOL(backbone, width, **options)
         if self.method == "mae":
             return MAE(backbone, init_encoder=not self.pretrained and self.checkpoint is None, **options)
-        head = DINOHead(
-            width,
-            options["out_dim"],
-            options["hidden_dim"],
-            options["bottleneck_dim"],
-            norm_last_layer=options["norm_last_layer"],
-        )
-        return DINO(
-            backbone,
-            width,
-            head=head,
-            momentum=(options["momentum"], options["momentum_end"]),
-            student_temp=options["student_temp"],
-            teacher_temps=(options["warmup_teacher_temp"], options["teacher_temp"]),
-            warmup_epochs=options["warmup_teacher_temp_epochs"],
-            center_momentum=options["center_momentum"],
-            freeze_last_layer=options["freeze_last_layer"],
-            koleo=options["koleo"],
-        )
+        if self.method == "moco_v3":
+            options["temperature"] = options["temperature"] or (0.2 if hasattr(backbone, "patch_embed") else 1.0)
+        if self.method == "dino":
+            options = {name: value for name, value in options.items() if name not in CROPS}
+        methods: dict[str, Any] = {"simclr": SimCLR, "moco": MoCo, "moco_v3": MoCoV3, "byol": BYOL, "dino": DINO}
+        return methods[self.method](backbone, width, **options)
 
     @property
     def _method(self) -> Method:
@@ -268,13 +240,9 @@ class SSL(VisionTask):
             image, _ = split_sample(prepared[0])
             if isinstance(image, Tensor) and image.is_floating_point() and (image.min() < 0 or image.max() > 1):
                 low, high = image.min().item(), image.max().item()
-                raise DataError(
-                    expected(
-                        "images as uint8, or as floats from 0 to 1",
-                        f"floats from {low:.3g} to {high:.3g}",
-                        "Leave out the normalisation: the task normalises after augmentation.",
-                    )
-                )
+                do = "Leave out the normalisation: the task normalises after augmentation."
+                received = f"floats from {low:.3g} to {high:.3g}"
+                raise DataError(expected("images as uint8, or as floats from 0 to 1", received, do))
         return prepared
 
     def get_train_transforms(self) -> nn.Module:
