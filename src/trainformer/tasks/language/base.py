@@ -79,10 +79,12 @@ class LanguageTask(AdapterMixin):
     def text_tokenizer(self) -> Any:
         """The tokenizer."""
 
+    def _load_options(self) -> dict[str, Any]:
+        attention = {} if self.attention is None else {"attn_implementation": self.attention}
+        return {**self.model_kwargs, **attention}
+
     def _load(self) -> nn.Module:
-        options = dict(self.model_kwargs)
-        if self.attention is not None:
-            options["attn_implementation"] = self.attention
+        options = self._load_options()
         if self.adapter is not None:
             options = {**self.adapter.load_options(self.kind), **options}
         dtype = None if self.dtype is None else _DTYPES[self.dtype]

@@ -138,11 +138,8 @@ class DPO(GenerationMixin):
         if _is_base(self.reference):
             reference = copy.deepcopy(model)
         else:
-            options = dict(self.model_kwargs)
-            if self.attention is not None:
-                options["attn_implementation"] = self.attention
             dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-            reference = load_model(self.reference, self.kind, dtype=dtype, **options)
+            reference = load_model(self.reference, self.kind, dtype=dtype, **self._load_options())
             self._fit_vocabulary(reference)
         self._reference = reference.requires_grad_(False).eval()
         self._reference_digest = _digest(reference)
@@ -208,18 +205,16 @@ class DPO(GenerationMixin):
         """The loss of each pair, and rewards, margin and accuracy as (sum, weight)."""
         assert self.beta is not None
         pairs = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
-        reference = self._reference_log_probs(pairs) if self.needs_reference else None
-        chosen, rejected = self._of_pairs(self._policy_scores(self.model, pairs)).unbind(1)
-        if reference is not None:
-            known = reference.unbind(1)
-            losses = dpo_loss(
-                chosen, rejected, known[0], known[1], self.beta,
-                variant=self.loss, label_smoothing=label_smoothing, reduction="none",  # type: ignore[arg-type]
-            )  # fmt: skip
-            rewards = preference_rewards(chosen, rejected, known[0], known[1], self.beta)
+        reference = self._reference_log_probs(pairs).unbind(1) if self.needs_reference else ()
+        policy = self._of_pairs(self._policy_scores(self.model, pairs)).unbind(1)
+        options: dict[str, Any] = {"beta": self.beta, "reduction": "none"}
+        if self.loss == "orpo":
+            losses = orpo_loss(*policy, **options)
+        elif self.loss == "simpo":
+            losses = simpo_loss(*policy, gamma=self.gamma, label_smoothing=label_smoothing, **options)
         else:
-            losses = self._reference_free_loss(chosen, rejected, label_smoothing)
-            rewards = preference_rewards(chosen, rejected, beta=self.beta)
+            losses = dpo_loss(*policy, *reference, variant=self.loss, label_smoothing=label_smoothing, **options)  # type: ignore[arg-type]
+        rewards = preference_rewards(*policy, *reference, beta=self.beta)
         found = {
             "rewards/chosen": rewards.chosen,
             "rewards/rejected": rewards.rejected,
@@ -227,12 +222,6 @@ class DPO(GenerationMixin):
             "rewards/accuracy": rewards.correct,
         }
         return losses, {name: (values.sum(), len(values)) for name, values in found.items()}
-
-    def _reference_free_loss(self, chosen: Tensor, rejected: Tensor, label_smoothing: float) -> Tensor:
-        assert self.beta is not None
-        if self.loss == "orpo":
-            return orpo_loss(chosen, rejected, self.beta, reduction="none")
-        return simpo_loss(chosen, rejected, self.beta, self.gamma, label_smoothing=label_smoothing, reduction="none")
 
     def _of_pairs(self, found: SequenceLogProbs) -> Tensor:
         """Log probabilities (B, 2): sums over the tokens of an answer, or means, depending on the loss."""

@@ -109,9 +109,7 @@ class Labels:
         return self.names is not None and all(name.lstrip("-").isdecimal() for name in self.names)
 
     def _indices(self, label: Any) -> list[int]:
-        several = _as_list(label)
-        if several is None:
-            several = [label]
+        several = _listed(label)
         if not self.multi_hot:
             return [self.index(one) for one in several]
         if len(several) != self.count or any(mark not in (0, 1) for mark in several):
@@ -121,10 +119,8 @@ class Labels:
     def _numbers(self, label: Any) -> list[float]:
         if label is None:
             return [math.nan] * self.count
-        several = _as_list(label)
-        several = [label] if several is None else several
         try:
-            numbers = [float(one) for one in several]
+            numbers = [float(one) for one in _listed(label)]
         except (TypeError, ValueError):
             numbers = []
         if len(numbers) != self.count or not all(map(math.isfinite, numbers)):
@@ -178,9 +174,8 @@ def check_classes(labels: Labels, num_classes: int | None) -> None:
         return
     if num_classes is not None and labels.count != num_classes:
         do = "Leave num_classes out to take it from the data."
-        raise BadArgument(
-            expected(f"num_classes={labels.count}, as many as there are names or labels", num_classes, do)
-        )
+        what = f"num_classes={labels.count}, as many as there are names or labels"
+        raise BadArgument(expected(what, num_classes, do))
     if labels.problem == "single" and labels.count < 2:
         what = "none" if not labels.count else f"{labels.count} ({labels.name(0)})"
         raise DataError(expected("at least two classes", what, "Are the labels in the data?"))
@@ -223,7 +218,7 @@ class _LabelStatistics:
             self.kinds |= {"marks" for one in several if isinstance(one, float | bool | np.floating | np.bool_)}
         if self.regression:
             return
-        for one in [value] if several is None else several:
+        for one in _listed(value):
             plain = one.item() if isinstance(one, np.generic) else one
             if several is None:
                 self.kinds.add(_kind(plain))
@@ -287,6 +282,11 @@ def _as_list(value: Any) -> list[Any] | None:
     if isinstance(value, np.ndarray | Tensor):
         return value.tolist() if value.ndim else None
     return list(value) if isinstance(value, list | tuple | set) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    several = _as_list(value)
+    return [value] if several is None else several
 
 
 def _is_integer(value: Any) -> bool:

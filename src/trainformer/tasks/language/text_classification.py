@@ -163,11 +163,7 @@ class TextClassification(ClassifyingTask):
         metrics: dict[str, Any] = {"loss": self._loss(logits, labels, train=False), "label": labels}
         if self.labels.problem == "single":
             prediction = logits.argmax(-1)
-            return {
-                **metrics,
-                "accuracy": ((prediction == labels).sum(), len(labels)),
-                "prediction": prediction,
-            }
+            return {**metrics, "accuracy": ((prediction == labels).sum(), len(labels)), "prediction": prediction}
         return {**metrics, "prediction": logits.sigmoid() if self.labels.problem == "multi" else logits}
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
@@ -299,9 +295,8 @@ class TextEncoder(PartsEncoder):
         if isinstance(record, str):
             return [record], None
         if not isinstance(record, list | tuple) or len(record) != 2:
-            raise DataError(
-                expected("a text with its label", type(record).__name__, 'Write {"text": ..., "label": ...}.')
-            )
+            do = 'Write {"text": ..., "label": ...}.'
+            raise DataError(expected("a text with its label", type(record).__name__, do))
         return [record[0]], record[1]
 
 

@@ -118,9 +118,8 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         logits, labels = self._logits(batch), batch["labels"]
         loss = token_cross_entropy(logits, labels, shift=False)
         scheme = TagScheme(self._names())
-        count = self._entity_counts if scheme.types else self._tag_counts
         predicted, target = logits.argmax(-1).cpu(), labels.cpu()
-        counts = [count(*rows, scheme) for rows in zip(predicted, target, strict=True)]
+        counts = [self._counts(*rows, scheme) for rows in zip(predicted, target, strict=True)]
         found = {
             "loss": (loss.sum, loss.weight),
             "accuracy": (loss.correct, loss.weight),
@@ -136,17 +135,14 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         cell = target[mask].long() * self.labels.count + predicted[mask]
         return torch.bincount(window * cells + cell, minlength=windows * cells).reshape(windows, cells).to(torch.int16)
 
-    def _entity_counts(self, predicted: Tensor, target: Tensor, scheme: TagScheme) -> np.ndarray:
-        mask = target != IGNORE_INDEX
-        named = [[self.labels.name(tag) for tag in row[mask].tolist()] for row in (predicted, target)]
-        return scheme.counts(*named)
-
-    def _tag_counts(self, predicted: Tensor, target: Tensor, scheme: TagScheme) -> np.ndarray:
+    def _counts(self, predicted: Tensor, target: Tensor, scheme: TagScheme) -> np.ndarray:
+        """Numbers of correct, predicted and true entities of each type; without entities, of words with each tag."""
         mask = target != IGNORE_INDEX
         predicted, target = predicted[mask], target[mask]
-        columns = [torch.bincount(tags, minlength=self.labels.count) for tags in (predicted, target)]
-        correct = torch.bincount(target[predicted == target], minlength=self.labels.count)
-        return torch.stack([correct, *columns], dim=1).int().numpy()
+        if scheme.types:
+            return scheme.counts(*([self.labels.name(tag) for tag in row.tolist()] for row in (predicted, target)))
+        several = (target[predicted == target], predicted, target)
+        return torch.stack([tags.bincount(minlength=self.labels.count) for tags in several], dim=1).int().numpy()
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
         """Precision, recall and F1 of all entities, or the macro F1 of plain tags. Sets `per_type`."""

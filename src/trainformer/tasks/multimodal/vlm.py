@@ -99,22 +99,19 @@ class VLM(ProcessorTask, TokenPredictionTask):
 
     def _load(self) -> nn.Module:
         model = super()._load()
-        freeze_parts(model, self._frozen)
+        for name, part in parts_of(model).items() if self._frozen else ():
+            if part in self._frozen:
+                model.get_parameter(name).requires_grad_(False)
         if vision_parameters(model):
-            self._freeze_unused(model)
+            # Freeze parameters that never receive a gradient: DDP would wait for it.
+            unused = parameters_without_gradient(model, self._blank_image().pixels)
+            for name in unused:
+                model.get_parameter(name).requires_grad_(False)
+            if unused:
+                what = "parameters of the vision tower never receive a gradient and are frozen"
+                logger.info("%d %s: %s, ...", len(unused), what, unused[0])
         self._trains_vision = bool(vision_parameters(model))
         return model
-
-    def _freeze_unused(self, model: nn.Module) -> None:
-        """Freeze parameters that never receive a gradient: DDP would wait for it."""
-        unused = parameters_without_gradient(model, self._blank_image().pixels)
-        for name in unused:
-            model.get_parameter(name).requires_grad_(False)
-        if unused:
-            logger.info(
-                "%d parameters of the vision tower never receive a gradient and are frozen: %s, ...",
-                len(unused), unused[0],
-            )  # fmt: skip
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -268,14 +265,6 @@ def _part(name: str) -> str:
     if any(word in name for word in _PROJECTORS):
         return "projector"
     return "vision" if any(step in _TOWERS for step in name.split(".")) else "projector"
-
-
-def freeze_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Freeze parts of a model."""
-    parts = parts_of(model) if names else {}
-    for name, parameter in model.named_parameters():
-        if parts.get(name) in names:
-            parameter.requires_grad_(False)
 
 
 def vision_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

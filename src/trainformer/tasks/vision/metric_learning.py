@@ -96,6 +96,8 @@ class MetricLearning(VisionTask):
     def configure(self, info: DatasetInfo) -> None:
         """Build the loss and the first layer for the data."""
         self.num_classes = self._classes_for(info)
+        if self.num_classes < 2:
+            raise DataError(expected("at least two classes", self.num_classes))
         self.class_names = info.class_names or self.class_names
         self._seen_shape = info.input_shape
         self._build_for(self.in_chans or self._channels_for(info))
