@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,18 +93,9 @@ def retrieval_metrics(
     return values | {"queries_without_match": float(len(relevant) - count)}
 
 
-def faiss_retrieval_metrics(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    gallery: Tensor | None = None,
-    gallery_labels: Tensor | None = None,
-    recall_at: Sequence[int] = (1, 5, 10),
-) -> dict[str, float]:
+def faiss_retrieval_metrics(embeddings: Tensor, labels: Tensor, **options: Any) -> dict[str, float]:
     """`retrieval_metrics` with the exact search of faiss."""
-    return retrieval_metrics(
-        embeddings, labels, gallery=gallery, gallery_labels=gallery_labels, recall_at=recall_at, index="exact"
-    )
+    return retrieval_metrics(embeddings, labels, index="exact", **options)
 
 
 def knn_accuracy(

@@ -225,7 +225,14 @@ def make_metric_loss(
     given = dict(options or {})
     numbers = {name: value for name, value in (("margin", margin), ("scale", scale)) if value is not None}
     if isinstance(loss, nn.Module):
-        return _wrap_module(loss, miner, {**numbers, **given})
+        if numbers or given:
+            names = ", ".join(sorted({**numbers, **given}))
+            raise BadArgument(expected("no settings for a module", names, "Configure the module when you build it."))
+        if not hasattr(loss, "per_sample"):
+            return PairLoss(loss, None if miner is None else make_miner(miner))
+        if miner is not None:
+            raise BadArgument(expected("no miner for a loss that has the signature already", miner))
+        return loss
     if not isinstance(loss, str):
         names = ", ".join(metric_loss_names())
         raise BadArgument(expected("the name of a loss, or a module", loss, f"Known are {names}."))
@@ -306,18 +313,6 @@ def make_miner(name: str | nn.Module, **options: Any) -> nn.Module:
         return name
     key = _known(name, _MINERS, "a miner")
     return _built(_library("to mine pairs").miners, key, _MINERS[key], options)
-
-
-def _wrap_module(loss: nn.Module, miner: str | nn.Module | None, settings: dict[str, Any]) -> nn.Module:
-    """A user's module with the signature of all others."""
-    if settings:
-        do = "Configure the module when you build it."
-        raise BadArgument(expected("no settings for a module", ", ".join(sorted(settings)), do))
-    if hasattr(loss, "per_sample"):
-        if miner is not None:
-            raise BadArgument(expected("no miner for a loss that has the signature already", miner))
-        return loss
-    return PairLoss(loss, None if miner is None else make_miner(miner))
 
 
 def _library(why: str) -> ModuleType:

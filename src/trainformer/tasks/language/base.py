@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -167,23 +168,18 @@ class TextTask(LanguageTask):
     tokenizer: Any = None
     cache_dir: str | Path | None = None
 
-    def _init_task(self) -> None:
-        super()._init_task()
-        self._tokenizer: Any = None
-
-    @property
+    @cached_property
     def text_tokenizer(self) -> Any:
         """The tokenizer, loaded on first access."""
-        if self._tokenizer is None:
-            source = self.tokenizer if self.tokenizer is not None else self.model_name
-            if not isinstance(source, str | Path) and not hasattr(source, "encode"):
-                raise BadArgument(
-                    "Expected a tokenizer, received a model without the name of one. Pass tokenizer=, which is a "
-                    "tokenizer, or the name or folder of one."
-                )
-            self._tokenizer = load_tokenizer(source)
-            ensure_pad_token(self._tokenizer)
-        return self._tokenizer
+        source = self.tokenizer if self.tokenizer is not None else self.model_name
+        if not isinstance(source, str | Path) and not hasattr(source, "encode"):
+            raise BadArgument(
+                "Expected a tokenizer, received a model without the name of one. Pass tokenizer=, which is a "
+                "tokenizer, or the name or folder of one."
+            )
+        tokenizer = load_tokenizer(source)
+        ensure_pad_token(tokenizer)
+        return tokenizer
 
     def load_data(self, path: str) -> Any:
         """Load text by path or name; see `trainformer.data.text.load_text`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,6 @@ class TextEmbedding(TextTask):
         dims = self.matryoshka_dims
         if dims is not None and (not dims or any(not isinstance(d, int) or d < 1 for d in dims)):
             raise BadArgument(expected("matryoshka_dims to be positive whole numbers", dims, "Pass [256, 128, 64]."))
-        self._supcon: nn.Module | None = None
 
     # -- the model -----------------------------------------------------------------------------------------
 
@@ -148,7 +148,9 @@ class TextEmbedding(TextTask):
         """The loss, summed over anchors (and over `matryoshka_dims`)."""
         anchors = self._embed_role(batch)
         if "labels" in batch:
-            return self._labelled_loss(anchors, batch["labels"])
+            labels = batch["labels"]
+            means = [self._supcon(anchors[:, :width], labels) for width in self._widths(anchors)]
+            return Loss(torch.stack(means).sum() * len(labels), len(labels))
         positives = self._embed_role(batch, "positive_")
         negatives = self._embed_role(batch, "negative_") if "negative_input_ids" in batch else None
         total = torch.zeros((), device=anchors.device)
@@ -168,11 +170,9 @@ class TextEmbedding(TextTask):
                 )
         return Loss(total, len(anchors))
 
-    def _labelled_loss(self, embeddings: Tensor, labels: Tensor) -> Loss:
-        if self._supcon is None:
-            self._supcon = make_pair_loss("supcon", temperature=self.temperature)
-        means = [self._supcon(embeddings[:, :width], labels) for width in self._widths(embeddings)]
-        return Loss(torch.stack(means).sum() * len(labels), len(labels))
+    @cached_property
+    def _supcon(self) -> nn.Module:
+        return make_pair_loss("supcon", temperature=self.temperature)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Embeddings for the dataset-level metrics."""

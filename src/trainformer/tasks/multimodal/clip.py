@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,6 @@ class CLIP(ProcessorTask):
     def __post_init__(self) -> None:
         self._init_task()
         check_arguments(self)
-        self._normalizer: Normalize | None = None
         self._class_names: Sequence[str] | None = self.classes
 
     # -- the model -----------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class CLIP(ProcessorTask):
 
     def _encoder(self, captions: int) -> PairEncoder:
         assert self.model is not None  # loading it limits max_length
-        return PairEncoder(Pixels(self.preprocessor.image_processor), self.text_tokenizer, self.max_length, captions)
+        return PairEncoder(self._pixels, self.text_tokenizer, self.max_length, captions)
 
     def _check_pixels(self, pixels: Tensor) -> None:
         model: Any = self.model
@@ -156,22 +156,22 @@ class CLIP(ProcessorTask):
             return self._normalize
         if not isinstance(self.augment, str):
             return self.augment
-        pixels = Pixels(self.preprocessor.image_processor)
         model: Any = self.model
         side = model.config.vision_config.image_size
         # No flips: captions mention left and right, and text in images.
-        return PixelAugment(side, scale=self.crop_scale, flip=0.0, mean=pixels.mean, std=pixels.std)
+        return PixelAugment(side, scale=self.crop_scale, flip=0.0, mean=self._pixels.mean, std=self._pixels.std)
 
     def get_eval_transforms(self) -> nn.Module:
         """Normalisation on the device."""
         return self._normalize
 
-    @property
+    @cached_property
+    def _pixels(self) -> Pixels:
+        return Pixels(self.preprocessor.image_processor)
+
+    @cached_property
     def _normalize(self) -> Normalize:
-        if self._normalizer is None:
-            pixels = Pixels(self.preprocessor.image_processor)
-            self._normalizer = Normalize(pixels.mean, pixels.std)
-        return self._normalizer
+        return Normalize(self._pixels.mean, self._pixels.std)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -264,11 +264,10 @@ class CLIP(ProcessorTask):
     def embed_images(self, images: Sequence[Any], batch_size: int = 64) -> Tensor:
         """Return normalised embeddings (N, D) of images: PIL images, or uint8 tensors or arrays, of any size."""
         device = next(self.model.parameters()).device
-        pixels = Pixels(self.preprocessor.image_processor)
         rows = []
         with eval_mode(self.model):
             for start in range(0, len(images), batch_size):
-                batch = torch.stack([pixels(image) for image in images[start : start + batch_size]])
+                batch = torch.stack([self._pixels(image) for image in images[start : start + batch_size]])
                 rows.append(self._image_features(self._normalize(batch.to(device))))
         return torch.cat(rows)
 

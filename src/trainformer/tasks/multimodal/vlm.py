@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,6 @@ class VLM(ProcessorTask, TokenPredictionTask):
         if self.adapter is not None:
             self.adapter.check(kind=self.kind, model=self.model_name)
         self._states = OutputStates(self.chunk_tokens)
-        self._encoder: ImageTextEncoder | None = None
-        self._blank: Block | None = None
         self._trains_vision = False  # whether there are trainable parameters that only images give gradients to
 
     def _parts_to_freeze(self) -> tuple[str, ...]:
@@ -104,7 +103,7 @@ class VLM(ProcessorTask, TokenPredictionTask):
                 model.get_parameter(name).requires_grad_(False)
         if vision_parameters(model):
             # Freeze parameters that never receive a gradient: DDP would wait for it.
-            unused = parameters_without_gradient(model, self._blank_image().pixels)
+            unused = parameters_without_gradient(model, self._blank_image.pixels)
             for name in unused:
                 model.get_parameter(name).requires_grad_(False)
             if unused:
@@ -125,31 +124,24 @@ class VLM(ProcessorTask, TokenPredictionTask):
             return EncodedStream(dataset, encode, shuffle=train)
         return ImageTextExamples(dataset, self.encoder, prompts=not train, name=data_name(train))
 
-    @property
+    @cached_property
     def encoder(self) -> ImageTextEncoder:
         """The encoder of records, built on first access."""
-        if self._encoder is None:
-            self._encoder = ImageTextEncoder(
-                self.preprocessor,
-                max_length=self.max_length,
-                train_on=self.train_on,
-                image_options=self.image_options,
-            )
-        return self._encoder
+        options = {"train_on": self.train_on, "image_options": self.image_options}
+        return ImageTextEncoder(self.preprocessor, max_length=self.max_length, **options)  # type: ignore[arg-type]
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Any]:
         # If the vision tower is trained, the last sample always has an image, if need be a blank one after its end:
         # all ranks must give gradients to the same parameters, also if their texts have no images.
         assert self.model is not None  # loading it sets _trains_vision
         if self._trains_vision and "prompt" not in examples[-1] and not examples[-1]["pixels"]:
-            examples = [*examples[:-1], with_image(examples[-1], self._blank_image())]
+            examples = [*examples[:-1], with_image(examples[-1], self._blank_image)]
         typed = _TYPES in self.preprocessor.model_input_names
         return collate(examples, self.text_tokenizer.pad_token_id, image_id=self.encoder.image_id if typed else None)
 
+    @cached_property
     def _blank_image(self) -> Block:
-        if self._blank is None:
-            self._blank = self.encoder.block(open_image(torch.full((3, _BLANK_SIDE, _BLANK_SIDE), 128).byte()))
-        return self._blank
+        return self.encoder.block(open_image(torch.full((3, _BLANK_SIDE, _BLANK_SIDE), 128).byte()))
 
     # -- steps ---------------------------------------------------------------------------------------------
 

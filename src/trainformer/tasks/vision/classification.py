@@ -26,7 +26,7 @@ from trainformer.models.backbones import UnbuiltModel, num_outputs
 from trainformer.models.heads import single_sample_batchnorm
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.classification_report import calibration_error, confusion_record, confusion_table
-from trainformer.tasks.vision.augment import AugmentSpec, flips
+from trainformer.tasks.vision.augment import FLIPPING, AugmentSpec
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.batch import (
     ClassLoss,
@@ -310,7 +310,7 @@ class ImageClassification(AdapterMixin, VisionTask):
 
     def _scores(self, images: Tensor) -> Tensor:
         """Logits, averaged over the TTA views."""
-        count, flip = (2, True) if isinstance(self.tta, str) else (max(1, self.tta), flips(self.augment))
+        count, flip = (2, True) if isinstance(self.tta, str) else (max(1, self.tta), self.augment in FLIPPING)
         scores = [self._logits(view) for view in tta_views(images, count, flip=flip)]
         return average_logits(scores, binary=self.loss == "bce")
 

@@ -6,7 +6,6 @@ The losses are in `trainformer.losses`, nearest-neighbour search and metrics in 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -84,7 +83,6 @@ class MetricLearning(VisionTask):
         check_neck(self.neck)
         self._init_task()
         self._criterion: nn.Module | None = None
-        self._seen_shape: tuple[int, ...] | None = None
         # Build them once to validate names and options. Two classes suffice: centers of a million would take 2 GB.
         with preserved_generators():
             if self.pooling is not None:
@@ -104,28 +102,13 @@ class MetricLearning(VisionTask):
         assert self.criterion is not None
 
     def _build(self, channels: int) -> None:
-        if isinstance(self.backbone, nn.Module):
-            backbone = self.backbone
-            self._read_backbone_config(backbone)
-        else:
-            # Drop the backbone's pooling if another one replaces it: its parameters would be unused.
-            unpooled = {} if self.pooling is None else {"global_pool": ""}
-            rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
-            backbone = self._make_backbone(0, channels, **rates, **unpooled)
-        self.model = self._assembled(backbone, channels)
-        self._initial_fingerprint = fingerprint(self.model)
-
-    def _assembled(self, backbone: nn.Module, channels: int) -> EmbeddingModel:
-        """Add the embedding layers; a dry run finds the feature width.
-
-        A custom module may take only one image size: that of the data if it consists of tensors, otherwise the default
-        size that files are resized to.
-        """
+        # Drop the backbone's pooling if another one replaces it: its parameters would be unused.
+        unpooled = {} if self.pooling is None else {"global_pool": ""}
+        rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
+        backbone = self._make_backbone(0, channels, **rates, **unpooled)
         build = partial(EmbeddingModel, backbone, self.embedding_dim, pooling=self.pooling, neck=self.neck)
-        if isinstance(self.backbone, nn.Module) and self._size is None and self._seen_shape:
-            with suppress(BadArgument):
-                return build(channels=self._seen_shape[0], size=self._seen_shape[1:])
-        return build(channels=channels, size=self._size or self._backbone_config.size)
+        self.model = self._with_image_size(build, channels)
+        self._initial_fingerprint = fingerprint(self.model)
 
     @property
     def criterion(self) -> nn.Module | None:
