@@ -66,6 +66,5 @@ def check_rows(first: tuple[str, Tensor], second: tuple[str, Tensor]) -> None:
     """Reject two tensors that are not matrices (B, D) of the same shape."""
     (name, a), (other, b) = first, second
     if a.ndim != 2 or a.shape != b.shape:
-        raise BadArgument(
-            expected(f"{name} and {other} of one shape (B, D)", f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)}")
-        )
+        shapes = f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)}"
+        raise BadArgument(expected(f"{name} and {other} of one shape (B, D)", shapes))

@@ -157,9 +157,8 @@ def _single_document(position_ids: torch.Tensor) -> None:
 
 def _checked_name(source: Any, argument: str) -> str:
     if not isinstance(source, str | Path):
-        raise BadArgument(
-            expected(f"{argument} to be a hub name, a folder, a configuration or an object", type(source).__name__)
-        )
+        what = f"{argument} to be a hub name, a folder, a configuration or an object"
+        raise BadArgument(expected(what, type(source).__name__))
     name = os.path.expanduser(str(source))
     looks_local = name.startswith((".", "/")) or name.count("/") > 1
     if looks_local and not os.path.isdir(name):

@@ -34,8 +34,6 @@ class DINO(MomentumMethod):
         hidden_dim: int,
         bottleneck_dim: int,
         norm_last_layer: bool,
-        momentum: float,
-        momentum_end: float,
         student_temp: float,
         teacher_temp: float,
         warmup_teacher_temp: float,
@@ -43,9 +41,10 @@ class DINO(MomentumMethod):
         center_momentum: float,
         freeze_last_layer: int,
         koleo: float,
+        **momentum: float,
     ) -> None:
         head = DINOHead(width, out_dim, hidden_dim, bottleneck_dim, norm_last_layer=norm_last_layer)
-        super().__init__(Tower(backbone, head), (momentum, momentum_end))
+        super().__init__(Tower(backbone, head), **momentum)
         self.center = Center(out_dim, center_momentum)
         self.student_temp = student_temp
         self.teacher_temps = (warmup_teacher_temp, teacher_temp)
@@ -115,17 +114,14 @@ class DINO(MomentumMethod):
         self.center.discard()
 
 
-def check_local_size(backbone: nn.Module, size: int) -> None:
-    """Check that local crops fit the patch size of a transformer."""
+def check_crops(backbone: nn.Module, size: int | None) -> None:
+    """Check that a backbone is not built for a single image size, and that local crops fit a transformer's patches."""
     patches = getattr(backbone, "patch_embed", None)
-    patch = getattr(patches, "patch_size", None)
-    if patch is not None and any(size % side for side in patch) and not getattr(patches, "dynamic_img_pad", False):
-        do = "Leave it out for 3/7 of the image, or pass num_local=0 for no local crops."
-        raise BadArgument(expected(f"local_size to be a multiple of the backbone's patch {tuple(patch)}", size, do))
-
-
-def check_takes_crops(backbone: nn.Module) -> None:
-    """Check that a backbone is not built for a single image size."""
-    if getattr(getattr(backbone, "patch_embed", None), "strict_img_size", False):
+    if getattr(patches, "strict_img_size", False):
         do = "Build it with dynamic_img_size=True, or pass num_local=0 for no local crops."
         raise BadArgument(expected("a backbone that takes crops of several sizes", "one that takes one size", do))
+    patch = getattr(patches, "patch_size", None)
+    padded = getattr(patches, "dynamic_img_pad", False)
+    if size is not None and patch is not None and any(size % side for side in patch) and not padded:
+        do = "Leave it out for 3/7 of the image, or pass num_local=0 for no local crops."
+        raise BadArgument(expected(f"local_size to be a multiple of the backbone's patch {tuple(patch)}", size, do))

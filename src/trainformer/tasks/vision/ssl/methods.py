@@ -182,13 +182,13 @@ class Method(nn.Module):
 
 
 class MomentumMethod(Method):
-    """A method with a momentum (EMA) copy of its online network; `momentum` follows a cosine from start to end."""
+    """A method with a momentum (EMA) copy of its online network; `momentum` follows a cosine to `momentum_end`."""
 
-    def __init__(self, online: Tower, momentum: tuple[float, float]) -> None:
+    def __init__(self, online: Tower, momentum: float, momentum_end: float) -> None:
         super().__init__()
         self.online = online
         self.target = MomentumCopy(online)
-        self.momentum = momentum
+        self.momentum = (momentum, momentum_end)
 
     def on_step_end(self, step: int, max_steps: int) -> None:
         """Update the momentum network."""
@@ -244,17 +244,8 @@ class SimCLR(Method):
 class BYOL(MomentumMethod):
     """BYOL (Grill et al., 2020): predict the momentum network's projection of the other view; no negatives."""
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        width: int,
-        *,
-        proj_dim: int,
-        hidden_dim: int,
-        momentum: float,
-        momentum_end: float,
-    ) -> None:
-        super().__init__(Tower(backbone, byol_projector(width, hidden_dim, proj_dim)), (momentum, momentum_end))
+    def __init__(self, backbone: nn.Module, width: int, *, proj_dim: int, hidden_dim: int, **momentum: float) -> None:
+        super().__init__(Tower(backbone, byol_projector(width, hidden_dim, proj_dim)), **momentum)
         self.predictor = byol_predictor(proj_dim, hidden_dim, proj_dim)
 
     def step(self, views: Views) -> MethodOutput:

@@ -27,7 +27,7 @@ from trainformer.tasks.vision.augment import sample_transform
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.checks import image_problems
 from trainformer.tasks.vision.classification import ImageClassification
-from trainformer.tasks.vision.ssl.dino import DINO, check_local_size, check_takes_crops
+from trainformer.tasks.vision.ssl.dino import DINO, check_crops
 from trainformer.tasks.vision.ssl.methods import (
     BYOL,
     MAE,
@@ -167,9 +167,7 @@ class SSL(VisionTask):
         options = {"drop_path_rate": self.drop_path_rate, "dynamic_img_size": True if dynamic else None}
         backbone = self._make_backbone(0, channels, **options)
         if self.method == "dino" and self.num_local:
-            check_takes_crops(backbone)
-            if self.local_size is not None:
-                check_local_size(backbone, self.local_size)
+            check_crops(backbone, self.local_size)
         self.model = self._make_method(backbone, self._with_image_size(partial(feature_width, backbone), channels))
         self._initial_fingerprint = fingerprint(self.model)
 
