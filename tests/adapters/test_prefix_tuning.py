@@ -126,5 +126,5 @@ def test_models_are_known_by_folder_configuration_and_instance(tmp_path):
 def test_settings_out_of_range(number):
     with pytest.raises(BadArgument, match="num_virtual_tokens to be a positive integer"):
         PrefixTuning(number)
-    with pytest.raises(BadArgument, match="init to be one of random, zero"):
+    with pytest.raises(BadArgument, match="init to be one of 'random', 'zero'"):
         PrefixTuning(init="ones")

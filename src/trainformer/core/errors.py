@@ -73,4 +73,5 @@ def check_count(name: str, value: object, least: int = 1, do: str = "") -> None:
     >>> check_count("batch_size", 32)
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadArgument(expected(f"{name} to be an integer of at least {least}", value, do))
+        what = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise BadArgument(expected(f"{name} to be {what}", value, do))

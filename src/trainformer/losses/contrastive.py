@@ -205,10 +205,10 @@ def cosine_similarity_loss(first: Tensor, second: Tensor, scores: Tensor, *, red
 def info_nce(rows: Tensor, candidates: Tensor, first: int, masked: Tensor | None = None) -> Tensor:
     """Cross-entropy per row. The positive of row i is candidate `first` + i; masked candidates are left out."""
     logits = rows @ candidates.T
-    if masked is not None:
-        masked.diagonal(first)[: len(rows)].fill_(False)  # never mask the positive
-        logits = logits.masked_fill(masked, -torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(rows), device=rows.device) + first, reduction="none")
+    positive = torch.arange(len(rows), device=rows.device) + first
+    if masked is not None:  # never mask the positive
+        logits = logits.masked_fill(masked.scatter(1, positive.unsqueeze(1), False), -torch.inf)
+    return F.cross_entropy(logits, positive, reduction="none")
 
 
 def _duplicate_candidates(keys: TextKeys, gathered: _Gather) -> Tensor:

@@ -119,7 +119,7 @@ class LanguageTask(AdapterMixin):
 
     # -- inference -----------------------------------------------------------------------------------------
 
-    def _batches(self, examples: Sequence[Any], batch_size: int) -> Iterator[dict[str, Tensor]]:
+    def _batches(self, examples: list[Any], batch_size: int) -> Iterator[dict[str, Tensor]]:
         """Batches of examples on the device of the model."""
         device = next(self.model.parameters()).device
         for begin in range(0, len(examples), batch_size):

@@ -79,8 +79,8 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
             truncation=self.truncation,
             prompt_template=self.prompt_template,
         )
-        options = {"packing": train and self.packing, "cache_dir": self.cache_dir, "name": data_name(train)}
-        return causal_tokens(dataset, encoder, **options)
+        packing = train and self.packing
+        return causal_tokens(dataset, encoder, packing=packing, cache_dir=self.cache_dir, name=data_name(train))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         if "position_ids" in examples[0]:

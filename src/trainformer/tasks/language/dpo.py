@@ -205,16 +205,17 @@ class DPO(GenerationMixin):
         """The loss of each pair, and rewards, margin and accuracy as (sum, weight)."""
         assert self.beta is not None
         pairs = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
-        reference = self._reference_log_probs(pairs).unbind(1) if self.needs_reference else ()
-        policy = self._of_pairs(self._policy_scores(self.model, pairs)).unbind(1)
+        reference = self._reference_log_probs(pairs).unbind(1) if self.needs_reference else (None, None)
+        chosen, rejected = self._of_pairs(self._policy_scores(self.model, pairs)).unbind(1)
         options: dict[str, Any] = {"beta": self.beta, "reduction": "none"}
         if self.loss == "orpo":
-            losses = orpo_loss(*policy, **options)
+            losses = orpo_loss(chosen, rejected, **options)
         elif self.loss == "simpo":
-            losses = simpo_loss(*policy, gamma=self.gamma, label_smoothing=label_smoothing, **options)
+            losses = simpo_loss(chosen, rejected, gamma=self.gamma, label_smoothing=label_smoothing, **options)
         else:
-            losses = dpo_loss(*policy, *reference, variant=self.loss, label_smoothing=label_smoothing, **options)  # type: ignore[arg-type]
-        rewards = preference_rewards(*policy, *reference, beta=self.beta)
+            options |= {"variant": self.loss, "label_smoothing": label_smoothing}
+            losses = dpo_loss(chosen, rejected, reference[0], reference[1], **options)  # type: ignore[arg-type]
+        rewards = preference_rewards(chosen, rejected, reference[0], reference[1], self.beta)
         found = {
             "rewards/chosen": rewards.chosen,
             "rewards/rejected": rewards.rejected,
@@ -253,7 +254,7 @@ class _Scorer:
         states, head = self._states(model, {"input_ids": batch["input_ids"]})
         if head is None:
             return sequence_log_probs(states, batch["labels"])
-        layer = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self._states.chunk_tokens}
+        layer: dict[str, Any] = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self._states.chunk_tokens}
         return sequence_log_probs(states, batch["labels"], **layer)
 
 

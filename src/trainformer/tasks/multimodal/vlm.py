@@ -201,16 +201,16 @@ class VLM(ProcessorTask, TokenPredictionTask):
     def _decode(self, tokens: Tensor) -> list[str]:
         return [text.strip() for text in self.text_tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
-    def _generate_tokens(self, batch: Mapping[str, Any], **options: Any) -> Tensor:
-        """Generated tokens without the prompts."""
+    def _generate_tokens(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
+        """Generated tokens without the prompts of a batch."""
         model: Any = unwrap_model(self.model)
-        inputs = {"input_ids": batch["prompt_ids"], "attention_mask": batch["prompt_mask"], **flat_pixels(batch)}
-        if "prompt_types" in batch:
-            inputs[_TYPES] = batch["prompt_types"]
+        prompts = {"input_ids": inputs["prompt_ids"], "attention_mask": inputs["prompt_mask"], **flat_pixels(inputs)}
+        if "prompt_types" in inputs:
+            prompts[_TYPES] = inputs["prompt_types"]
         ends = getattr(model.generation_config, "eos_token_id", None)
         end = self.text_tokenizer.eos_token_id if ends is None else ends
         options = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": end, **options}
-        return super()._generate_tokens(inputs, **options)[:, batch["prompt_ids"].shape[1] :]
+        return super()._generate_tokens(prompts, **options)[:, inputs["prompt_ids"].shape[1] :]
 
 
 def _as_list(image: Any) -> list[Any]:
