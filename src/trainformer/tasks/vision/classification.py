@@ -7,7 +7,7 @@ in `recipes`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -310,9 +310,11 @@ class ImageClassification(AdapterMixin, VisionTask):
 
     def _scores(self, images: Tensor) -> Tensor:
         """Logits, averaged over the TTA views."""
+        return average_logits([self._logits(view) for view in self._views(images)], binary=self.loss == "bce")
+
+    def _views(self, images: Tensor) -> Iterator[Tensor]:
         count, flip = (2, True) if isinstance(self.tta, str) else (max(1, self.tta), self.augment in FLIPPING)
-        scores = [self._logits(view) for view in tta_views(images, count, flip=flip)]
-        return average_logits(scores, binary=self.loss == "bce")
+        return tta_views(images, count, flip=flip)
 
     def _logits(self, images: Tensor) -> Tensor:
         output = self.model(images)
