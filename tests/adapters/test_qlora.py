@@ -181,7 +181,7 @@ def test_a_model_in_full_precision_is_rejected_with_advice(tmp_path):
             use(MODELS["llama"].make())
     with pytest.raises(BadArgument, match="Use LoRA"):
         QLoRA().check(kind="vision")
-    with pytest.raises(BadArgument, match="quant_type to be one of nf4, fp4"):
+    with pytest.raises(BadArgument, match="quant_type to be one of 'nf4', 'fp4'"):
         QLoRA(quant_type="int4")
     with pytest.raises(BadArgument, match="compute_dtype to be one of"):
         QLoRA(compute_dtype="int8")

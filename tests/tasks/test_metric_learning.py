@@ -927,8 +927,8 @@ def test_embedding_leaves_the_mode_and_takes_pixels_or_floats() -> None:
         ({"recall_at": ()}, "recall_at to be whole numbers"),
         ({"recall_at": 1}, "recall_at to be whole numbers"),
         ({"recall_at": (1, 2.5)}, "recall_at to be whole numbers"),
-        ({"embedding_dim": 0}, "embedding_dim to be a whole number"),
-        ({"knn_k": 0}, "knn_k to be a whole number"),
+        ({"embedding_dim": 0}, "embedding_dim to be a positive integer"),
+        ({"knn_k": 0}, "knn_k to be a positive integer"),
         ({"augment": "cropp"}, "Did you mean 'crop'"),
     ],
 )

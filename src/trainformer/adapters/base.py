@@ -1,4 +1,4 @@
-"""The protocol between tasks and adapters, the kinds of models, and helpers that all adapters share.
+"""The base class of adapters, the kinds of models, and helpers that all adapters share.
 
 `targets` selects the adapted layers, `state` reads and writes checkpoints.
 """
@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.core.optional import require
 
 # peft's task type of a kind. Other kinds get the plain `PeftModel`, which passes all arguments through.
@@ -39,29 +40,16 @@ _SUFFIXES = {
 FolderPath = str | Path
 
 
-@runtime_checkable
-class Adapter(Protocol):
-    """What a task needs of an adapter. `LoRA`, `QLoRA` and `PrefixTuning` implement it."""
+class Adapter(ABC):
+    """What a task needs of an adapter: the base class of `LoRA`, `QLoRA` and `PrefixTuning`."""
 
-    def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
-        """Freeze a model and add the adapter, in place. Returns the adapted model; only the adapter is trainable."""
-        ...
+    @abstractmethod
+    def peft_config(self, model: nn.Module, kind: str | None = None) -> Any:
+        """The configuration in peft for a model."""
 
-    def save(self, model: nn.Module, folder: FolderPath) -> list[str]:
-        """Write the adapter alone. Returns the names of the files."""
-        ...
-
-    def load(self, model: nn.Module, folder: FolderPath) -> nn.Module:
-        """Load weights into an adapted model, or add the saved adapter to a plain one. Returns the adapted model."""
-        ...
-
+    @abstractmethod
     def merge(self, model: nn.Module) -> nn.Module:
         """Merge the adapter into the weights. Returns a plain model; the adapted one must not be used any more."""
-        ...
-
-    def load_options(self, kind: str | None = None) -> dict[str, Any]:
-        """Extra arguments for `from_pretrained`."""
-        ...
 
     def check(
         self,
@@ -72,15 +60,22 @@ class Adapter(Protocol):
         model: Any = None,
     ) -> None:
         """Reject unsupported combinations before anything is loaded."""
-        ...
+        check_kind(kind)
 
-    def trainable(self, model: nn.Module) -> list[str]:
-        """Names of the trainable parameters."""
-        ...
-
-
-class PeftAdapter:
-    """Saving and loading, which do not depend on the kind of adapter."""
+    def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
+        """Freeze a model and add the adapter, in place. Returns the adapted model; only the adapter is trainable."""
+        if is_adapted(model):
+            do = "Merge the existing one first (adapter.merge(model)), or continue to train it."
+            raise BadArgument(expected("a model without an adapter", f"a {type(model).__name__} with one", do))
+        model = unwrap_model(model)
+        kind = kind or kind_of(model)
+        self.check(kind=kind, model=model)
+        config = self.peft_config(model, kind)
+        try:
+            return peft().get_peft_model(model, config)
+        except ValueError as error:  # e.g. a grouped convolution with an odd rank
+            name = type(self).__name__
+            raise BadArgument(f"Expected {name} to fit {type(model).__name__}, received from peft: {error}") from error
 
     def save(self, model: nn.Module, folder: FolderPath) -> list[str]:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which `PeftModel.from_pretrained` opens."""
@@ -95,7 +90,7 @@ class PeftAdapter:
         return load_adapter(model, folder)
 
     def load_options(self, kind: str | None = None) -> dict[str, Any]:
-        """Extra arguments for `from_pretrained`: none."""
+        """Extra arguments for `from_pretrained`."""
         return {}
 
     def trainable(self, model: nn.Module) -> list[str]:
@@ -113,9 +108,8 @@ def check_kind(kind: str | None) -> None:
 
     >>> check_kind("causal_lm")
     """
-    if kind is not None and kind not in KINDS:
-        hint = did_you_mean(kind, KINDS) or f"Known: {', '.join(KINDS)}."
-        raise BadArgument(expected("kind to be a kind of model", kind, hint))
+    if kind is not None:
+        check_choice("kind", kind, KINDS)
 
 
 def task_type(kind: str | None) -> str | None:
@@ -164,13 +158,6 @@ def adapted_model(model: nn.Module) -> Any:
         do = "Add one first: model = adapter.apply(model)."
         raise BadArgument(expected("a model with an adapter", type(inner).__name__, do))
     return inner
-
-
-def check_not_adapted(model: nn.Module) -> None:
-    """Reject a model that already has an adapter."""
-    if is_adapted(model):
-        do = "Merge the existing one first (adapter.merge(model)), or continue to train it."
-        raise BadArgument(expected("a model without an adapter", f"a {type(model).__name__} with one", do))
 
 
 def _is_peft_model(model: nn.Module) -> bool:

@@ -10,16 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from trainformer.adapters.base import (
-    PeftAdapter,
-    adapted_model,
-    check_kind,
-    check_not_adapted,
-    kind_of,
-    peft,
-    task_type,
-    unwrap_model,
-)
+from trainformer.adapters.base import Adapter, adapted_model, peft, task_type, unwrap_model
 from trainformer.adapters.state import base_vocabulary_size, vocabulary_size
 from trainformer.adapters.targets import (
     Targets,
@@ -31,17 +22,16 @@ from trainformer.adapters.targets import (
     resolve_targets,
     tied_embeddings,
 )
-from trainformer.core.errors import BadArgument, NonFiniteError, expected
+from trainformer.core.errors import BadArgument, NonFiniteError, check_choice, check_count, expected
 
 logger = logging.getLogger("trainformer")
 
-_BIASES = ("none", "all", "lora_only")
 # peft's other schemes (pissa, olora, ...) change the frozen weights: an adapter saved alone would not restore them.
 _INITS = (True, False, "gaussian", "orthogonal")
 
 
 @dataclass
-class LoRA(PeftAdapter):
+class LoRA(Adapter):
     """Low-rank adaptation: y = W x + (alpha / r) B A x, with W frozen.
 
     Args:
@@ -79,51 +69,41 @@ class LoRA(PeftAdapter):
     init: bool | str = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise BadArgument(expected("r to be a positive integer", self.r, "Pass r=8, for instance."))
+        check_count("r", self.r, do="Pass r=8, for instance.")
         number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
         if not number or not math.isfinite(self.alpha) or self.alpha <= 0:
             raise BadArgument(expected("alpha to be a positive number", self.alpha, "Pass alpha=2 * r, for instance."))
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise BadArgument(expected("dropout to be from 0 to below 1", self.dropout, "Pass dropout=0.1."))
-        if self.bias not in _BIASES:
-            raise BadArgument(expected(f"bias to be one of {', '.join(_BIASES)}", self.bias))
+        check_choice("bias", self.bias, ("none", "all", "lora_only"))
         if self.init not in _INITS:
-            raise BadArgument(
-                expected(
-                    "init to be True, False, 'gaussian' or 'orthogonal'",
-                    self.init,
-                    "Others change the frozen weights, and a checkpoint of the adapter alone would not restore them.",
-                )
-            )
+            do = "Others change the frozen weights, and a checkpoint of the adapter alone would not restore them."
+            raise BadArgument(expected("init to be True, False, 'gaussian' or 'orthogonal'", self.init, do))
         if self.init == "orthogonal" and self.r % 2:
             raise BadArgument(expected("an even r with init='orthogonal'", self.r))
         for argument in ("target_modules", "modules_to_save"):
-            _check_names_given(argument, getattr(self, argument))
-
-    def check(
-        self,
-        *,
-        kind: str | None = None,
-        packing: bool = False,
-        gradient_checkpointing: bool = False,
-        model: Any = None,
-    ) -> None:
-        """LoRA supports packing, gradient checkpointing and every kind of model."""
-        check_kind(kind)
+            given = getattr(self, argument)
+            if given is None or (argument == "target_modules" and isinstance(given, str) and given):
+                continue
+            is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+            if not is_list or not all(isinstance(name, str) and name for name in given):
+                what = f"{argument} to be a list of names of modules"
+                raise BadArgument(expected(what, given, f'Pass {argument}=["q_proj", "v_proj"], for instance.'))
 
     def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
         """Freeze a model and add LoRA, in place. The head of a classifier stays trainable and is saved."""
-        check_not_adapted(model)
-        model = unwrap_model(model)
-        kind = kind or kind_of(model)
-        self.check(kind=kind, model=model)
-        config = self.peft_config(model, kind)
-        try:
-            adapted = peft().get_peft_model(model, config)
-        except ValueError as error:  # e.g. a grouped convolution with an odd rank
-            raise BadArgument(f"Expected LoRA to fit {type(model).__name__}, received from peft: {error}") from error
-        self._warn_about_new_tokens(model)
+        adapted = super().apply(model, kind=kind)
+        plain = unwrap_model(model)
+        rows, before = vocabulary_size(plain), base_vocabulary_size(plain)
+        trained = self.trainable_token_indices is not None or self.modules_to_save
+        if rows is not None and before is not None and rows > before and not trained:
+            logger.warning(
+                "%d tokens were added to the vocabulary; LoRA does not train their embeddings. "
+                "Pass trainable_token_indices=list(range(%d, %d)) to train them.",
+                rows - before,
+                before,
+                rows,
+            )
         return adapted
 
     def peft_config(self, model: nn.Module, kind: str | None = None) -> Any:
@@ -144,7 +124,7 @@ class LoRA(PeftAdapter):
             trainable_token_indices=self._token_rows(model),
             init_lora_weights=self.init,
             # GPT-2 stores transposed weights; peft would find out by itself, with a warning for each layer.
-            fan_in_fan_out=all(is_conv1d(layer) for layer in adapted_layers(model, targets)),
+            fan_in_fan_out=all(is_conv1d(type(layer)) for layer in adapted_layers(model, targets)),
             # Keep tied embeddings tied when they are trained in full.
             ensure_weight_tying=bool(names_of(model, tied_embeddings(model), full)),
             task_type=task_type(kind),
@@ -176,18 +156,6 @@ class LoRA(PeftAdapter):
             return {name: list(indices) for name, indices in given.items()}
         return list(given)
 
-    def _warn_about_new_tokens(self, model: nn.Module) -> None:
-        rows, before = vocabulary_size(model), base_vocabulary_size(model)
-        trained = self.trainable_token_indices is not None or self.modules_to_save
-        if rows is not None and before is not None and rows > before and not trained:
-            logger.warning(
-                "%d tokens were added to the vocabulary; LoRA does not train their embeddings. "
-                "Pass trainable_token_indices=list(range(%d, %d)) to train them.",
-                rows - before,
-                before,
-                rows,
-            )
-
 
 def merge_peft_model(model: Any) -> nn.Module:
     """Merge a `PeftModel` into a plain model whose weights are all trainable."""
@@ -203,12 +171,3 @@ def merge_peft_model(model: Any) -> nn.Module:
         if parameter.is_floating_point() or parameter.is_complex():  # not the packed integers of quantised weights
             parameter.requires_grad_(True)
     return plain
-
-
-def _check_names_given(argument: str, given: object) -> None:
-    if given is None or (argument == "target_modules" and isinstance(given, str) and given):
-        return
-    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
-    if not is_list or not all(isinstance(name, str) and name for name in given):  # type: ignore[attr-defined]
-        what = f"{argument} to be a list of names of modules"
-        raise BadArgument(expected(what, given, f'Pass {argument}=["q_proj", "v_proj"], for instance.'))

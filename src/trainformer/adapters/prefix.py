@@ -12,22 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from trainformer.adapters.base import (
-    PeftAdapter,
-    check_kind,
-    check_not_adapted,
-    kind_of,
-    peft,
-    task_type,
-    unwrap_model,
-)
-from trainformer.core.errors import BadArgument, expected
+from trainformer.adapters.base import Adapter, peft, task_type
+from trainformer.core.errors import BadArgument, check_choice, check_count, expected
 
 _INITS = {"random": None, "zero": "zero"}
 
 
 @dataclass
-class PrefixTuning(PeftAdapter):
+class PrefixTuning(Adapter):
     """Trained keys and values in front of every sequence (Li & Liang, 2021).
 
     Args:
@@ -46,11 +38,8 @@ class PrefixTuning(PeftAdapter):
     init: str = "random"
 
     def __post_init__(self) -> None:
-        number = self.num_virtual_tokens
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise BadArgument(expected("num_virtual_tokens to be a positive integer", number, "Pass 20, for instance."))
-        if self.init not in _INITS:
-            raise BadArgument(expected(f"init to be one of {', '.join(_INITS)}", self.init))
+        check_count("num_virtual_tokens", self.num_virtual_tokens, do="Pass 20, for instance.")
+        check_choice("init", self.init, _INITS)
 
     def check(
         self,
@@ -61,7 +50,7 @@ class PrefixTuning(PeftAdapter):
         model: Any = None,
     ) -> None:
         """Reject packing, gradient checkpointing, and models without external keys and values."""
-        check_kind(kind)
+        super().check(kind=kind)
         if packing:
             raise BadArgument(
                 "Expected prefix tuning or packing, received both: packed documents would share one prefix, and the "
@@ -84,28 +73,17 @@ class PrefixTuning(PeftAdapter):
                 "counts time, height and width from the first token on, and a prefix has none of these. Use LoRA."
             )
 
-    def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
-        """Freeze a model and add a prefix, in place."""
-        check_not_adapted(model)
-        model = unwrap_model(model)
-        kind = kind or kind_of(model)
-        self.check(kind=kind, model=model)
-        config = peft().PrefixTuningConfig(
-            num_virtual_tokens=self.num_virtual_tokens,
-            init_weights=_INITS[self.init],
-            # peft has no class for masked language models; the one for features passes everything through.
-            task_type="FEATURE_EXTRACTION" if kind == "masked_lm" else task_type(kind),
-        )
-        if config.task_type is None:
+    def peft_config(self, model: nn.Module, kind: str | None = None) -> Any:
+        """The `PrefixTuningConfig` for a kind of model."""
+        # peft has no class for masked language models; the one for features passes everything through.
+        task = "FEATURE_EXTRACTION" if kind == "masked_lm" else task_type(kind)
+        if task is None:
             what = "the kind of the model for prefix tuning"
             do = "Pass kind='causal_lm', 'seq2seq' or 'masked_lm', for instance."
             raise BadArgument(expected(what, f"none that fits {type(model).__name__}", do))
-        try:
-            return peft().get_peft_model(model, config)
-        except ValueError as error:
-            raise BadArgument(
-                f"Expected a prefix to fit {type(model).__name__}, received from peft: {error}"
-            ) from error
+        return peft().PrefixTuningConfig(
+            num_virtual_tokens=self.num_virtual_tokens, init_weights=_INITS[self.init], task_type=task
+        )
 
     def merge(self, model: nn.Module) -> nn.Module:
         """Always an error: a prefix is an input, which weights cannot represent."""

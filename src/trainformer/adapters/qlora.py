@@ -13,22 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import (
-    FolderPath,
-    adapted_model,
-    check_kind,
-    check_not_adapted,
-    is_adapted,
-    peft,
-    unwrap_model,
-)
+from trainformer.adapters.base import FolderPath, adapted_model, check_kind, is_adapted, peft, unwrap_model
 from trainformer.adapters.lora import LoRA, merge_peft_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict
-from trainformer.adapters.targets import is_conv1d_class
-from trainformer.core.errors import BadArgument, expected
+from trainformer.adapters.targets import is_conv1d
+from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.core.optional import require
 
-_QUANT_TYPES = ("nf4", "fp4")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CLASSIFIERS = ("sequence_classification", "token_classification", "vision")
 _HEADS = ("classifier", "pre_classifier", "score", "classification_head", "classification_heads")
@@ -60,10 +51,8 @@ class QLoRA(LoRA):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quant_type not in _QUANT_TYPES:
-            raise BadArgument(expected(f"quant_type to be one of {', '.join(_QUANT_TYPES)}", self.quant_type))
-        known = self.compute_dtype is None or self.compute_dtype in {*_DTYPES, *_DTYPES.values()}
-        if not known:
+        check_choice("quant_type", self.quant_type, ("nf4", "fp4"))
+        if self.compute_dtype is not None and self.compute_dtype not in {*_DTYPES, *_DTYPES.values()}:
             raise BadArgument(expected(f"compute_dtype to be one of {', '.join(_DTYPES)}", self.compute_dtype))
 
     @property
@@ -90,42 +79,30 @@ class QLoRA(LoRA):
         )
         return {"quantization_config": config}
 
-    def check(
-        self,
-        *,
-        kind: str | None = None,
-        packing: bool = False,
-        gradient_checkpointing: bool = False,
-        model: Any = None,
-    ) -> None:
+    def check(self, *, kind: str | None = None, model: Any = None, **settings: bool) -> None:
         """Reject QLoRA without bitsandbytes, and on models that transformers does not load."""
-        super().check(kind=kind, packing=packing, gradient_checkpointing=gradient_checkpointing, model=model)
+        super().check(kind=kind, model=model, **settings)
         _bitsandbytes()
         if isinstance(model, nn.Module) and not is_quantised(model):
             raise BadArgument(expected("a model that was loaded in 4 bits", _described(model), _HOW_TO_LOAD))
         if kind == "vision" and not isinstance(model, nn.Module):
-            raise BadArgument(
-                expected(
-                    "a transformers model, whose weights are quantised while loading",
-                    "a vision model",
-                    "Use LoRA, which works with any model.",
-                )
-            )
+            what = "a transformers model, whose weights are quantised while loading"
+            raise BadArgument(expected(what, "a vision model", "Use LoRA, which works with any model."))
 
     def apply(self, model: nn.Module, *, kind: str | None = None) -> nn.Module:
         """Prepare a quantised model for training and add LoRA, in place."""
-        check_not_adapted(model)
-        model = unwrap_model(model)
-        self.check(kind=kind, model=model)
-        prepare_quantised(model)
+        self._prepare(model, kind)
         return super().apply(model, kind=kind)
 
     def load(self, model: nn.Module, folder: FolderPath) -> nn.Module:
         """Load weights into an adapted model, or add the saved adapter to a quantised one."""
-        if not is_adapted(model):
-            self.check(model=unwrap_model(model))
-            prepare_quantised(unwrap_model(model))
+        self._prepare(model)
         return super().load(model, folder)
+
+    def _prepare(self, model: nn.Module, kind: str | None = None) -> None:
+        if not is_adapted(model):
+            self.check(kind=kind, model=unwrap_model(model))
+            prepare_quantised(unwrap_model(model))
 
     def merge(self, model: nn.Module) -> nn.Module:
         """Dequantise, then merge the adapter in full precision. Returns the plain model; the adapted one is consumed.
@@ -138,7 +115,7 @@ class QLoRA(LoRA):
         config = inner.peft_config["default"]
         state = {n: tensor.clone() for n, tensor in adapter_state_dict(inner).items()}
         plain = inner.unload()
-        transposed = [n for n, part in plain.named_modules() if is_conv1d_class(getattr(part, "source_cls", None))]
+        transposed = [n for n, part in plain.named_modules() if is_conv1d(getattr(part, "source_cls", None))]
         dtype = _stream_dtype(plain)
         _undo_norms(plain, dtype)
         plain = plain.dequantize(dtype)
@@ -147,7 +124,12 @@ class QLoRA(LoRA):
         load_adapter_state_dict(again, state)
         plain = merge_peft_model(again)
         for name in transposed:
-            plain.set_submodule(name, _conv1d(plain.get_submodule(name)))
+            # bitsandbytes transposed GPT-2's `Conv1D`, and transformers does not undo it.
+            layer: Any = plain.get_submodule(name)
+            conv = require("transformers.pytorch_utils", "adapters", "for GPT-2").Conv1D(0, 0)
+            conv.nf, conv.nx = layer.weight.shape
+            conv.weight, conv.bias = nn.Parameter(layer.weight.detach().T.contiguous()), layer.bias
+            plain.set_submodule(name, conv)
         return plain
 
     def _compute_dtype(self) -> torch.dtype:
@@ -213,14 +195,6 @@ class _ToDtype:
 
 def _to_fp32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.float() if isinstance(a, Tensor) and a.dtype in _HALF else a for a in args)
-
-
-def _conv1d(layer: Any) -> nn.Module:
-    """GPT-2's `Conv1D`: bitsandbytes transposed it, and transformers does not undo it."""
-    conv = require("transformers.pytorch_utils", "adapters", "for GPT-2").Conv1D(0, 0)
-    conv.nf, conv.nx = layer.weight.shape
-    conv.weight, conv.bias = nn.Parameter(layer.weight.detach().T.contiguous()), layer.bias
-    return conv
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:

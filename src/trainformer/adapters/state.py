@@ -33,7 +33,7 @@ def adapter_state_dict(model: nn.Module, embeddings: bool | None = None) -> dict
     embeddings appear once. Tensors share memory with the model, as in `state_dict()`.
     """
     inner = adapted_model(model)
-    whole = embeddings_resized(inner) if embeddings is None else embeddings
+    whole = _embeddings_resized(inner) if embeddings is None else embeddings
     # Embeddings are collected here: peft omits a resized output layer if the input layer is adapted.
     state = dict(peft().get_peft_model_state_dict(inner, adapter_name=_NAME, save_embedding_layers=False))
     if whole:
@@ -61,13 +61,12 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         if names
     ]
     if problems:
-        raise DataError(
-            expected(
-                "the weights of an adapter like that of the model",
-                "; ".join(problems),
-                _advice(wrong, state),
-            )
-        )
+        do = "Use the adapter, with the same settings, that the weights were saved from."
+        for name in wrong:
+            if "embed" in name or "wte" in name or "shared" in name:
+                rows = state[name].shape[0]
+                do = f"The vocabulary was resized: call model.resize_token_embeddings({rows}) first."
+        raise DataError(expected("the weights of an adapter like that of the model", "; ".join(problems), do))
     peft().set_peft_model_state_dict(inner, dict(state), adapter_name=_NAME)
 
 
@@ -135,16 +134,23 @@ def load_adapter(model: nn.Module, folder: FolderPath) -> nn.Module:
     return model
 
 
-def embeddings_resized(model: nn.Module) -> bool:
+def _embeddings_resized(model: Any) -> bool:
     """Whether embeddings must be saved: the vocabulary size differs from disk, and new rows are not saved separately.
 
-    False for a model that did not come from disk, or whose folder is gone.
+    False for a model that did not come from disk, or whose folder is gone. `trainable_token_indices` saves new rows
+    separately if it covers all of them, in the input and, unless tied, in the output.
     """
-    base = adapted_model(model).get_base_model()
+    base = model.get_base_model()
     rows, before = vocabulary_size(base), base_vocabulary_size(base)
     if rows is None or before is None or rows == before:
         return False
-    return not _rows_covered(model, range(before, rows))
+    indices = getattr(model.peft_config[_NAME], "trainable_token_indices", None)
+    if not indices or rows < before:
+        return True
+    lists = list(indices.values()) if isinstance(indices, dict) else [indices]
+    tied = bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False))
+    enough = len(lists) >= (1 if tied or base.get_output_embeddings() is None else 2)
+    return not (enough and all(set(range(before, rows)) <= set(given) for given in lists))
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
@@ -180,23 +186,3 @@ def _embedding_weights(model: Any) -> dict[str, Tensor]:
         if any(module is layer for layer in layers) and not hasattr(module, "modules_to_save"):
             weights.update(module.state_dict(prefix=f"{name}."))
     return {name: w for name, w in weights.items() if not any(part in name for part in _TRAINED)}
-
-
-def _rows_covered(model: nn.Module, rows: range) -> bool:
-    """Whether `trainable_token_indices` covers every new row, in the input and, unless tied, in the output."""
-    indices = getattr(adapted_model(model).peft_config[_NAME], "trainable_token_indices", None)
-    if not indices or not len(rows):
-        return False
-    lists = list(indices.values()) if isinstance(indices, dict) else [indices]
-    base = adapted_model(model).get_base_model()
-    tied = bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False))
-    enough = len(lists) >= (1 if tied or base.get_output_embeddings() is None else 2)
-    return enough and all(set(rows) <= set(given) for given in lists)
-
-
-def _advice(wrong: list[str], state: Mapping[str, Tensor]) -> str:
-    """Advice for embeddings of another size, or for other mismatches."""
-    for name in wrong:
-        if "embed" in name or "wte" in name or "shared" in name:
-            return f"The vocabulary was resized: call model.resize_token_embeddings({state[name].shape[0]}) first."
-    return "Use the adapter, with the same settings, that the weights were saved from."

@@ -38,7 +38,12 @@ def resolve_targets(
     if wanted == ALL_LINEAR:
         return _all_linear(model, inside, full)
     if isinstance(wanted, str):
-        matched = _matching(model, _pattern(wanted))
+        try:
+            matched = _matching(model, re.compile(wanted))
+        except re.error as error:
+            do = 'Pass a list of names, "all-linear", or an expression that fits full names of modules.'
+            what = f"target_modules to be a regular expression ({error})"
+            raise BadArgument(expected(what, wanted, do)) from error
         if matched:
             _check_layers(model, matched)
             return wanted
@@ -75,29 +80,18 @@ def linear_names(model: nn.Module) -> list[str]:
     >>> linear_names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1))))
     ['0', '2.0']
     """
-    output = _call(model, "get_output_embeddings")
-    unused = {
+    skipped = {
         id(part) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for part in module.modules()
-    }
+    } | {id(_call(model, "get_output_embeddings"))}
     return [
         name
         for name, module in model.named_modules()
-        if is_linear(module) and module is not output and id(module) not in unused
+        if (isinstance(module, nn.Linear) or is_conv1d(type(module))) and id(module) not in skipped
     ]
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, including 4-bit layers and GPT-2's Conv1D."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, a linear layer with a transposed weight."""
-    return is_conv1d_class(type(module))
-
-
-def is_conv1d_class(given: type | None) -> bool:
-    """Whether a class is transformers' Conv1D, without importing transformers."""
+def is_conv1d(given: type | None) -> bool:
+    """Whether a class is transformers' Conv1D, a linear layer with a transposed weight (GPT-2)."""
     return given is not None and given.__name__ == "Conv1D" and given.__module__ == "transformers.pytorch_utils"
 
 
@@ -157,13 +151,9 @@ def language_model_name(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if name and module is decoder:
             return name
-    raise BadArgument(
-        expected(
-            "a vision-language model whose language model can be found (language_model, or get_decoder())",
-            type(model).__name__,
-            "Pass target_modules as a regular expression over full names of modules.",
-        )
-    )
+    what = "a vision-language model whose language model can be found (language_model, or get_decoder())"
+    do = "Pass target_modules as a regular expression over full names of modules."
+    raise BadArgument(expected(what, type(model).__name__, do))
 
 
 def _defaults(model: nn.Module, kind: str | None) -> Targets:
@@ -187,13 +177,9 @@ def _all_linear(model: nn.Module, inside: str | None, full: Sequence[str]) -> li
     if names:
         return _exactly(model, names)
     layers = {type(module).__name__ for module in model.modules() if isinstance(module, _LAYERS)}
-    raise BadArgument(
-        expected(
-            f"linear layers besides the head in {type(model).__name__}",
-            f"none (it has {', '.join(sorted(layers)) or 'no layers that LoRA supports'})",
-            'Name the layers to adapt, convolutions for instance: target_modules=["conv1", "conv2"].',
-        )
-    )
+    received = f"none (it has {', '.join(sorted(layers)) or 'no layers that LoRA supports'})"
+    do = 'Name the layers to adapt, convolutions for instance: target_modules=["conv1", "conv2"].'
+    raise BadArgument(expected(f"linear layers besides the head in {type(model).__name__}", received, do))
 
 
 def _exactly(model: nn.Module, names: list[str]) -> list[str] | str:
@@ -213,16 +199,6 @@ def _exactly(model: nn.Module, names: list[str]) -> list[str] | str:
 
 def _inside(names: Sequence[str], module: str) -> list[str]:
     return [name for name in names if name.startswith(f"{module}.")]
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        do = 'Pass a list of names, "all-linear", or an expression that fits full names of modules.'
-        raise BadArgument(
-            expected(f"target_modules to be a regular expression ({error})", text, do),
-        ) from error
 
 
 def _matching(model: nn.Module, pattern: re.Pattern[str]) -> list[str]:
@@ -248,15 +224,11 @@ def _check_layers(model: nn.Module, names: Sequence[str]) -> None:
         module = model.get_submodule(name)
         if any(module is embedding for embedding in tied):
             # peft's merge would add the update to the shared weight twice.
-            raise BadArgument(
-                expected(
-                    "target_modules without embeddings whose weight the output layer shares",
-                    name,
-                    f"Train them in full (modules_to_save=[{name.rsplit('.', 1)[-1]!r}]), or some rows of them "
-                    "(trainable_token_indices).",
-                )
-            )
-        if not isinstance(module, _LAYERS) and not is_conv1d(module):
+            what = "target_modules without embeddings whose weight the output layer shares"
+            full = f"modules_to_save=[{name.rsplit('.', 1)[-1]!r}]"
+            do = f"Train them in full ({full}), or some rows of them (trainable_token_indices)."
+            raise BadArgument(expected(what, name, do))
+        if not isinstance(module, _LAYERS) and not is_conv1d(type(module)):
             below = sorted({child.rsplit(".", 1)[-1] for child in linear_names(module)})
             do = f"Name layers in it: {', '.join(below[:8])}." if below else 'Pass "all-linear", for instance.'
             what = "target_modules to name linear, embedding or convolution layers"

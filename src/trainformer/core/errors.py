@@ -54,3 +54,24 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     if not close:
         return ""
     return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Reject an argument that is not one of the choices.
+
+    >>> check_choice("reduction", "mean", ["mean", "sum"])
+    """
+    known = list(choices)
+    if value not in known:
+        what = f"{name} to be one of {', '.join(map(repr, known))}"
+        raise BadArgument(expected(what, value, did_you_mean(str(value), known)))
+
+
+def check_count(name: str, value: object, least: int = 1, do: str = "") -> None:
+    """Reject an argument that is not an integer of at least `least`.
+
+    >>> check_count("batch_size", 32)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        what = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise BadArgument(expected(f"{name} to be {what}", value, do))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,7 @@ def reliability(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Reliab
     Reliability(confidence=tensor([0.0000, 0.8000]), accuracy=tensor([0.0000, 0.5000]), count=tensor([0, 2]))
     """
     probabilities, labels = _checked(probabilities, labels)
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise BadArgument(expected("bins to be a positive integer", bins, "Pass bins=15."))
+    check_count("bins", bins, do="Pass bins=15.")
     confidence, predictions = probabilities.max(1)
     edges = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device=confidence.device)[1:-1]
     index = torch.bucketize(confidence, edges)
@@ -127,13 +126,9 @@ def _checked(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     total = probabilities.sum(1)
     if bool((probabilities < 0).any()) or bool(((total - 1).abs() > 0.02).any()):
         worst = total[(total - 1).abs().argmax()].item()
-        raise BadArgument(
-            expected(
-                "probabilities: not negative, and a sum of 1 for each sample",
-                f"values from {probabilities.min().item():.4g}, and a sum of {worst:.4g}",
-                "Pass logits.softmax(-1).",
-            )
-        )
+        received = f"values from {probabilities.min().item():.4g}, and a sum of {worst:.4g}"
+        what = "probabilities: not negative, and a sum of 1 for each sample"
+        raise BadArgument(expected(what, received, "Pass logits.softmax(-1)."))
     return probabilities, labels
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_choice, expected
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,9 +98,8 @@ def precision_recall_f1(
     >>> precision_recall_f1(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0])).f1
     tensor(0.6667)
     """
-    if average is not None and average not in get_args(Average):
-        hint = did_you_mean(str(average), get_args(Average))
-        raise BadArgument(expected("average to be 'macro', 'micro', 'weighted' or None", average, hint))
+    if average is not None:
+        check_choice("average", average, get_args(Average))
     counts = confusion_matrix(predictions, labels, num_classes).double()
     correct, true, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
     if average == "micro":
@@ -279,9 +278,5 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 def _check_lengths(predictions: Tensor, labels: Tensor) -> None:
     if labels.ndim != 1 or predictions.shape[:1] != labels.shape:
-        raise BadArgument(
-            expected(
-                "one prediction per label, labels of shape (N,)",
-                f"predictions {tuple(predictions.shape)} and labels {tuple(labels.shape)}",
-            )
-        )
+        shapes = f"predictions {tuple(predictions.shape)} and labels {tuple(labels.shape)}"
+        raise BadArgument(expected("one prediction per label, labels of shape (N,)", shapes))

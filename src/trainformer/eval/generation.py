@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, check_count, did_you_mean, expected
 from trainformer.core.optional import require
 
 Texts = Sequence[str]
@@ -254,8 +254,7 @@ def _squad_words(text: str) -> list[str]:
 
 
 def _ngrams(text: str | Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadArgument(expected("n to be a positive integer", n))
+    check_count("n", n)
     words = text.split() if isinstance(text, str) else list(text)
     return list(zip(*(words[i:] for i in range(n)), strict=False))
 

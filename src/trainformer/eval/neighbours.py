@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch.nn import functional as F
 
-from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, check_choice, expected
 from trainformer.core.optional import require
 
 if TYPE_CHECKING:
@@ -115,12 +115,15 @@ class NeighbourIndex:
             self.tune(queries, k, exclude=exclude)
         similarities = wanted.new_empty(len(wanted), k)
         indices = torch.empty(len(wanted), k, dtype=torch.int64, device=wanted.device)
-        rows = self._queries_per_chunk(k)
+        approximate = self._faiss is not None and self._ivf_pays_off
+        search = self._search_faiss if approximate else self._search_torch
+        # Queries per chunk: 64 MiB of similarities in torch, or of results in faiss.
+        rows = min(_ROWS, _CELLS // min(len(self), _COLUMNS), 4 * _CELLS // (_GROUP * k))
+        rows = max(1, min(2**14, _CELLS // (4 * k)) if approximate else rows)
         with true_float32(wanted.device):
             for start in range(0, len(wanted), rows):
                 part = slice(start, start + rows)
-                one = self._search(wanted[part], None if exclude is None else exclude[part], k)
-                similarities[part], indices[part] = one
+                similarities[part], indices[part] = search(wanted[part], None if exclude is None else exclude[part], k)
         return Neighbours(similarities.to(home), indices.to(home))
 
     @torch.no_grad()
@@ -170,17 +173,6 @@ class NeighbourIndex:
                 else expected("a gallery of two rows at least, to leave the query itself out", len(self))
             )
         return wanted
-
-    def _queries_per_chunk(self, k: int) -> int:
-        """Queries per chunk: 64 MiB of similarities in torch, or of results in faiss."""
-        if self._faiss is not None and self._ivf_pays_off:
-            return max(1, min(2**14, _CELLS // (4 * k)))
-        return max(1, min(_ROWS, _CELLS // min(len(self), _COLUMNS), 4 * _CELLS // (_GROUP * k)))
-
-    def _search(self, queries: Tensor, exclude: Tensor | None, k: int) -> Neighbours:
-        if self._faiss is None or not self._ivf_pays_off:
-            return self._search_torch(queries, exclude, k)
-        return self._search_faiss(queries, exclude, k)
 
     def _search_torch(self, queries: Tensor, exclude: Tensor | None, k: int) -> Neighbours:
         best: Neighbours | None = None
@@ -268,9 +260,7 @@ def true_float32(device: torch.device) -> Iterator[None]:
 
 
 def _resolve(index: str, rows: Tensor, num_queries: int | None) -> str:
-    if index not in get_args(IndexKind):
-        hint = did_you_mean(str(index), get_args(IndexKind))
-        raise BadArgument(expected("index to be 'auto', 'torch', 'exact' or 'ivf'", index, hint))
+    check_choice("index", index, get_args(IndexKind))
     if index != "auto":
         return index
     queries = len(rows) if num_queries is None else num_queries

@@ -6,14 +6,14 @@ Fits multinomial logistic regression to its optimum, without a learning rate or 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.eval.neighbours import check_embeddings, check_labels, true_float32
 
 logger = logging.getLogger(__name__)
@@ -93,13 +93,13 @@ def linear_probe(
     # Evaluation runs in inference mode, whose tensors cannot require gradients: leave it for the fit.
     with true_float32(train.device), torch.inference_mode(False), torch.enable_grad():
         fit = _fit((train - mean) / scale, targets.clone(), len(classes), l2, max_iter)
-    weight = fit.weight / scale
-    bias = fit.bias - weight @ mean
-    found = ProbeResult(0.0, 0.0, fit.loss, weight, bias, classes, fit.iterations, fit.converged)
+    weight, bias, loss, iterations, converged = fit
+    weight = weight / scale
+    found = ProbeResult(0.0, 0.0, loss, weight, bias - weight @ mean, classes, iterations, converged)
     with true_float32(train.device):
         accuracy = (found.predict(test.to(train.device)) == wanted).double().mean().item()
         train_accuracy = (found.predict(train) == labels).double().mean().item()
-    return ProbeResult(accuracy, train_accuracy, fit.loss, weight, bias, classes, fit.iterations, fit.converged)
+    return replace(found, accuracy=accuracy, train_accuracy=train_accuracy)
 
 
 def label_subset(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
@@ -111,38 +111,26 @@ def label_subset(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
     >>> labels[label_subset(labels, 2)].bincount()
     tensor([2, 2])
     """
-    if isinstance(per_class, bool) or not isinstance(per_class, int) or per_class < 1:
-        raise BadArgument(expected("per_class to be a positive integer", per_class, "Pass per_class=10."))
+    check_count("per_class", per_class, do="Pass per_class=10.")
     values = check_labels(labels, len(labels)).cpu().numpy()
     if len(values) == 0:
         raise DataError(expected("at least 1 label", 0))
     names, classes, counts = np.unique(values, return_inverse=True, return_counts=True)
     if counts.min() < per_class:
         rare = int(counts.argmin())
-        raise DataError(
-            expected(
-                f"at least {per_class} samples of every class",
-                f"{int(counts[rare])} of class {int(names[rare])}",
-                f"Pass per_class={int(counts[rare])}, or leave that class out.",
-            )
-        )
+        received = f"{int(counts[rare])} of class {int(names[rare])}"
+        do = f"Pass per_class={int(counts[rare])}, or leave that class out."
+        raise DataError(expected(f"at least {per_class} samples of every class", received, do))
     order = np.random.default_rng([seed, _STREAM]).permutation(len(values))
     order = order[np.argsort(classes[order], kind="stable")]
     rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     return torch.from_numpy(np.sort(order[rank < per_class])).to(labels.device)
 
 
-@dataclass(frozen=True)
-class _Fit:
-    weight: Tensor
-    bias: Tensor
-    loss: float
-    iterations: int
-    converged: bool
-
-
-def _fit(rows: Tensor, targets: Tensor, classes: int, l2: float, max_iter: int) -> _Fit:
-    """Minimise mean cross-entropy + l2 / (2 N) |W|^2."""
+def _fit(
+    rows: Tensor, targets: Tensor, classes: int, l2: float, max_iter: int
+) -> tuple[Tensor, Tensor, float, int, bool]:
+    """Minimise mean cross-entropy + l2 / (2 N) |W|^2. Returns weight, bias, loss, iterations, and convergence."""
     weight = rows.new_zeros(classes, rows.shape[1]).requires_grad_()
     bias = rows.new_zeros(classes).requires_grad_()
     limit = 1e-8 if rows.dtype == torch.float64 else 1e-5
@@ -178,7 +166,7 @@ def _fit(rows: Tensor, targets: Tensor, classes: int, l2: float, max_iter: int) 
             gradient,
             max_iter,
         )
-    return _Fit(weight.detach(), bias.detach(), loss, iterations, converged)
+    return weight.detach(), bias.detach(), loss, iterations, converged
 
 
 def _check_arguments(train: Tensor, test: Tensor, l2: float, max_iter: int) -> None:
@@ -187,5 +175,4 @@ def _check_arguments(train: Tensor, test: Tensor, l2: float, max_iter: int) -> N
         raise BadArgument(expected("train_embeddings and test_embeddings of one width", widths))
     if not 0 <= l2 < float("inf"):
         raise BadArgument(expected("l2 to be 0 or a positive number", l2, "Pass l2=1.0."))
-    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
-        raise BadArgument(expected("max_iter to be a positive integer", max_iter, "Pass max_iter=1000."))
+    check_count("max_iter", max_iter, do="Pass max_iter=1000.")

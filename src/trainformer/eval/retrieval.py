@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.eval.neighbours import IndexKind, NeighbourIndex, check_labels
 
 # Cells (queries x neighbours) processed at once, at about 32 bytes each: 64 MiB.
@@ -71,14 +72,10 @@ def retrieval_metrics(
     answerable = relevant > 0
     count = int(answerable.sum())
     if count == 0:
-        raise DataError(
-            f"Expected at least one query with another row of its class, received none among {len(labels)} queries. "
-            + (
-                "Every label occurs once: check the labels, or pass a gallery."
-                if gallery is None
-                else "Check that labels and gallery_labels name the same classes."
-            )
-        )
+        alone = "Every label occurs once: check the labels, or pass a gallery."
+        do = alone if gallery is None else "Check that labels and gallery_labels name the same classes."
+        what = "at least one query with another row of its class"
+        raise DataError(f"Expected {what}, received none among {len(labels)} queries. {do}")
     least = min(max(recall_at), search.max_neighbours)
     rows = answerable.nonzero().squeeze(1)
     rows = rows[relevant[rows].argsort(stable=True)]  # by R, so that short lists are not padded to the longest
@@ -96,18 +93,9 @@ def retrieval_metrics(
     return values | {"queries_without_match": float(len(relevant) - count)}
 
 
-def faiss_retrieval_metrics(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    gallery: Tensor | None = None,
-    gallery_labels: Tensor | None = None,
-    recall_at: Sequence[int] = (1, 5, 10),
-) -> dict[str, float]:
+def faiss_retrieval_metrics(embeddings: Tensor, labels: Tensor, **options: Any) -> dict[str, float]:
     """`retrieval_metrics` with the exact search of faiss."""
-    return retrieval_metrics(
-        embeddings, labels, gallery=gallery, gallery_labels=gallery_labels, recall_at=recall_at, index="exact"
-    )
+    return retrieval_metrics(embeddings, labels, index="exact", **options)
 
 
 def knn_accuracy(
@@ -190,7 +178,9 @@ def ranking_metrics(
     loss = 0.0
     for part in torch.arange(len(asked)).split(max(1, _SIMILARITIES // len(gallery))):
         similar = queries[asked[part]] @ gallery.T
-        relevant = _relevant_rows(pairs, starts[part], counts[part])
+        column = torch.arange(int(counts[part].max()))
+        rows = pairs[(starts[part, None] + column).clamp(max=len(pairs) - 1), 1]
+        relevant = torch.where(column < counts[part, None], rows, -1)  # (queries, most), padded with -1
         found, losses = _ranks(similar, relevant, temperature)
         totals += _ranking_sums(found, counts[part], recall_at)
         loss += losses
@@ -209,9 +199,8 @@ def _prepare(
     labels = check_labels(labels, len(embeddings)).to(embeddings.device)
     if gallery is None or gallery_labels is None:
         if len(embeddings) < 2:
-            raise DataError(
-                expected("at least 2 rows to find neighbours among", len(embeddings), "Pass more rows, or a gallery.")
-            )
+            do = "Pass more rows, or a gallery."
+            raise DataError(expected("at least 2 rows to find neighbours among", len(embeddings), do))
         found = NeighbourIndex(embeddings, index)
         return _Search(embeddings, labels, found, labels, torch.arange(len(labels), device=labels.device))
     others = check_labels(gallery_labels, len(gallery), "gallery_labels").to(embeddings.device)
@@ -255,8 +244,7 @@ def _sums(match: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> Tensor:
 
 def _predict(search: _Search, k: int, temperature: float | None) -> Tensor:
     """The winning label of each query. Without a temperature all votes have weight one."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise BadArgument(expected("k to be a positive integer", k, "Pass k=5, for instance."))
+    check_count("k", k, do="Pass k=5, for instance.")
     k = min(k, search.max_neighbours)
     predictions = []
     for part in torch.arange(len(search.queries), device=search.queries.device).split(max(1, _CELLS // k**2)):
@@ -292,13 +280,6 @@ def _check_classes(num_classes: int | None, *labels: Tensor) -> None:
         if lowest < 0 or highest >= num_classes:
             wrong = lowest if lowest < 0 else highest
             raise BadArgument(expected(f"labels from 0 to {num_classes - 1}", wrong))
-
-
-def _relevant_rows(pairs: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """The relevant rows of each query (queries, most), padded with -1."""
-    column = torch.arange(int(counts.max()))
-    rows = pairs[(starts[:, None] + column).clamp(max=len(pairs) - 1), 1]
-    return torch.where(column < counts[:, None], rows, -1)
 
 
 def _ranks(similar: Tensor, relevant: Tensor, temperature: float) -> tuple[Tensor, float]:

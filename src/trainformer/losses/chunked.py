@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, expected
-from trainformer.losses.numerics import check_count, check_positive, no_autocast, upcast
+from trainformer.core.errors import BadArgument, check_count, expected
+from trainformer.losses.numerics import check_positive, no_autocast, upcast
 
 # Default chunk: at least this many tokens, more as long as their logits have at most this many elements.
 # CPU: 16 MiB, which the allocator reuses without new pages; 0.7 to 0.9 of the time of plain cross-entropy. The weight
@@ -37,31 +37,24 @@ class Head:
     z_loss: float = 0.0
     smoothing: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_options(z_loss=self.z_loss, label_smoothing=self.smoothing)
+        if self.softcap is not None:
+            check_positive("softcap", self.softcap, "Pass softcap=30.0 as Gemma does, or None for none.")
+        check_positive("logit_scale", self.scale)
+        check_count("chunk_tokens", self.chunk)
+
     @staticmethod
-    def of(
-        hidden: Tensor,
-        weight: Tensor,
-        chunk: int | None,
-        *,
-        softcap: float | None = None,
-        scale: float = 1.0,
-        z_loss: float = 0.0,
-        smoothing: float = 0.0,
-    ) -> Head:
-        """Validate; the default chunk follows from the vocabulary size, the dtype from autocast."""
-        check_options(z_loss=z_loss, label_smoothing=smoothing)
-        if softcap is not None:
-            check_positive("softcap", softcap, "Pass softcap=30.0 as Gemma does, or None for none.")
-        check_positive("logit_scale", scale)
+    def of(hidden: Tensor, weight: Tensor, chunk: int | None, **settings: Any) -> Head:
+        """With these `settings`; the default chunk follows from the vocabulary size, the dtype from autocast."""
         if chunk is None:
             tokens, elements = _CPU_CHUNK if hidden.device.type == "cpu" else _GPU_CHUNK
             chunk = max(tokens, elements // max(1, len(weight)))
-        check_count("chunk_tokens", chunk)
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(kind)
-        return Head(chunk, dtype, softcap, scale, z_loss, smoothing)
+        return Head(chunk, dtype, **settings)
 
     @property
     def gain(self) -> float:

@@ -22,7 +22,6 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.losses.numerics import (
     Reduction,
     check_positive,
-    check_reduction,
     check_rows,
     l2_normalize,
     no_autocast,
@@ -45,7 +44,6 @@ def nt_xent_loss(
     tensor(0.0003)
     """
     check_positive("temperature", temperature)
-    check_reduction(reduction)
     check_rows(("z1", z1), ("z2", z2))
     batch = len(z1)
     with no_autocast(z1):
@@ -95,7 +93,6 @@ def infonce_with_queue(
     tensor(0.0201)
     """
     check_positive("temperature", temperature)
-    check_reduction(reduction)
     check_rows(("queries", queries), ("keys", keys))
     if queue.ndim != 2 or queue.shape[1] != queries.shape[1]:
         do = "The queue holds one key per row."
@@ -120,15 +117,14 @@ def moco_v3_loss(
     tensor(0.0160)
     """
     check_positive("temperature", temperature)
-    check_reduction(reduction)
     for name, rows in (("q2", q2), ("k1", k1), ("k2", k2)):
         check_rows(("q1", q1), (name, rows))
     with no_autocast(q1):
         counts = gather_row_counts(q1)
         keys = torch.cat([l2_normalize(k1.detach()), l2_normalize(k2.detach())], dim=1)
         first, second = gather_rows(keys, counts).chunk(2, dim=1)
-        forward = _info_nce(l2_normalize(q1) / temperature, second, counts.first)
-        backward = _info_nce(l2_normalize(q2) / temperature, first, counts.first)
+        forward = info_nce(l2_normalize(q1) / temperature, second, counts.first)
+        backward = info_nce(l2_normalize(q2) / temperature, first, counts.first)
         return reduce_loss(2 * temperature * (forward + backward), reduction)
 
 
@@ -170,7 +166,6 @@ def multiple_negatives_loss(
     tensor(0.0001)
     """
     check_positive("temperature", temperature)
-    check_reduction(reduction)
     check_rows(("anchors", anchors), ("positives", positives))
     if negatives is not None and (negatives.ndim != 3 or negatives.shape[::2] != anchors.shape):
         shape = (len(anchors), "N", anchors.shape[1])
@@ -185,10 +180,10 @@ def multiple_negatives_loss(
         if negatives is not None:
             candidates = torch.cat([candidates, gathered(l2_normalize(negatives)).flatten(0, 1)])
         duplicates = None if keys is None else _duplicate_candidates(keys, gathered)
-        losses = _info_nce(own / temperature, candidates, first, duplicates)
+        losses = info_nce(own / temperature, candidates, first, duplicates)
         if symmetric:
             duplicates = None if keys is None else _duplicate_anchors(keys, gathered)
-            losses = (losses + _info_nce(theirs / temperature, gathered(own), first, duplicates)) / 2
+            losses = (losses + info_nce(theirs / temperature, gathered(own), first, duplicates)) / 2
         return reduce_loss(losses, reduction)
 
 
@@ -199,7 +194,6 @@ def cosine_similarity_loss(first: Tensor, second: Tensor, scores: Tensor, *, red
     >>> cosine_similarity_loss(rows, rows, torch.tensor([1.0, 0.5]))
     tensor(0.1250)
     """
-    check_reduction(reduction)
     check_rows(("first", first), ("second", second))
     if scores.shape != first.shape[:1]:
         raise BadArgument(expected(f"scores of shape ({len(first)},)", tuple(scores.shape)))
@@ -208,13 +202,13 @@ def cosine_similarity_loss(first: Tensor, second: Tensor, scores: Tensor, *, red
         return reduce_loss((cosine - upcast(scores)).square(), reduction)
 
 
-def _info_nce(rows: Tensor, candidates: Tensor, first: int, masked: Tensor | None = None) -> Tensor:
+def info_nce(rows: Tensor, candidates: Tensor, first: int, masked: Tensor | None = None) -> Tensor:
     """Cross-entropy per row. The positive of row i is candidate `first` + i; masked candidates are left out."""
     logits = rows @ candidates.T
-    if masked is not None:
-        masked.diagonal(first)[: len(rows)].fill_(False)  # never mask the positive
-        logits = logits.masked_fill(masked, -torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(rows), device=rows.device) + first, reduction="none")
+    positive = torch.arange(len(rows), device=rows.device) + first
+    if masked is not None:  # never mask the positive
+        logits = logits.masked_fill(masked.scatter(1, positive.unsqueeze(1), False), -torch.inf)
+    return F.cross_entropy(logits, positive, reduction="none")
 
 
 def _duplicate_candidates(keys: TextKeys, gathered: _Gather) -> Tensor:

@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, check_count, expected
 from trainformer.losses.numerics import (
     Reduction,
-    check_count,
     check_positive,
-    check_reduction,
     check_rows,
     l2_normalize,
     no_autocast,
@@ -114,7 +112,6 @@ def dino_loss(
     """
     check_positive("student_temp", student_temp)
     check_positive("teacher_temp", teacher_temp)
-    check_reduction(reduction)
     students, teachers = _stacked(student, "student"), _stacked(teacher, "teacher")
     if len(teachers) > len(students) or len(students) < 2 or teachers.shape[1:] != students.shape[1:]:
         received = f"{tuple(teachers.shape)} from the teacher and {tuple(students.shape)} from the student"
@@ -177,7 +174,6 @@ def koleo_loss(features: Tensor, eps: float = 1e-8, *, reduction: Reduction = "m
     tensor(-0.3466)
     """
     check_positive("eps", eps)
-    check_reduction(reduction)
     if features.ndim != 2:
         raise BadArgument(expected("features of shape (B, D)", tuple(features.shape)))
     with no_autocast(features):
@@ -200,7 +196,6 @@ def negative_cosine(p: Tensor, z: Tensor, *, reduction: Reduction = "mean") -> T
     >>> negative_cosine(torch.eye(2), torch.eye(2))
     tensor(-1.)
     """
-    check_reduction(reduction)
     check_rows(("p", p), ("z", z))
     with no_autocast(p):
         return reduce_loss(-(l2_normalize(p) * l2_normalize(z)).sum(1), reduction)

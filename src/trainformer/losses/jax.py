@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_choice, check_count, expected
 from trainformer.core.types import Loss
 
 IGNORE_INDEX = -100
@@ -60,8 +60,7 @@ def row_sums(
     if states.ndim != 3 or labels.shape != states.shape[:2]:
         received = f"{tuple(states.shape)} and {tuple(labels.shape)}"
         raise BadArgument(expected("states or logits (rows, T, ...) and labels (rows, T)", received))
-    if not isinstance(chunks, int) or chunks < 1:
-        raise BadArgument(expected("chunks to be a positive integer", chunks))
+    check_count("chunks", chunks)
     if shift:
         # Shift left and ignore the last position: the length, and thereby its divisibility, stays the same.
         labels = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE_INDEX)
@@ -153,15 +152,11 @@ def dpo_loss(
     >>> round(float(dpo_loss(lost, same)[0]), 4)
     0.7981
     """
+    check_choice("variant", variant, VARIANTS)
     gap = (_float32(policy[0]) - _float32(reference[0])) - (_float32(policy[1]) - _float32(reference[1]))
     if variant == "sigmoid":
         return _smoothed(beta * gap, label_smoothing)
-    if variant == "hinge":
-        return jax.nn.relu(1 - beta * gap)
-    if variant == "ipo":
-        return jnp.square(gap - 1 / (2 * beta))
-    do = did_you_mean(str(variant), VARIANTS)
-    raise BadArgument(expected(f"variant to be one of {', '.join(map(repr, VARIANTS))}", variant, do))
+    return jax.nn.relu(1 - beta * gap) if variant == "hinge" else jnp.square(gap - 1 / (2 * beta))
 
 
 def orpo_loss(policy: tuple[jax.Array, jax.Array], beta: float = 0.1) -> jax.Array:

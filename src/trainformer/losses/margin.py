@@ -10,21 +10,14 @@ Deng et al., ArcFace, 2019; Wang et al., CosFace, 2018; Deng et al., Sub-center 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.losses.numerics import (
-    Reduction,
-    check_count,
-    check_positive,
-    check_reduction,
-    l2_normalize,
-    no_autocast,
-)
+from trainformer.core.errors import BadArgument, DataError, check_choice, check_count, expected
+from trainformer.losses.numerics import Reduction, check_positive, l2_normalize, no_autocast
 
 
 class _CosineSoftmax(nn.Module):
@@ -50,7 +43,7 @@ class _CosineSoftmax(nn.Module):
 
     def forward(self, embeddings: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
         """The loss of embeddings (B, D), normalised here, with class indices (B,)."""
-        check_reduction(reduction)
+        check_choice("reduction", reduction, get_args(Reduction))
         self._check(embeddings, labels)
         with no_autocast(embeddings):
             cosine = self._cosine(embeddings)

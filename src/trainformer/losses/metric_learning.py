@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_count, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.losses.margin import ArcFaceLoss, CosFaceLoss, NormFaceLoss, SubCenterArcFaceLoss
-from trainformer.losses.numerics import Reduction, check_count, no_autocast, upcast
+from trainformer.losses.numerics import Reduction, no_autocast, upcast
 from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 _MEMORY_PREFIX = "xbm:"
@@ -225,7 +225,14 @@ def make_metric_loss(
     given = dict(options or {})
     numbers = {name: value for name, value in (("margin", margin), ("scale", scale)) if value is not None}
     if isinstance(loss, nn.Module):
-        return _wrap_module(loss, miner, {**numbers, **given})
+        if numbers or given:
+            names = ", ".join(sorted({**numbers, **given}))
+            raise BadArgument(expected("no settings for a module", names, "Configure the module when you build it."))
+        if not hasattr(loss, "per_sample"):
+            return PairLoss(loss, None if miner is None else make_miner(miner))
+        if miner is not None:
+            raise BadArgument(expected("no miner for a loss that has the signature already", miner))
+        return loss
     if not isinstance(loss, str):
         names = ", ".join(metric_loss_names())
         raise BadArgument(expected("the name of a loss, or a module", loss, f"Known are {names}."))
@@ -233,7 +240,13 @@ def make_metric_loss(
     if twice:
         raise BadArgument(expected("each setting once", f"{twice[0]} both as argument and in options"))
     if loss.lower() in _MARGIN_LOSSES:
-        return _margin_loss(loss.lower(), miner, {**numbers, **given}, embedding_dim, num_classes)
+        name, settings = loss.lower(), {**numbers, **given}
+        cls = _MARGIN_LOSSES[name]
+        if miner is not None:
+            do = f"A margin loss compares with class weights. Losses over pairs are {', '.join(pair_loss_names())}."
+            raise BadArgument(expected(f"no miner for {name!r}, which has no pairs to choose from", miner, do))
+        _check_options(name, settings, set(inspect.signature(cls).parameters) - {"embedding_dim", "num_classes"})
+        return cls(embedding_dim, num_classes, **settings)
     if not is_pair_loss(loss):
         known = metric_loss_names()
         hint = did_you_mean(loss.lower().removeprefix(_MEMORY_PREFIX), known) or f"Known are {', '.join(known)}."
@@ -276,7 +289,7 @@ def make_pair_loss(
             check_count(argument, value)
         options = {"num_classes": num_classes, "embedding_size": embedding_dim, **options}
     loss = _built(library.losses, key, _PAIR_LOSSES[key], options)
-    chosen = make_miner(miner) if isinstance(miner, str) else miner
+    chosen = None if miner is None else make_miner(miner)
     if memory_size is None:
         return PairLoss(loss, chosen)
     memory = library.losses.CrossBatchMemory
@@ -300,29 +313,6 @@ def make_miner(name: str | nn.Module, **options: Any) -> nn.Module:
         return name
     key = _known(name, _MINERS, "a miner")
     return _built(_library("to mine pairs").miners, key, _MINERS[key], options)
-
-
-def _margin_loss(
-    name: str, miner: str | nn.Module | None, settings: dict[str, Any], embedding_dim: int, num_classes: int
-) -> nn.Module:
-    cls = _MARGIN_LOSSES[name]
-    if miner is not None:
-        do = f"A margin loss compares with class weights. Losses over pairs are {', '.join(pair_loss_names())}."
-        raise BadArgument(expected(f"no miner for {name!r}, which has no pairs to choose from", miner, do))
-    _check_options(name, settings, set(inspect.signature(cls).parameters) - {"embedding_dim", "num_classes"})
-    return cls(embedding_dim, num_classes, **settings)
-
-
-def _wrap_module(loss: nn.Module, miner: str | nn.Module | None, settings: dict[str, Any]) -> nn.Module:
-    """A user's module with the signature of all others."""
-    if settings:
-        do = "Configure the module when you build it."
-        raise BadArgument(expected("no settings for a module", ", ".join(sorted(settings)), do))
-    if hasattr(loss, "per_sample"):
-        if miner is not None:
-            raise BadArgument(expected("no miner for a loss that has the signature already", miner))
-        return loss
-    return PairLoss(loss, None if miner is None else make_miner(miner))
 
 
 def _library(why: str) -> ModuleType:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_choice, expected
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -48,17 +48,10 @@ def reduce_loss(values: Tensor, reduction: Reduction) -> Tensor:
     >>> reduce_loss(torch.tensor([1.0, 3.0]), "mean")
     tensor(2.)
     """
-    check_reduction(reduction)
+    check_choice("reduction", reduction, get_args(Reduction))
     if reduction == "none":
         return values
     return values.mean() if reduction == "mean" else values.sum()
-
-
-def check_reduction(reduction: Reduction) -> None:
-    """Reject an unknown reduction."""
-    if reduction not in get_args(Reduction):
-        hint = did_you_mean(str(reduction), get_args(Reduction))
-        raise BadArgument(expected("reduction to be 'mean', 'sum' or 'none'", reduction, hint))
 
 
 def check_positive(name: str, value: object, hint: str = "") -> None:
@@ -69,16 +62,9 @@ def check_positive(name: str, value: object, hint: str = "") -> None:
         raise BadArgument(expected(f"{name} to be a positive number", value, hint))
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Reject anything but an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadArgument(expected(f"{name} to be an integer of at least {least}", value))
-
-
 def check_rows(first: tuple[str, Tensor], second: tuple[str, Tensor]) -> None:
     """Reject two tensors that are not matrices (B, D) of the same shape."""
     (name, a), (other, b) = first, second
     if a.ndim != 2 or a.shape != b.shape:
-        raise BadArgument(
-            expected(f"{name} and {other} of one shape (B, D)", f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)}")
-        )
+        shapes = f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)}"
+        raise BadArgument(expected(f"{name} and {other} of one shape (B, D)", shapes))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.losses.numerics import Reduction, check_positive, no_autocast, reduce_loss, upcast
 
 Variant = Literal["sigmoid", "ipo", "hinge"]
@@ -61,7 +61,7 @@ def dpo_loss(
     >>> dpo_loss(*policy, torch.tensor([-10.0, -10.0]), torch.tensor([-10.0, -10.0]), reduction="none")
     tensor([0.6931, 0.7981])
     """
-    _check_known("variant", variant, get_args(Variant))
+    check_choice("variant", variant, get_args(Variant))
     check_positive("beta", beta, "0.1 is usual.")
     check_label_smoothing(label_smoothing, variant)
     given = {"policy_chosen": policy_chosen, "policy_rejected": policy_rejected}
@@ -189,12 +189,6 @@ def check_gamma(gamma: float) -> None:
     """Reject a target margin that is negative or infinite."""
     if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not 0 <= gamma < math.inf:
         raise BadArgument(expected("gamma to be 0 or a positive number", gamma, "Half of beta is usual."))
-
-
-def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        choices = ", ".join(map(repr, known))
-        raise BadArgument(expected(f"{name} to be one of {choices}", value, did_you_mean(str(value), known)))
 
 
 def _check_pairs(given: dict[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.models.modes import eval_mode
 
 logger = logging.getLogger("trainformer")
 
@@ -158,11 +159,10 @@ def feature_shape(model: nn.Module, channels: int, size: tuple[int, ...]) -> tor
         with torch.no_grad():
             return ghost(torch.empty(1, channels, *size, device="meta", dtype=dtype)).shape
     except Exception:  # a module that reads values: fall back to real, black images
-        modes = {part: part.training for part in model.modules()}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         try:
-            with torch.no_grad():
-                return model.eval()(torch.zeros(1, channels, *size, device=device, dtype=dtype)).shape
+            with eval_mode(model), torch.no_grad():
+                return model(torch.zeros(1, channels, *size, device=device, dtype=dtype)).shape
         except TrainformerError:
             raise
         except Exception as error:
@@ -170,9 +170,6 @@ def feature_shape(model: nn.Module, channels: int, size: tuple[int, ...]) -> tor
                 f"Expected a backbone that takes images of shape {(channels, *size)}, received {type(error).__name__}: "
                 f"{error}. Pass image_size and in_chans as it wants them, or a backbone for images of any size."
             ) from error
-        finally:
-            for part, training in modes.items():
-                part.training = training
 
 
 def feature_width(model: nn.Module, channels: int = 3, size: tuple[int, int] | None = None) -> int:
@@ -183,13 +180,9 @@ def feature_width(model: nn.Module, channels: int = 3, size: tuple[int, int] | N
     """
     shape = feature_shape(model, channels, size or backbone_config(model).size)
     if len(shape) != 2:
-        raise BadArgument(
-            expected(
-                "backbone to give one row of features per image",
-                f"a tensor of shape {tuple(shape)} for one image",
-                "Build it with num_classes=0 and with pooling.",
-            )
-        )
+        received = f"a tensor of shape {tuple(shape)} for one image"
+        do = "Build it with num_classes=0 and with pooling."
+        raise BadArgument(expected("backbone to give one row of features per image", received, do))
     return int(shape[1])
 
 
@@ -221,9 +214,8 @@ def load_weights(model: nn.Module, weights: Weights) -> list[str]:
             for what, names in (("missing", missing), ("of another shape", wrong), ("not in the model", foreign))
             if names
         ]
-        raise DataError(
-            expected(f"the weights of a {type(model).__name__} like this one in {where}", "; ".join(problems))
-        )
+        what = f"the weights of a {type(model).__name__} like this one in {where}"
+        raise DataError(expected(what, "; ".join(problems)))
     model.load_state_dict({n: given[n] for n in own if n not in kept}, strict=False)
     if kept:
         logger.info("%s: no weights for %s, kept the initial ones", where, ", ".join(kept))

@@ -91,11 +91,14 @@ class OutputStates:
     """Forward pass that returns the last hidden states and the output layer, or else the logits.
 
     From hidden states a loss can be computed without materialising all logits. The first call verifies that the output
-    layer reproduces the logits: some models do more in between. ``chunked=False`` always returns logits.
+    layer reproduces the logits: some models do more in between. ``chunk_tokens=0`` always returns logits.
     """
 
-    def __init__(self, chunked: bool = True) -> None:
-        self._usable: bool | None = None if chunked else False
+    def __init__(self, chunk_tokens: int | None = None) -> None:
+        if chunk_tokens is not None and chunk_tokens < 0:
+            raise BadArgument(expected("chunk_tokens to be at least 0, or None", chunk_tokens))
+        self.chunk_tokens = chunk_tokens or None
+        self._usable: bool | None = False if chunk_tokens == 0 else None
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, nn.Linear | None]:
         """(hidden states, layer), or (logits, None)."""
@@ -154,9 +157,8 @@ def _single_document(position_ids: torch.Tensor) -> None:
 
 def _checked_name(source: Any, argument: str) -> str:
     if not isinstance(source, str | Path):
-        raise BadArgument(
-            expected(f"{argument} to be a hub name, a folder, a configuration or an object", type(source).__name__)
-        )
+        what = f"{argument} to be a hub name, a folder, a configuration or an object"
+        raise BadArgument(expected(what, type(source).__name__))
     name = os.path.expanduser(str(source))
     looks_local = name.startswith((".", "/")) or name.count("/") > 1
     if looks_local and not os.path.isdir(name):

@@ -79,11 +79,8 @@ class MaskedAutoencoder(nn.Module):
         self.channels: int = self.backbone.patch_embed.proj.in_channels
         height, width = self.patch_size
         if norm_pix and height * width * self.channels < 2:
-            raise BadArgument(
-                expected(
-                    "patches of more than one pixel", self.patch_size, "One pixel has no variance: norm_pix=False."
-                )
-            )
+            do = "One pixel has no variance: norm_pix=False."
+            raise BadArgument(expected("patches of more than one pixel", self.patch_size, do))
         grid = tuple(self.backbone.patch_embed.grid_size)
         self._kept(grid[0] * grid[1])  # fail now rather than in the first step
         self.decoder = MaskedDecoder(
@@ -206,9 +203,8 @@ class MaskedDecoder(nn.Module):
         if depth < 1:
             raise BadArgument(expected("decoder_depth to be at least 1", depth))
         if heads < 1 or dim < 4 or dim % heads or dim % 4:
-            raise BadArgument(
-                expected("decoder_dim to be a multiple of decoder_heads and of 4", f"{dim} with {heads} heads")
-            )
+            received = f"{dim} with {heads} heads"
+            raise BadArgument(expected("decoder_dim to be a multiple of decoder_heads and of 4", received))
         block = require("timm.models.vision_transformer", "vision", "for masked autoencoders").Block
         norm = partial(nn.LayerNorm, eps=_NORM_EPS)
         self.prefix = prefix

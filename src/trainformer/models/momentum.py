@@ -125,10 +125,6 @@ def _check_pairs(own: dict[str, nn.Parameter], new: dict[str, nn.Parameter]) -> 
     for name, mine in own.items():
         given: Tensor = new[name]
         if mine.shape != given.shape or mine.device != given.device:
-            raise BadArgument(
-                expected(
-                    f"parameter {name!r} of shape {tuple(mine.shape)} on {mine.device}",
-                    f"shape {tuple(given.shape)} on {given.device}",
-                    "Move source and momentum copy to one device, and give them one shape.",
-                )
-            )
+            what = f"parameter {name!r} of shape {tuple(mine.shape)} on {mine.device}"
+            do = "Move source and momentum copy to one device, and give them one shape."
+            raise BadArgument(expected(what, f"shape {tuple(given.shape)} on {given.device}", do))

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument
-from trainformer.core.errors import expected
-from trainformer.data.text.collate import collate_packed, pad
+from trainformer.data.text.collate import collate_packed
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.tokenizer import token_bytes
-from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.losses.tokens import TokenLoss
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import GenerationMixin, TokenPredictionTask
+from trainformer.tasks.language.base import GenerationMixin, TokenPredictionTask, data_name
 
 # No attention mask: padding is on the right, where no token of a causal model attends, and has no labels. With a mask,
 # transformers synchronises in each step to see whether anything is masked, and does not use the fastest kernels.
@@ -46,10 +43,8 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
     """
 
     model_name: Any = "gpt2"
-    adapter: Adapter | None = None
     max_length: int = 2048
     _: KW_ONLY
-    tokenizer: Any = None
     train_on: str = "auto"
     truncation: str = "auto"
     packing: bool = False
@@ -57,10 +52,6 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
     chunk_tokens: int | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
     groups_by_length = True
@@ -68,10 +59,8 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
 
     def __post_init__(self) -> None:
         self._init_task()
-        if self.chunk_tokens is not None and self.chunk_tokens < 0:
-            raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
         self._token_bytes: Tensor | None = None
-        self._states = OutputStates(chunked=self.chunk_tokens != 0)
+        self._states = OutputStates(self.chunk_tokens)
 
     def configure(self, info: Any) -> None:
         """Load the model, and check that it supports packing if requested."""
@@ -90,13 +79,13 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
             truncation=self.truncation,
             prompt_template=self.prompt_template,
         )
-        name = "training data" if train else "validation data"
-        return causal_tokens(dataset, encoder, packing=train and self.packing, cache_dir=self.cache_dir, name=name)
+        packing = train and self.packing
+        return causal_tokens(dataset, encoder, packing=packing, cache_dir=self.cache_dir, name=data_name(train))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         if "position_ids" in examples[0]:
             return collate_packed(examples, self.text_tokenizer.pad_token_id, length=self.max_length)
-        return pad(examples, self.text_tokenizer.pad_token_id, max_length=self.max_length)
+        return super().collate_fn(examples)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -104,25 +93,17 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
         """Loss, accuracy, and bits per byte of text, which is comparable across vocabularies."""
         loss = self._loss(batch)
         labels = batch["labels"][..., 1:]
-        sizes = self._bytes_per_token(labels.device)[labels.clamp(min=0)]
-        size = torch.where(labels == IGNORE_INDEX, 0, sizes).sum()
+        if self._token_bytes is None or self._token_bytes.device != labels.device:
+            self._token_bytes = torch.from_numpy(token_bytes(self.text_tokenizer)).to(labels.device)
+        size = torch.where(labels == IGNORE_INDEX, 0, self._token_bytes[labels.clamp(min=0)]).sum()
         return {**self._metrics(loss), "bits_per_byte": (loss.sum / math.log(2), size)}
 
-    def _bytes_per_token(self, device: torch.device) -> Tensor:
-        if self._token_bytes is None or self._token_bytes.device != device:
-            self._token_bytes = torch.from_numpy(token_bytes(self.text_tokenizer)).to(device)
-        return self._token_bytes
-
     def _training_options(self) -> dict[str, Any]:
-        return {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
+        return {**super()._training_options(), "z_loss": self.z_loss}
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
         inputs = {name: batch[name] for name in _INPUTS if name in batch}
-        states, head = self._states(self.model, inputs)
-        if head is None:
-            return token_cross_entropy(states, batch["labels"], **options)
-        chunk = self.chunk_tokens or None
-        return linear_cross_entropy(states, head.weight, batch["labels"], bias=head.bias, chunk_tokens=chunk, **options)
+        return self._causal_loss(self._states, inputs, batch["labels"], **options)
 
     # -- checks --------------------------------------------------------------------------------------------
 

@@ -20,11 +20,11 @@ from trainformer.core.errors import expected
 from trainformer.core.optional import require
 from trainformer.data.fetcher import unwrap_subsets
 from trainformer.data.metadata import DatasetInfo
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.base import TextTask
 from trainformer.tasks.language.labels import PROBLEM_TYPES, Labels, Problem, check_classes, check_names, read_labels
 
 
-class ClassifyingTask(LanguageTask):
+class ClassifyingTask(TextTask):
     """Base class of text and token classification. A subclass defines where a record has its labels."""
 
     num_classes: int | None
@@ -73,9 +73,8 @@ class ClassifyingTask(LanguageTask):
         check_classes(labels, self.num_classes)
         if self._model is not None and self._outputs(self._model) not in (None, labels.count):
             do = f"Pass class_names={list(labels.names)}." if labels.names else f"Pass num_classes={labels.count}."
-            raise BadArgument(
-                expected(f"a model with {labels.count} outputs, one per class", self._outputs(self._model), do)
-            )
+            what = f"a model with {labels.count} outputs, one per class"
+            raise BadArgument(expected(what, self._outputs(self._model), do))
         self._labels = labels
 
     def _pretrained_names(self) -> list[str] | None:
@@ -133,22 +132,18 @@ class ClassifyingTask(LanguageTask):
             task.model_name = copy.deepcopy(self.model_name)
             for name, value in config.items():
                 setattr(task.model_name, name, value)
-        model: Any = LanguageTask._load(task)
+        model: Any = TextTask._load(task)
         inner: Any = unwrap_model(model)
         if isinstance(self.model_name, nn.Module):
-            self._adopt(inner, config)
+            if self._outputs(inner) not in (None, labels.count):
+                do = f"Build it with num_labels={labels.count}, or pass its name."
+                raise BadArgument(expected(f"a model with {labels.count} outputs", self._outputs(inner), do))
+            for name, value in config.items():
+                setattr(inner.config, name, value)
         # Decoders classify by the last token, which they find by the padding after it.
         for inner_config in {id(c): c for c in (inner.config, inner.config.get_text_config())}.values():
             inner_config.pad_token_id = self.text_tokenizer.pad_token_id
         return model
-
-    def _adopt(self, model: Any, config: dict[str, Any]) -> None:
-        """Check the head of a user's model, and set the class names."""
-        if self._outputs(model) not in (None, self.labels.count):
-            do = f"Build it with num_labels={self.labels.count}, or pass its name."
-            raise BadArgument(expected(f"a model with {self.labels.count} outputs", self._outputs(model), do))
-        for name, value in config.items():
-            setattr(model.config, name, value)
 
     @staticmethod
     def _outputs(model: nn.Module) -> int | None:
@@ -163,7 +158,7 @@ class ClassifyingTask(LanguageTask):
 
     def check_state(self, state: dict[str, Any]) -> None:
         saved = state["classes"]
-        own = {"count": self.labels.count, "names": None if self.labels.names is None else list(self.labels.names)}
+        own = self.state_dict()["classes"]
         if saved != own:
             do = f"Pass class_names={saved['names']}." if saved["names"] else f"Pass num_classes={saved['count']}."
             raise DataError(expected(f"a checkpoint with the classes {own['names'] or own['count']}", saved, do))

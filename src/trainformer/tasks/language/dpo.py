@@ -9,16 +9,16 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, adapted_model
+from trainformer.adapters.base import adapted_model
 from trainformer.core import BadArgument, DataError, Loss
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
 from trainformer.losses.numerics import check_positive
@@ -33,7 +33,7 @@ from trainformer.losses.preference import (
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import GenerationMixin
+from trainformer.tasks.language.base import GenerationMixin, data_name
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
 _REFERENCE_FREE = ("orpo", "simpo")
@@ -56,7 +56,6 @@ class DPO(GenerationMixin):
     """
 
     model_name: Any = "gpt2"
-    adapter: Adapter | None = None
     max_length: int = 1024
     _: KW_ONLY
     loss: str = "sigmoid"
@@ -64,23 +63,16 @@ class DPO(GenerationMixin):
     gamma: float = 1.0  # SimPO's target margin
     label_smoothing: float = 0.0
     reference: Any = "base"
-    tokenizer: Any = None
     truncation: str = "auto"
     prompt_template: str | None = None
     chunk_tokens: int | None = None
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "causal_lm"
     groups_by_length = True
 
     def __post_init__(self) -> None:
         self._init_task()
-        if self.loss not in _BETAS:
-            choices = ", ".join(map(repr, _BETAS))
-            raise BadArgument(expected(f"loss to be one of {choices}", self.loss, did_you_mean(str(self.loss), _BETAS)))
+        check_choice("loss", self.loss, _BETAS)
         if self.beta is None:
             self.beta = _BETAS[self.loss]
         check_positive("beta", self.beta, f"{_BETAS[self.loss]} is usual.")
@@ -146,11 +138,8 @@ class DPO(GenerationMixin):
         if _is_base(self.reference):
             reference = copy.deepcopy(model)
         else:
-            options = dict(self.model_kwargs)
-            if self.attention is not None:
-                options["attn_implementation"] = self.attention
             dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-            reference = load_model(self.reference, self.kind, dtype=dtype, **options)
+            reference = load_model(self.reference, self.kind, dtype=dtype, **self._load_options())
             self._fit_vocabulary(reference)
         self._reference = reference.requires_grad_(False).eval()
         self._reference_digest = _digest(reference)
@@ -192,8 +181,7 @@ class DPO(GenerationMixin):
             truncation=self.truncation,
             prompt_template=self.prompt_template,
         )
-        name = "training data" if train else "validation data"
-        return preference_tokens(dataset, encoder, cache_dir=self.cache_dir, name=name)
+        return preference_tokens(dataset, encoder, cache_dir=self.cache_dir, name=data_name(train))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         # (B, 2, T), the chosen answer first; so a batch can be split between any two pairs.
@@ -217,18 +205,17 @@ class DPO(GenerationMixin):
         """The loss of each pair, and rewards, margin and accuracy as (sum, weight)."""
         assert self.beta is not None
         pairs = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
-        reference = self._reference_log_probs(pairs) if self.needs_reference else None
+        reference = self._reference_log_probs(pairs).unbind(1) if self.needs_reference else (None, None)
         chosen, rejected = self._of_pairs(self._policy_scores(self.model, pairs)).unbind(1)
-        if reference is not None:
-            known = reference.unbind(1)
-            losses = dpo_loss(
-                chosen, rejected, known[0], known[1], self.beta,
-                variant=self.loss, label_smoothing=label_smoothing, reduction="none",  # type: ignore[arg-type]
-            )  # fmt: skip
-            rewards = preference_rewards(chosen, rejected, known[0], known[1], self.beta)
+        options: dict[str, Any] = {"beta": self.beta, "reduction": "none"}
+        if self.loss == "orpo":
+            losses = orpo_loss(chosen, rejected, **options)
+        elif self.loss == "simpo":
+            losses = simpo_loss(chosen, rejected, gamma=self.gamma, label_smoothing=label_smoothing, **options)
         else:
-            losses = self._reference_free_loss(chosen, rejected, label_smoothing)
-            rewards = preference_rewards(chosen, rejected, beta=self.beta)
+            options |= {"variant": self.loss, "label_smoothing": label_smoothing}
+            losses = dpo_loss(chosen, rejected, reference[0], reference[1], **options)  # type: ignore[arg-type]
+        rewards = preference_rewards(chosen, rejected, reference[0], reference[1], self.beta)
         found = {
             "rewards/chosen": rewards.chosen,
             "rewards/rejected": rewards.rejected,
@@ -236,12 +223,6 @@ class DPO(GenerationMixin):
             "rewards/accuracy": rewards.correct,
         }
         return losses, {name: (values.sum(), len(values)) for name, values in found.items()}
-
-    def _reference_free_loss(self, chosen: Tensor, rejected: Tensor, label_smoothing: float) -> Tensor:
-        assert self.beta is not None
-        if self.loss == "orpo":
-            return orpo_loss(chosen, rejected, self.beta, reduction="none")
-        return simpo_loss(chosen, rejected, self.beta, self.gamma, label_smoothing=label_smoothing, reduction="none")
 
     def _of_pairs(self, found: SequenceLogProbs) -> Tensor:
         """Log probabilities (B, 2): sums over the tokens of an answer, or means, depending on the loss."""
@@ -266,17 +247,15 @@ class _Scorer:
     """Log probabilities of the answers under a model, with logits in chunks if the model allows it."""
 
     def __init__(self, chunk_tokens: int | None) -> None:
-        if chunk_tokens is not None and chunk_tokens < 0:
-            raise BadArgument(expected("chunk_tokens to be at least 0, or None", chunk_tokens))
-        self._chunk = chunk_tokens or None
-        self._states = OutputStates(chunked=chunk_tokens != 0)
+        self._states = OutputStates(chunk_tokens)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> SequenceLogProbs:
         # No attention mask: padding is on the right, where no token of a causal model attends.
         states, head = self._states(model, {"input_ids": batch["input_ids"]})
         if head is None:
             return sequence_log_probs(states, batch["labels"])
-        return sequence_log_probs(states, batch["labels"], weight=head.weight, bias=head.bias, chunk_tokens=self._chunk)
+        layer: dict[str, Any] = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self._states.chunk_tokens}
+        return sequence_log_probs(states, batch["labels"], **layer)
 
 
 def _is_base(reference: Any) -> bool:

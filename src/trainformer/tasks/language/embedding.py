@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrap_model
+from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, expected
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import tokenize
 from trainformer.eval.classification import pearson, spearman
 from trainformer.eval.retrieval import ranking_metrics, retrieval_metrics
 from trainformer.losses.contrastive import TextKeys, cosine_similarity_loss, multiple_negatives_loss
 from trainformer.losses.metric_learning import make_pair_loss
 from trainformer.losses.numerics import check_positive, l2_normalize, no_autocast, upcast
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.base import TextTask
 from trainformer.tasks.language.embedding_data import EmbeddingDataset, EmbeddingEncoder, Roles, collate, infer_roles
 
 LOSSES = ("auto", "multiple_negatives", "cosine", "supcon")
@@ -35,7 +35,7 @@ POOLINGS = {"mean": "mean", "cls": "cls", "max": "max", "last": "lasttoken"}  # 
 
 
 @dataclass(eq=False)
-class TextEmbedding(LanguageTask):
+class TextEmbedding(TextTask):
     """Train text embeddings with a transformers encoder (BERT, MPNet, ...) or decoder (Qwen, ...).
 
     `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
@@ -52,7 +52,6 @@ class TextEmbedding(LanguageTask):
     """
 
     model_name: Any = "sentence-transformers/all-MiniLM-L6-v2"
-    adapter: Adapter | None = None
     max_length: int = 256
     _: KW_ONLY
     pooling: str = "mean"
@@ -64,27 +63,18 @@ class TextEmbedding(LanguageTask):
     passage_prompt: str = ""
     matryoshka_dims: Sequence[int] | None = None
     recall_at: tuple[int, ...] = (1, 5, 10)
-    tokenizer: Any = None
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "embedding"
     groups_by_length = False  # batches of similar length would have other negatives than random ones
 
     def __post_init__(self) -> None:
         self._init_task()
-        for name, known in (("pooling", tuple(POOLINGS)), ("loss", LOSSES)):
-            value = getattr(self, name)
-            if value not in known:
-                choices = ", ".join(map(repr, known))
-                raise BadArgument(expected(f"{name} to be one of {choices}", value, did_you_mean(str(value), known)))
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("loss", self.loss, LOSSES)
         check_positive("temperature", self.temperature, "0.05 is usual.")
         dims = self.matryoshka_dims
         if dims is not None and (not dims or any(not isinstance(d, int) or d < 1 for d in dims)):
             raise BadArgument(expected("matryoshka_dims to be positive whole numbers", dims, "Pass [256, 128, 64]."))
-        self._supcon: nn.Module | None = None
 
     # -- the model -----------------------------------------------------------------------------------------
 
@@ -118,8 +108,7 @@ class TextEmbedding(LanguageTask):
         roles = self._check_roles(infer_roles(records[0], self.loss), train)
         prompts = self.query_prompt, self.passage_prompt
         encoder = EmbeddingEncoder(self.text_tokenizer, self.max_length, roles, prompts, labelled=train)
-        name = "training data" if train else "validation data"
-        return EmbeddingDataset(tokenize(encoder.needed(records), encoder, cache_dir=self.cache_dir, name=name), roles)
+        return EmbeddingDataset(self._tokenize(encoder.needed(records), encoder, train), roles)
 
     def _check_roles(self, roles: Roles, train: bool) -> Roles:
         """Check that training records fit the loss; evaluation and prediction accept any."""
@@ -159,7 +148,9 @@ class TextEmbedding(LanguageTask):
         """The loss, summed over anchors (and over `matryoshka_dims`)."""
         anchors = self._embed_role(batch)
         if "labels" in batch:
-            return self._labelled_loss(anchors, batch["labels"])
+            labels = batch["labels"]
+            means = [self._supcon(anchors[:, :width], labels) for width in self._widths(anchors)]
+            return Loss(torch.stack(means).sum() * len(labels), len(labels))
         positives = self._embed_role(batch, "positive_")
         negatives = self._embed_role(batch, "negative_") if "negative_input_ids" in batch else None
         total = torch.zeros((), device=anchors.device)
@@ -179,11 +170,9 @@ class TextEmbedding(LanguageTask):
                 )
         return Loss(total, len(anchors))
 
-    def _labelled_loss(self, embeddings: Tensor, labels: Tensor) -> Loss:
-        if self._supcon is None:
-            self._supcon = make_pair_loss("supcon", temperature=self.temperature)
-        means = [self._supcon(embeddings[:, :width], labels) for width in self._widths(embeddings)]
-        return Loss(torch.stack(means).sum() * len(labels), len(labels))
+    @cached_property
+    def _supcon(self) -> nn.Module:
+        return make_pair_loss("supcon", temperature=self.temperature)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Embeddings for the dataset-level metrics."""
@@ -235,12 +224,9 @@ class TextEmbedding(LanguageTask):
         encoder = EmbeddingEncoder(self.text_tokenizer, self.max_length, roles, (prompt, prompt), labelled=False)
         items = [roles.split_item(encoder.encode({"text": text})[0]._asdict()) for text in several]
         order = sorted(range(len(items)), key=lambda place: -len(items[place]["input_ids"]))  # less padding
-        model: Any = unwrap_model(self.model)
-        found = []
-        with eval_mode(model):
-            for begin in range(0, len(items), batch_size):
-                batch = self.collate_fn([items[place] for place in order[begin : begin + batch_size]])
-                found.append(self._embed_role({name: value.to(model.device) for name, value in batch.items()}).cpu())
+        with eval_mode(self.model):
+            batches = self._batches([items[place] for place in order], batch_size)
+            found = [self._embed_role(batch).cpu() for batch in batches]
         rows = torch.cat(found)[torch.tensor(order).argsort(), :dim]
         return self._normalize(rows)
 

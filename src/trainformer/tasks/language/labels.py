@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainformer.core import BadArgument, DataError
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, check_count, did_you_mean, expected
 from trainformer.data.text.schemas import expected_value
 from trainformer.tasks.language.token_records import from_int32, to_int32
 
@@ -109,9 +109,7 @@ class Labels:
         return self.names is not None and all(name.lstrip("-").isdecimal() for name in self.names)
 
     def _indices(self, label: Any) -> list[int]:
-        several = _as_list(label)
-        if several is None:
-            several = [label]
+        several = _listed(label)
         if not self.multi_hot:
             return [self.index(one) for one in several]
         if len(several) != self.count or any(mark not in (0, 1) for mark in several):
@@ -121,10 +119,8 @@ class Labels:
     def _numbers(self, label: Any) -> list[float]:
         if label is None:
             return [math.nan] * self.count
-        several = _as_list(label)
-        several = [label] if several is None else several
         try:
-            numbers = [float(one) for one in several]
+            numbers = [float(one) for one in _listed(label)]
         except (TypeError, ValueError):
             numbers = []
         if len(numbers) != self.count or not all(map(math.isfinite, numbers)):
@@ -178,9 +174,8 @@ def check_classes(labels: Labels, num_classes: int | None) -> None:
         return
     if num_classes is not None and labels.count != num_classes:
         do = "Leave num_classes out to take it from the data."
-        raise BadArgument(
-            expected(f"num_classes={labels.count}, as many as there are names or labels", num_classes, do)
-        )
+        what = f"num_classes={labels.count}, as many as there are names or labels"
+        raise BadArgument(expected(what, num_classes, do))
     if labels.problem == "single" and labels.count < 2:
         what = "none" if not labels.count else f"{labels.count} ({labels.name(0)})"
         raise DataError(expected("at least two classes", what, "Are the labels in the data?"))
@@ -188,16 +183,14 @@ def check_classes(labels: Labels, num_classes: int | None) -> None:
 
 def check_names(problem: Any, names: Any, count: Any) -> None:
     """Validate the class arguments that do not depend on the data."""
-    if problem is not None and problem not in get_args(Problem):
-        choices = get_args(Problem)
-        do = did_you_mean(str(problem), choices)
-        raise BadArgument(expected("problem to be 'single', 'multi', 'regression' or None", problem, do))
+    if problem is not None:
+        check_choice("problem", problem, get_args(Problem))
     if names is not None:
         listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
         if not listed or not names or len(set(names)) != len(names):
             raise BadArgument(expected("class_names to be a list of different names", names))
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise BadArgument(expected("num_classes to be a positive integer", count))
+    if count is not None:
+        check_count("num_classes", count)
     if names is not None and count is not None and len(names) != count:
         raise BadArgument(expected(f"num_classes={len(names)}, as many as class_names", count, "Leave it out."))
 
@@ -225,7 +218,7 @@ class _LabelStatistics:
             self.kinds |= {"marks" for one in several if isinstance(one, float | bool | np.floating | np.bool_)}
         if self.regression:
             return
-        for one in [value] if several is None else several:
+        for one in _listed(value):
             plain = one.item() if isinstance(one, np.generic) else one
             if several is None:
                 self.kinds.add(_kind(plain))
@@ -289,6 +282,11 @@ def _as_list(value: Any) -> list[Any] | None:
     if isinstance(value, np.ndarray | Tensor):
         return value.tolist() if value.ndim else None
     return list(value) if isinstance(value, list | tuple | set) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    several = _as_list(value)
+    return [value] if several is None else several
 
 
 def _is_integer(value: Any) -> bool:

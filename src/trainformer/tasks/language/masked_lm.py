@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.store import StoreView
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.tasks.language.base import TokenPredictionTask
+from trainformer.tasks.language.base import TextTask, TokenPredictionTask, standard_records
 
 _VERSION = "words-1"  # of the output of `WordEncoder`: raise it when that changes, to invalidate cached tokens
 # Share of the tokens to predict that are masked, and that are replaced at random; the rest stays unchanged (BERT).
@@ -31,7 +28,7 @@ _EVALUATION = 0x3A5C  # separates evaluation masks from other random streams
 
 
 @dataclass(eq=False)
-class MaskedLM(TokenPredictionTask):
+class MaskedLM(TokenPredictionTask, TextTask):
     """Train a masked language model of transformers (BERT, RoBERTa, DistilBERT, ...), pretrained or from scratch.
 
     `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
@@ -45,16 +42,10 @@ class MaskedLM(TokenPredictionTask):
     """
 
     model_name: Any = "bert-base-uncased"
-    adapter: Adapter | None = None
     max_length: int = 512
     _: KW_ONLY
     mask_prob: float = 0.15
     whole_word: bool = False
-    tokenizer: Any = None
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "masked_lm"
     groups_by_length = True
@@ -71,13 +62,10 @@ class MaskedLM(TokenPredictionTask):
         if self.text_tokenizer.mask_token_id is None:
             raise BadArgument(expected("a tokenizer with a mask token", "one without", "Set tokenizer.mask_token."))
         encoder = WordEncoder(self.text_tokenizer, self.max_length, whole_word=self.whole_word)
-        store = self._tokenize(dataset, encoder, "training data" if train else "validation data")
+        store = self._tokenize(standard_records(dataset), encoder, train)
         special = np.asarray(sorted(set(self.text_tokenizer.all_special_ids)))
         others = np.setdiff1d(np.arange(len(self.text_tokenizer)), special).astype(np.int32)
         return MaskedDataset(store, self.text_tokenizer.mask_token_id, others, self.mask_prob, fixed=not train)
-
-    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        return pad(examples, self.text_tokenizer.pad_token_id, max_length=self.max_length)
 
     # -- steps ---------------------------------------------------------------------------------------------
 

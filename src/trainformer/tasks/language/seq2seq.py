@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrap_model
+from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError
-from trainformer.core.errors import expected
+from trainformer.core.errors import check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.store import StoreView
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
-from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import TokenPredictionTask
+from trainformer.tasks.language.base import TextTask, TokenPredictionTask, standard_records, to_width
 
 _VERSION = "pairs-1"  # of the output of `PairEncoder`: raise it when that changes, to invalidate cached tokens
 _SIDES = (("source", "target"), ("prompt", "completion"), ("instruction", "output"))
 
 
 @dataclass(eq=False)
-class Seq2Seq(TokenPredictionTask):
+class Seq2Seq(TokenPredictionTask, TextTask):
     """Train an encoder-decoder model of transformers (T5, BART, mBART, Marian, ...), pretrained or from scratch.
 
     `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
@@ -43,28 +39,20 @@ class Seq2Seq(TokenPredictionTask):
     """
 
     model_name: Any = "t5-small"
-    adapter: Adapter | None = None
     max_source_length: int = 512
     max_target_length: int = 128
     _: KW_ONLY
-    tokenizer: Any = None
     prefix: str = ""
     generate_metrics: bool = False
     generate_options: dict[str, Any] = field(default_factory=dict)
     label_smoothing: float = 0.0
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "seq2seq"
     groups_by_length = True
 
     def __post_init__(self) -> None:
         for name in ("max_source_length", "max_target_length"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-                raise BadArgument(expected(f"{name} to be a whole number of at least 2", value))
+            check_count(name, getattr(self, name), least=2)
         self._init_task()
 
     @property
@@ -86,7 +74,7 @@ class Seq2Seq(TokenPredictionTask):
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenise sources and targets once."""
         encoder = PairEncoder(self.text_tokenizer, self.max_source_length, self.max_target_length, prefix=self.prefix)
-        return PairDataset(self._tokenize(dataset, encoder, "training data" if train else "validation data"))
+        return PairDataset(self._tokenize(standard_records(dataset), encoder, train))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         pad_id = self.text_tokenizer.pad_token_id
@@ -101,17 +89,13 @@ class Seq2Seq(TokenPredictionTask):
         metrics = super().eval_step(batch)
         if not self.generate_metrics:
             return metrics
-        return {
-            **metrics,
-            **self.predict_step(batch),
-            "target": _pad_to(batch["labels"], self.max_target_length, IGNORE_INDEX),
-        }
+        return {**metrics, **self.predict_step(batch), "target": to_width(batch["labels"], self.max_target_length)}
 
     def predict_step(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Generated tokens for each source, padded to `max_target_length`."""
         options = {"max_new_tokens": self.max_target_length, **self.generate_options}
         tokens = self._generate_tokens(batch, **options)
-        return {"generated": _pad_to(tokens, options["max_new_tokens"], self.text_tokenizer.pad_token_id)}
+        return {"generated": to_width(tokens, options["max_new_tokens"], self.text_tokenizer.pad_token_id)}
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
         """Generation metrics over the whole dataset (not means over batches)."""
@@ -124,9 +108,6 @@ class Seq2Seq(TokenPredictionTask):
             "chrf": chrf(texts, references),
             **rouge(texts, references, kinds=("rougeL",)),
         }
-
-    def _training_options(self) -> dict[str, Any]:
-        return {"label_smoothing": self.label_smoothing}
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
         labels = batch["labels"]
@@ -152,25 +133,10 @@ class Seq2Seq(TokenPredictionTask):
         options = {"max_new_tokens": max_new_tokens or self.max_target_length, **self.generate_options, **options}
         return self.text_tokenizer.batch_decode(self._generate_tokens(batch, **options), skip_special_tokens=True)
 
-    @torch.no_grad()
-    def _generate_tokens(self, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
+    def _generate_tokens(self, inputs: Mapping[str, Tensor], **options: Any) -> Tensor:
         """Generated tokens without the decoder's start token."""
-        model: Any = unwrap_model(self.model)
-        with eval_mode(model):
-            generated = model.generate(
-                **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
-                **{"do_sample": False, "pad_token_id": self.text_tokenizer.pad_token_id, **options},
-            )
-        return generated[:, 1:]
-
-
-def _pad_to(rows: Tensor, width: int, value: int) -> Tensor:
-    """Pad rows of tokens to a fixed width, so that those of a whole dataset can be stacked.
-
-    >>> _pad_to(torch.tensor([[5, 6]]), 4, 0).tolist()
-    [[5, 6, 0, 0]]
-    """
-    return F.pad(rows, (0, width - rows.shape[1]), value=value)
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        return super()._generate_tokens(inputs, **options)[:, 1:]
 
 
 class PairEncoder(Encoder):

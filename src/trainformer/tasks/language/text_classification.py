@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,15 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrap_model
+from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.metadata import DatasetInfo
-from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import Encoded, EncodingReport
 from trainformer.data.text.schemas import TEXT_KEYS, require_key
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import StoreView, tokenize
+from trainformer.data.text.store import StoreView
 from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
 from trainformer.losses.numerics import no_autocast, upcast
 from trainformer.models.modes import eval_mode
@@ -62,7 +60,6 @@ class TextClassification(ClassifyingTask):
     """
 
     model_name: Any = "bert-base-uncased"
-    adapter: Adapter | None = None
     max_length: int = 512
     _: KW_ONLY
     num_classes: int | None = None
@@ -70,11 +67,6 @@ class TextClassification(ClassifyingTask):
     problem: Problem | None = None
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | Sequence[float] | None = None
-    tokenizer: Any = None
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation, labels as rows
 
@@ -124,12 +116,10 @@ class TextClassification(ClassifyingTask):
         """Tokenise texts once, with their labels."""
         records = records_of(dataset, None)
         encoder = TextEncoder(self.text_tokenizer, self.max_length, self.labels, records[0], labelled=train)
-        name = "training data" if train else "validation data"
-        store = tokenize(only_columns(records, encoder.keys), encoder, cache_dir=self.cache_dir, name=name)
-        return LabelledTexts(store, self.labels)
+        return LabelledTexts(self._tokenize(only_columns(records, encoder.keys), encoder, train), self.labels)
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        batch = pad(examples, self.text_tokenizer.pad_token_id, max_length=self.max_length)
+        batch = super().collate_fn(examples)
         types = batch.pop("labels")
         labels = self.labels.decode([example["label"] for example in examples])
         batch["token_type_ids"] = types.clamp(min=0)
@@ -173,11 +163,7 @@ class TextClassification(ClassifyingTask):
         metrics: dict[str, Any] = {"loss": self._loss(logits, labels, train=False), "label": labels}
         if self.labels.problem == "single":
             prediction = logits.argmax(-1)
-            return {
-                **metrics,
-                "accuracy": ((prediction == labels).sum(), len(labels)),
-                "prediction": prediction,
-            }
+            return {**metrics, "accuracy": ((prediction == labels).sum(), len(labels)), "prediction": prediction}
         return {**metrics, "prediction": logits.sigmoid() if self.labels.problem == "multi" else logits}
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
@@ -224,12 +210,10 @@ class TextClassification(ClassifyingTask):
             for keys in ({"text": ""}, {"text": "", "text_pair": ""})
         }
         items = [encoders[len(record)].encode(record)[0]._asdict() for record in records]
-        model: Any = unwrap_model(self.model)
         found: list[list[float]] = []
-        with eval_mode(model):
-            for begin in range(0, len(items), batch_size):
-                batch = self.collate_fn([split_item(item) for item in items[begin : begin + batch_size]])
-                rows = self.predict_step({name: value.to(model.device) for name, value in batch.items()})
+        with eval_mode(self.model):
+            for batch in self._batches([split_item(item) for item in items], batch_size):
+                rows = self.predict_step(batch)
                 found += rows.get("probabilities", rows.get("value")).reshape(-1, self.labels.count).tolist()  # type: ignore[union-attr]
         named = [{self.labels.name(index): score for index, score in enumerate(row)} for row in found]
         return [dict(sorted(row.items(), key=lambda pair: -pair[1])[:top]) for row in named]
@@ -311,9 +295,8 @@ class TextEncoder(PartsEncoder):
         if isinstance(record, str):
             return [record], None
         if not isinstance(record, list | tuple) or len(record) != 2:
-            raise DataError(
-                expected("a text with its label", type(record).__name__, 'Write {"text": ..., "label": ...}.')
-            )
+            do = 'Write {"text": ..., "label": ...}.'
+            raise DataError(expected("a text with its label", type(record).__name__, do))
         return [record[0]], record[1]
 
 

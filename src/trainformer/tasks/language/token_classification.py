@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainformer.adapters.base import Adapter, unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
-from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.schemas import expected_value, require_key
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import tokenize
 from trainformer.eval.classification import EntityScores, TagScheme, entity_scores
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import eval_mode
@@ -57,7 +53,6 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
     """
 
     model_name: Any = "bert-base-cased"
-    adapter: Adapter | None = None
     max_length: int = 512
     _: KW_ONLY
     num_classes: int | None = None
@@ -66,11 +61,6 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
     label_all_subtokens: bool = False
     long: str = "split"
     label_smoothing: float = 0.0
-    tokenizer: Any = None
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    cache_dir: str | Path | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     per_type: dict[str, EntityScores] = field(init=False, default_factory=dict, repr=False)
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation, labels as rows
@@ -103,21 +93,17 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         """Tokenise words with their tags once."""
         records = records_of(dataset, None)
         encoder = self._encoder(records[0], train)
-        name = "training data" if train else "validation data"
         columns = [key for key in encoder.columns if key is not None]
-        return tokenize(only_columns(records, columns), encoder, cache_dir=self.cache_dir, name=name)
+        return self._tokenize(only_columns(records, columns), encoder, train)
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        batch = pad(examples, self.text_tokenizer.pad_token_id, max_length=self.max_length)
+        batch = super().collate_fn(examples)
         if not bool((batch["labels"] == _UNTAGGED).any()):
             return batch
         batch["first_token"] = batch.pop("labels") != IGNORE_INDEX  # prediction data: which tokens will get a tag
         return batch
 
     # -- steps ---------------------------------------------------------------------------------------------
-
-    def _training_options(self) -> dict[str, Any]:
-        return {"label_smoothing": self.label_smoothing}
 
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -132,9 +118,8 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         logits, labels = self._logits(batch), batch["labels"]
         loss = token_cross_entropy(logits, labels, shift=False)
         scheme = TagScheme(self._names())
-        count = self._entity_counts if scheme.types else self._tag_counts
         predicted, target = logits.argmax(-1).cpu(), labels.cpu()
-        counts = [count(*rows, scheme) for rows in zip(predicted, target, strict=True)]
+        counts = [self._counts(*rows, scheme) for rows in zip(predicted, target, strict=True)]
         found = {
             "loss": (loss.sum, loss.weight),
             "accuracy": (loss.correct, loss.weight),
@@ -150,17 +135,14 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         cell = target[mask].long() * self.labels.count + predicted[mask]
         return torch.bincount(window * cells + cell, minlength=windows * cells).reshape(windows, cells).to(torch.int16)
 
-    def _entity_counts(self, predicted: Tensor, target: Tensor, scheme: TagScheme) -> np.ndarray:
-        mask = target != IGNORE_INDEX
-        named = [[self.labels.name(tag) for tag in row[mask].tolist()] for row in (predicted, target)]
-        return scheme.counts(*named)
-
-    def _tag_counts(self, predicted: Tensor, target: Tensor, scheme: TagScheme) -> np.ndarray:
+    def _counts(self, predicted: Tensor, target: Tensor, scheme: TagScheme) -> np.ndarray:
+        """Numbers of correct, predicted and true entities of each type; without entities, of words with each tag."""
         mask = target != IGNORE_INDEX
         predicted, target = predicted[mask], target[mask]
-        columns = [torch.bincount(tags, minlength=self.labels.count) for tags in (predicted, target)]
-        correct = torch.bincount(target[predicted == target], minlength=self.labels.count)
-        return torch.stack([correct, *columns], dim=1).int().numpy()
+        if scheme.types:
+            return scheme.counts(*([self.labels.name(tag) for tag in row.tolist()] for row in (predicted, target)))
+        several = (target[predicted == target], predicted, target)
+        return torch.stack([tags.bincount(minlength=self.labels.count) for tags in several], dim=1).int().numpy()
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
         """Precision, recall and F1 of all entities, or the macro F1 of plain tags. Sets `per_type`."""
@@ -200,14 +182,12 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         encoder = self._encoder({"tokens": []}, train=False)
         windows = [(index, piece) for index, text in enumerate(words) for piece in encoder.encode({"tokens": text})]
         found: list[list[str]] = [[] for _ in several]
-        model: Any = unwrap_model(self.model)
-        with eval_mode(model):
-            for begin in range(0, len(windows), batch_size):
-                part = windows[begin : begin + batch_size]
-                batch = self.collate_fn([piece._asdict() for _, piece in part])
-                moved = {name: value.to(model.device) for name, value in batch.items()}
-                for (index, _), row in zip(part, self.predict_step(moved)["prediction"].tolist(), strict=True):
-                    found[index] += [self.labels.name(tag) for tag in row if tag != IGNORE_INDEX]
+        rows: list[list[int]] = []
+        with eval_mode(self.model):
+            for batch in self._batches([piece._asdict() for _, piece in windows], batch_size):
+                rows += self.predict_step(batch)["prediction"].tolist()
+        for (index, _), row in zip(windows, rows, strict=True):
+            found[index] += [self.labels.name(tag) for tag in row if tag != IGNORE_INDEX]
         # Words beyond the end of a truncated text have no tag.
         return [[*zip(text, tags, strict=False)] for text, tags in zip(words, found, strict=True)]
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.image import load_images
@@ -57,10 +57,8 @@ class CLIP(ProcessorTask):
     """
 
     model_name: Any = "openai/clip-vit-base-patch32"
-    adapter: Adapter | None = None
     _: KW_ONLY
     max_length: int = 77
-    processor: Any = None
     augment: str | nn.Module | Callable[[Tensor], Tensor] | None = "crop"
     crop_scale: tuple[float, float] = (0.9, 1.0)
     same_caption: str = "ignore"
@@ -70,16 +68,12 @@ class CLIP(ProcessorTask):
     eval_captions: int = 5
     classes: Sequence[str] | None = None
     templates: str | Sequence[str] = "a photo of a {}."
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "clip"
 
     def __post_init__(self) -> None:
         self._init_task()
         check_arguments(self)
-        self._normalizer: Normalize | None = None
         self._class_names: Sequence[str] | None = self.classes
 
     # -- the model -----------------------------------------------------------------------------------------
@@ -132,26 +126,26 @@ class CLIP(ProcessorTask):
             raise DataError(expected("images with captions to train on", received, "Pass {'image', 'text'} samples."))
         if not pair.captions and self.classes is None:
             self._class_names = targets_of(dataset).names
-        encoder = self._encoder(0 if train else self.eval_captions if _has_several(dataset, pair) else 1)
+        base = dataset
+        while hasattr(base, "dataset"):  # subsets
+            base = base.dataset
+        several = len(pair.captions) > 1 or bool(getattr(base, "has_several_captions", False))
+        encoder = self._encoder(0 if train else self.eval_captions if several else 1)
         self._check_pixels(encoder(first)["pixel_values"])
         return EncodedStream(dataset, encoder, shuffle=train) if is_stream(dataset) else EncodedPairs(dataset, encoder)
 
     def _encoder(self, captions: int) -> PairEncoder:
         assert self.model is not None  # loading it limits max_length
-        return PairEncoder(Pixels(self.preprocessor.image_processor), self.text_tokenizer, self.max_length, captions)
+        return PairEncoder(self._pixels, self.text_tokenizer, self.max_length, captions)
 
     def _check_pixels(self, pixels: Tensor) -> None:
         model: Any = self.model
         side = model.config.vision_config.image_size
         size = (side, side) if isinstance(side, int) else tuple(side)
         if tuple(pixels.shape[-2:]) != size:
-            raise BadArgument(
-                expected(
-                    f"a processor that resizes images to the model's {size[0]} x {size[1]} pixels",
-                    f"{pixels.shape[-2]} x {pixels.shape[-1]}",
-                    "Set size (and crop_size) of processor.image_processor.",
-                )
-            )
+            what = f"a processor that resizes images to the model's {size[0]} x {size[1]} pixels"
+            do = "Set size (and crop_size) of processor.image_processor."
+            raise BadArgument(expected(what, f"{pixels.shape[-2]} x {pixels.shape[-1]}", do))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         return collate(examples, self.text_tokenizer.pad_token_id, self.max_length, full=self._pads_fully)
@@ -162,22 +156,22 @@ class CLIP(ProcessorTask):
             return self._normalize
         if not isinstance(self.augment, str):
             return self.augment
-        pixels = Pixels(self.preprocessor.image_processor)
         model: Any = self.model
         side = model.config.vision_config.image_size
         # No flips: captions mention left and right, and text in images.
-        return PixelAugment(side, scale=self.crop_scale, flip=0.0, mean=pixels.mean, std=pixels.std)
+        return PixelAugment(side, scale=self.crop_scale, flip=0.0, mean=self._pixels.mean, std=self._pixels.std)
 
     def get_eval_transforms(self) -> nn.Module:
         """Normalisation on the device."""
         return self._normalize
 
-    @property
+    @cached_property
+    def _pixels(self) -> Pixels:
+        return Pixels(self.preprocessor.image_processor)
+
+    @cached_property
     def _normalize(self) -> Normalize:
-        if self._normalizer is None:
-            pixels = Pixels(self.preprocessor.image_processor)
-            self._normalizer = Normalize(pixels.mean, pixels.std)
-        return self._normalizer
+        return Normalize(self._pixels.mean, self._pixels.std)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -256,11 +250,13 @@ class CLIP(ProcessorTask):
 
     def _image_features(self, pixels: Tensor) -> Tensor:
         model: Any = self.model
-        return _unit(model.get_image_features(pixel_values=pixels))
+        features = model.get_image_features(pixel_values=pixels)
+        return l2_normalize(getattr(features, "pooler_output", features))
 
     def _text_features(self, inputs: Mapping[str, Tensor]) -> Tensor:
         model: Any = self.model
-        return _unit(model.get_text_features(**inputs))
+        features = model.get_text_features(**inputs)
+        return l2_normalize(getattr(features, "pooler_output", features))
 
     # -- inference -----------------------------------------------------------------------------------------
 
@@ -268,11 +264,10 @@ class CLIP(ProcessorTask):
     def embed_images(self, images: Sequence[Any], batch_size: int = 64) -> Tensor:
         """Return normalised embeddings (N, D) of images: PIL images, or uint8 tensors or arrays, of any size."""
         device = next(self.model.parameters()).device
-        pixels = Pixels(self.preprocessor.image_processor)
         rows = []
         with eval_mode(self.model):
             for start in range(0, len(images), batch_size):
-                batch = torch.stack([pixels(image) for image in images[start : start + batch_size]])
+                batch = torch.stack([self._pixels(image) for image in images[start : start + batch_size]])
                 rows.append(self._image_features(self._normalize(batch.to(device))))
         return torch.cat(rows)
 
@@ -280,17 +275,12 @@ class CLIP(ProcessorTask):
     def embed_texts(self, texts: str | Sequence[str], batch_size: int = 256) -> Tensor:
         """Return normalised embeddings (N, D) of texts."""
         texts = [texts] if isinstance(texts, str) else list(texts)
-        device = next(self.model.parameters()).device
         encoder = self._encoder(1)
-        rows = []
+        blank = torch.zeros(1, dtype=torch.uint8)
+        examples = [{"pixel_values": blank, "tokens": [encoder.tokens(text)]} for text in texts]
         with eval_mode(self.model):
-            for start in range(0, len(texts), batch_size):
-                examples = [{"tokens": [encoder.tokens(text)]} for text in texts[start : start + batch_size]]
-                blank = torch.zeros(1, dtype=torch.uint8)
-                batch = self.collate_fn([{"pixel_values": blank, **example} for example in examples])
-                inputs = {name: rows.to(device) for name, rows in self._text_inputs(batch).items()}
-                rows.append(self._text_features(inputs))
-        return torch.cat(rows)
+            batches = self._batches(examples, batch_size)
+            return torch.cat([self._text_features(self._text_inputs(batch)) for batch in batches])
 
     def zero_shot_classifier(self, classes: Sequence[str], templates: str | Sequence[str] | None = None) -> Tensor:
         """Return one embedding (classes, D) per class: the mean over its prompts from the templates."""
@@ -334,18 +324,6 @@ def _first(dataset: Any) -> Any:
     return first
 
 
-def _has_several(dataset: Any, pair: Any) -> bool:
-    """Whether images have several captions, according to the dataset or its first sample."""
-    while hasattr(dataset, "dataset"):
-        dataset = dataset.dataset  # unwrap subsets
-    return len(pair.captions) > 1 or bool(getattr(dataset, "has_several_captions", False))
-
-
-def _unit(features: Any) -> Tensor:
-    """Normalise the output of a tower."""
-    return l2_normalize(getattr(features, "pooler_output", features))
-
-
 def check_arguments(task: CLIP) -> None:
     """Validate the arguments that do not depend on model and data."""
     if task.same_caption not in ("ignore", "negative"):
@@ -358,11 +336,8 @@ def check_arguments(task: CLIP) -> None:
         raise BadArgument(expected("max_scale to be a positive number or None", task.max_scale))
     counts = (*task.recall_at, task.eval_captions)
     if not task.recall_at or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts):
-        raise BadArgument(
-            expected(
-                "recall_at and eval_captions to be whole numbers of at least 1", (task.recall_at, task.eval_captions)
-            )
-        )
+        what = "recall_at and eval_captions to be whole numbers of at least 1"
+        raise BadArgument(expected(what, (task.recall_at, task.eval_captions)))
     forms = [task.templates] if isinstance(task.templates, str) else task.templates
     if not forms or any("{}" not in form for form in forms):
         raise BadArgument(expected("templates with {} in the place of the class", task.templates))
@@ -374,10 +349,6 @@ def check_end(tokens: Sequence[int], end: int | None) -> None:
     """Check the EOS token: CLIP reads a text off at the first one, or (in old configs) at the largest token id."""
     place = tokens.index(max(tokens)) if end == 2 else tokens.index(end) if end in tokens else None
     if place != len(tokens) - 1:
-        raise BadArgument(
-            expected(
-                f"a tokenizer that ends texts with the model's EOS token ({end})",
-                f"one that encodes 'a' as {list(tokens)}",
-                "Let the tokenizer add its end token, and set text_config.eos_token_id to that.",
-            )
-        )
+        what = f"a tokenizer that ends texts with the model's EOS token ({end})"
+        do = "Let the tokenizer add its end token, and set text_config.eos_token_id to that."
+        raise BadArgument(expected(what, f"one that encodes 'a' as {list(tokens)}", do))

@@ -12,12 +12,13 @@ Radford et al., CLIP, 2021; Zhai et al., SigLIP, 2023.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainformer.losses.contrastive import info_nce
 from trainformer.losses.numerics import Reduction, check_rows, l2_normalize, no_autocast, reduce_loss, upcast
 from trainformer.utils.distributed import RowCounts, gather_row_counts, gather_rows
 
@@ -46,15 +47,13 @@ def clip_loss(
     with no_autocast(images):
         scale = upcast(log_scale).exp()
         images, texts = l2_normalize(images), l2_normalize(texts)
-        shares = gather_row_counts(images) if gather else None
-        every_image, every_text = _gathered(images, texts, shares)
-        to_text, to_image = (scale * images) @ every_text.T, (scale * texts) @ every_image.T
-        own = _own(images, shares)
-        excluded = _same_caption(captions, own, shares)
-        if excluded is not None:
-            to_text, to_image = (logits.masked_fill(excluded, -torch.inf) for logits in (to_text, to_image))
-        both = [F.cross_entropy(logits, own, reduction="none") for logits in (to_text, to_image)]
-        return reduce_loss((both[0] + both[1]) / 2, reduction)
+        counts = gather_row_counts(images) if gather else None
+        every_image, every_text = images, texts
+        if counts is not None:  # in one message
+            every_image, every_text = gather_rows(torch.cat([images, texts], dim=1), counts).chunk(2, dim=1)
+        first, same = _first_and_equal(captions, counts)
+        to_text = info_nce(scale * images, every_text, first, same)
+        return reduce_loss((to_text + info_nce(scale * texts, every_image, first, same)) / 2, reduction)
 
 
 def siglip_loss(
@@ -76,51 +75,33 @@ def siglip_loss(
     check_rows(("images", images), ("texts", texts))
     with no_autocast(images):
         images, texts = l2_normalize(images), l2_normalize(texts)
-        shares = gather_row_counts(images) if gather else None
-        every_image = images if shares is None else gather_rows(images, shares)
+        counts = gather_row_counts(images) if gather else None
+        every_image = images if counts is None else gather_rows(images, counts)
         logits = (upcast(log_scale).exp() * texts) @ every_image.T + upcast(bias)
-        own = _own(texts, shares)
-        matching = own.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
+        first, same = _first_and_equal(captions, counts)
+        own = torch.arange(len(texts), device=logits.device).unsqueeze(1) + first
+        matching = own == torch.arange(logits.shape[1], device=logits.device)
         losses = -F.logsigmoid(torch.where(matching, logits, -logits))
-        excluded = _same_caption(captions, own, shares)
-        return reduce_loss((losses if excluded is None else losses.masked_fill(excluded, 0.0)).sum(1), reduction)
+        return reduce_loss((losses if same is None else losses.masked_fill(same & ~matching, 0.0)).sum(1), reduction)
 
 
-def _gathered(images: Tensor, texts: Tensor, shares: RowCounts | None) -> tuple[Tensor, Tensor]:
-    """All-gather images and texts in one message. Without `shares`, nothing is gathered."""
-    if shares is None:
-        return images, texts
-    every_image, every_text = gather_rows(torch.cat([images, texts], dim=1), shares).chunk(2, dim=1)
-    return every_image, every_text
-
-
-def _own(rows: Tensor, shares: RowCounts | None) -> Tensor:
-    """The positions of this rank's rows among all."""
-    return torch.arange(len(rows), device=rows.device) + (0 if shares is None else shares.first)
-
-
-def _same_caption(captions: Tensor | None, own: Tensor, shares: RowCounts | None) -> Tensor | None:
-    """Mask of other pairs (columns) that have the same caption as one of this rank's rows."""
+def _first_and_equal(captions: Tensor | None, counts: RowCounts | None) -> tuple[int, Tensor | None]:
+    """The position of this rank's first row among all, and a mask of the pairs (columns) with the caption of a row."""
+    first = 0 if counts is None else counts.first
     if captions is None:
-        return None
-    same = captions.unsqueeze(1) == (captions if shares is None else gather_rows(captions, shares))
-    return same.scatter(1, own.unsqueeze(1), False)
+        return first, None
+    return first, captions.unsqueeze(1) == (captions if counts is None else gather_rows(captions, counts))
 
 
 # -- retrieval metrics -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Matches:
+class Matches(NamedTuple):
     """Normalised images (N, D), distinct normalised texts (M, D), and index pairs (P, 2) that belong together."""
 
     images: Tensor
     texts: Tensor
     pairs: Tensor
-
-    def reversed(self) -> Matches:
-        """Swap images and texts."""
-        return Matches(self.texts, self.images, self.pairs.flip(1))
 
 
 def find_matches(images: Tensor, texts: Tensor, captions: Tensor) -> Matches:
@@ -148,7 +129,8 @@ def retrieval_metrics(
     """
     metrics: dict[str, float] = {}
     losses = []
-    for name, direction in (("image_to_text", found), ("text_to_image", found.reversed())):
+    reverse = Matches(found.texts, found.images, found.pairs.flip(1))
+    for name, direction in (("image_to_text", found), ("text_to_image", reverse)):
         ranks, loss = _ranks_and_loss(direction, scale, bias)
         metrics |= {f"{name}_recall@{k}": (ranks <= k).double().mean().item() for k in recall_at}
         metrics[f"{name}_median_rank"] = ranks.double().quantile(0.5).item()
@@ -171,12 +153,11 @@ def _ranks_and_loss(found: Matches, scale: float, bias: float | None) -> tuple[T
         matching[queries[low:high] - start, candidates[low:high]] = True
         best = similarity.masked_fill(~matching, -torch.inf).amax(1, keepdim=True)
         ranks.append(1 + ((similarity >= best) & ~matching).sum(1))
-        total += _loss(upcast(similarity) * scale, matching, bias)
+        logits = upcast(similarity) * scale
+        if bias is None:
+            target = matching.to(logits.dtype) / matching.sum(1, keepdim=True)
+            losses = F.cross_entropy(logits, target, reduction="none")
+        else:
+            losses = -F.logsigmoid(torch.where(matching, logits + bias, -logits - bias))
+        total += float(losses.double().sum())
     return torch.cat(ranks), total / len(found.images)
-
-
-def _loss(logits: Tensor, matching: Tensor, bias: float | None) -> float:
-    if bias is not None:
-        return float(-F.logsigmoid(torch.where(matching, logits + bias, -logits - bias)).double().sum())
-    target = matching.to(logits.dtype) / matching.sum(1, keepdim=True)
-    return float(F.cross_entropy(logits, target, reduction="none").double().sum())

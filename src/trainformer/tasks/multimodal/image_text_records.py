@@ -49,29 +49,24 @@ def read_record(record: Any, opener: Callable[[Any], Any]) -> RecordContent:
     answered = prompt is None or any(record.get(name) is not None for name in (*_ANSWERS, *_CONVERSATIONS))
     if not answered:
         record = {**record, "prompt": record[prompt], "completion": ""}
-    if all(_is_missing(record.get(name)) for name in (*IMAGE_COLUMNS, *_CONVERSATIONS)):
-        form = detect_schema([record])
-        is_dialogue = form.name in ("chat", "completion", "alpaca")
-        return RecordContent([], _dialogue(record, form) if is_dialogue else standard(record, form), answered)
+    values = [record.get(name) for name in (*IMAGE_COLUMNS, *_CONVERSATIONS)]
+    if all(value is None or (isinstance(value, str | list) and not value) for value in values):
+        return RecordContent([], _text_parts(record), answered)
     item = _READER.item(record, opener)
     images = item.pop("images") if "images" in item else [item.pop("image")]
     if "messages" in item:
-        item["messages"] = _to_last_answer(item["messages"])
+        messages = list(item["messages"])
+        last = max(place for place, message in enumerate(messages) if message["role"] in ASSISTANT_ROLES)
+        item["messages"] = messages[: last + 1]
         images = images[: image_count(item["messages"]) or len(images)]
     return RecordContent(images, item, answered)
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list) and not value)
-
-
-def _to_last_answer(messages: Sequence[Any]) -> list[Any]:
-    last = max(place for place, message in enumerate(messages) if message["role"] in ASSISTANT_ROLES)
-    return list(messages[: last + 1])
-
-
-def _dialogue(record: Mapping[str, Any], form: Any) -> dict[str, Any]:
-    """A record without images: prompt and completion if it has one question and one answer, else messages."""
+def _text_parts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts of a record without images. One question with one answer is a prompt with its completion."""
+    form = detect_schema([record])
+    if form.name not in ("chat", "completion", "alpaca"):
+        return standard(record, form)
     messages = conversation(record, form)["messages"]
     if [message["role"] for message in messages] == ["user", "assistant"]:
         return {"prompt": messages[0]["content"], "completion": messages[1]["content"]}

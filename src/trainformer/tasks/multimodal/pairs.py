@@ -8,7 +8,6 @@ equal tokens, and 0 for a missing caption. Images with labels have `label` (B,) 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from trainformer.data.multimodal import TEXT_COLUMNS
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.text.collate import pad
 from trainformer.data.webdataset import MappedStream
+from trainformer.tasks.language.embedding_data import text_key
 from trainformer.tasks.multimodal.processor import Pixels
 
 
@@ -150,5 +150,4 @@ def caption_id(tokens: Sequence[int]) -> int:
     >>> caption_id([1, 2]) == caption_id([1, 2]), caption_id([1, 2]) == caption_id([2, 1])
     (True, False)
     """
-    digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) or 1
+    return text_key(np.asarray(tokens)) or 1

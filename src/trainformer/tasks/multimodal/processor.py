@@ -5,6 +5,8 @@ Images are resized and cropped by the model's processor but stay uint8; they are
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +88,19 @@ class PixelAugment(BatchAugment):
         return images if images.is_floating_point() else super().forward(images, keys, stream)
 
 
+@dataclass(eq=False)
 class ProcessorTask(LanguageTask):
-    """Base class of tasks whose model has a processor. A subclass is a dataclass with the field annotated here."""
+    """Base class of tasks whose model has a processor."""
 
-    processor: Any
+    _: KW_ONLY
+    processor: Any = None
 
-    def _init_task(self) -> None:
-        super()._init_task()
-        self._processor: Any = None
-
-    @property
+    @cached_property
     def preprocessor(self) -> Any:
         """The processor of the model, loaded on first access."""
-        if self._processor is None:
-            self._processor = load_processor(self.model_name if self.processor is None else self.processor)
-            ensure_pad_token(self._processor.tokenizer)
-        return self._processor
+        processor = load_processor(self.model_name if self.processor is None else self.processor)
+        ensure_pad_token(processor.tokenizer)
+        return processor
 
     @property
     def text_tokenizer(self) -> Any:

@@ -9,25 +9,25 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrap_model
+from trainformer.adapters.base import unwrap_model
 from trainformer.adapters.targets import language_model_name
 from trainformer.core import BadArgument
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, expected
 from trainformer.data.labels import is_stream
 from trainformer.data.multimodal import ImageTextDataset
 from trainformer.data.text.encode import IGNORE_INDEX, TRAIN_ON
 from trainformer.eval.generation import exact_match
-from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.losses.tokens import TokenLoss
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import TokenPredictionTask
+from trainformer.tasks.language.base import TokenPredictionTask, data_name, to_width
 from trainformer.tasks.multimodal.image_text_records import open_image
 from trainformer.tasks.multimodal.pairs import EncodedStream
 from trainformer.tasks.multimodal.processor import ProcessorTask
@@ -63,10 +63,8 @@ class VLM(ProcessorTask, TokenPredictionTask):
     """
 
     model_name: Any = "llava-hf/llava-1.5-7b-hf"
-    adapter: Adapter | None = None
     max_length: int = 2048
     _: KW_ONLY
-    processor: Any = None
     train_on: str = "auto"
     freeze: str | Sequence[str] = "auto"
     image_options: dict[str, Any] = field(default_factory=dict)
@@ -74,26 +72,17 @@ class VLM(ProcessorTask, TokenPredictionTask):
     generate_options: dict[str, Any] = field(default_factory=dict)
     chunk_tokens: int | None = None
     label_smoothing: float = 0.0
-    dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
-    attention: str | None = None  # eager, sdpa, flash_attention_2, ...
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     kind = "vlm"
     shifted = True
 
     def __post_init__(self) -> None:
         self._init_task()
-        if self.train_on not in TRAIN_ON:
-            hint = did_you_mean(str(self.train_on), TRAIN_ON)
-            raise BadArgument(expected(f"train_on to be one of {', '.join(TRAIN_ON)}", self.train_on, hint))
-        if self.chunk_tokens is not None and self.chunk_tokens < 0:
-            raise BadArgument(expected("chunk_tokens to be at least 0, or None", self.chunk_tokens))
+        check_choice("train_on", self.train_on, TRAIN_ON)
         self._frozen = self._parts_to_freeze()
         if self.adapter is not None:
             self.adapter.check(kind=self.kind, model=self.model_name)
-        self._states = OutputStates(chunked=self.chunk_tokens != 0)
-        self._encoder: ImageTextEncoder | None = None
-        self._blank: Block | None = None
+        self._states = OutputStates(self.chunk_tokens)
         self._trains_vision = False  # whether there are trainable parameters that only images give gradients to
 
     def _parts_to_freeze(self) -> tuple[str, ...]:
@@ -109,22 +98,19 @@ class VLM(ProcessorTask, TokenPredictionTask):
 
     def _load(self) -> nn.Module:
         model = super()._load()
-        freeze_parts(model, self._frozen)
+        for name, part in parts_of(model).items() if self._frozen else ():
+            if part in self._frozen:
+                model.get_parameter(name).requires_grad_(False)
         if vision_parameters(model):
-            self._freeze_unused(model)
+            # Freeze parameters that never receive a gradient: DDP would wait for it.
+            unused = parameters_without_gradient(model, self._blank_image.pixels)
+            for name in unused:
+                model.get_parameter(name).requires_grad_(False)
+            if unused:
+                what = "parameters of the vision tower never receive a gradient and are frozen"
+                logger.info("%d %s: %s, ...", len(unused), what, unused[0])
         self._trains_vision = bool(vision_parameters(model))
         return model
-
-    def _freeze_unused(self, model: nn.Module) -> None:
-        """Freeze parameters that never receive a gradient: DDP would wait for it."""
-        unused = parameters_without_gradient(model, self._blank_image().pixels)
-        for name in unused:
-            model.get_parameter(name).requires_grad_(False)
-        if unused:
-            logger.info(
-                "%d parameters of the vision tower never receive a gradient and are frozen: %s, ...",
-                len(unused), unused[0],
-            )  # fmt: skip
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -136,34 +122,26 @@ class VLM(ProcessorTask, TokenPredictionTask):
         if is_stream(dataset):
             encode = self.encoder.encode if train else self.encoder.encode_with_prompt
             return EncodedStream(dataset, encode, shuffle=train)
-        name = "training data" if train else "validation data"
-        return ImageTextExamples(dataset, self.encoder, prompts=not train, name=name)
+        return ImageTextExamples(dataset, self.encoder, prompts=not train, name=data_name(train))
 
-    @property
+    @cached_property
     def encoder(self) -> ImageTextEncoder:
         """The encoder of records, built on first access."""
-        if self._encoder is None:
-            self._encoder = ImageTextEncoder(
-                self.preprocessor,
-                max_length=self.max_length,
-                train_on=self.train_on,
-                image_options=self.image_options,
-            )
-        return self._encoder
+        options = {"train_on": self.train_on, "image_options": self.image_options}
+        return ImageTextEncoder(self.preprocessor, max_length=self.max_length, **options)  # type: ignore[arg-type]
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Any]:
         # If the vision tower is trained, the last sample always has an image, if need be a blank one after its end:
         # all ranks must give gradients to the same parameters, also if their texts have no images.
         assert self.model is not None  # loading it sets _trains_vision
         if self._trains_vision and "prompt" not in examples[-1] and not examples[-1]["pixels"]:
-            examples = [*examples[:-1], with_image(examples[-1], self._blank_image())]
+            examples = [*examples[:-1], with_image(examples[-1], self._blank_image)]
         typed = _TYPES in self.preprocessor.model_input_names
         return collate(examples, self.text_tokenizer.pad_token_id, image_id=self.encoder.image_id if typed else None)
 
+    @cached_property
     def _blank_image(self) -> Block:
-        if self._blank is None:
-            self._blank = self.encoder.block(open_image(torch.full((3, _BLANK_SIDE, _BLANK_SIDE), 128).byte()))
-        return self._blank
+        return self.encoder.block(open_image(torch.full((3, _BLANK_SIDE, _BLANK_SIDE), 128).byte()))
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -173,12 +151,12 @@ class VLM(ProcessorTask, TokenPredictionTask):
         if not self.generate_metrics:
             return metrics
         # One more token than can be generated, so that a longer answer does not match.
-        return {**metrics, **self.predict_step(batch), "target": _to_width(batch["answers"], self._new_tokens + 1)}
+        return {**metrics, **self.predict_step(batch), "target": to_width(batch["answers"], self._new_tokens + 1)}
 
     def predict_step(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Generated tokens for each prompt, padded to a fixed width."""
         tokens = self._generate_tokens(batch, **self.generate_options)
-        return {"generated": _to_width(tokens, self._new_tokens, self.text_tokenizer.pad_token_id)}
+        return {"generated": to_width(tokens, self._new_tokens, self.text_tokenizer.pad_token_id)}
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
         """The fraction of answers that match exactly."""
@@ -187,19 +165,12 @@ class VLM(ProcessorTask, TokenPredictionTask):
         )
         return {"exact_match": exact_match(self._decode(rows["generated"]), targets)}
 
-    def _training_options(self) -> dict[str, Any]:
-        return {"label_smoothing": self.label_smoothing}
-
     def _loss(self, batch: Mapping[str, Any], **options: Any) -> TokenLoss:
         inputs = {"input_ids": batch["input_ids"], **flat_pixels(batch)}
         if _TYPES in batch:
             # Otherwise no mask: padding is on the right, where no token of a causal model attends, and has no labels.
             inputs |= {_TYPES: batch[_TYPES], "attention_mask": batch["attention_mask"]}
-        states, head = self._states(self.model, inputs)
-        if head is None:
-            return token_cross_entropy(states, batch["labels"], **options)
-        chunk = self.chunk_tokens or None
-        return linear_cross_entropy(states, head.weight, batch["labels"], bias=head.bias, chunk_tokens=chunk, **options)
+        return self._causal_loss(self._states, inputs, batch["labels"], **options)
 
     # -- generation ----------------------------------------------------------------------------------------
 
@@ -230,40 +201,22 @@ class VLM(ProcessorTask, TokenPredictionTask):
     def _decode(self, tokens: Tensor) -> list[str]:
         return [text.strip() for text in self.text_tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
-    @torch.no_grad()
-    def _generate_tokens(self, batch: Mapping[str, Any], **options: Any) -> Tensor:
-        """Generated tokens without the prompts."""
+    def _generate_tokens(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
+        """Generated tokens without the prompts of a batch."""
         model: Any = unwrap_model(self.model)
-        inputs = {"input_ids": batch["prompt_ids"], "attention_mask": batch["prompt_mask"], **flat_pixels(batch)}
-        if "prompt_types" in batch:
-            inputs[_TYPES] = batch["prompt_types"]
+        prompts = {"input_ids": inputs["prompt_ids"], "attention_mask": inputs["prompt_mask"], **flat_pixels(inputs)}
+        if "prompt_types" in inputs:
+            prompts[_TYPES] = inputs["prompt_types"]
         ends = getattr(model.generation_config, "eos_token_id", None)
-        defaults = {
-            "max_new_tokens": _NEW_TOKENS,
-            "do_sample": False,
-            "pad_token_id": self.text_tokenizer.pad_token_id,
-            "eos_token_id": self.text_tokenizer.eos_token_id if ends is None else ends,
-        }
-        with eval_mode(model):
-            generated = model.generate(
-                **{name: value.to(model.device) for name, value in inputs.items()}, **{**defaults, **options}
-            )
-        return generated[:, batch["prompt_ids"].shape[1] :]
+        end = self.text_tokenizer.eos_token_id if ends is None else ends
+        options = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": end, **options}
+        return super()._generate_tokens(prompts, **options)[:, inputs["prompt_ids"].shape[1] :]
 
 
 def _as_list(image: Any) -> list[Any]:
     if image is None:
         return []
     return list(image) if isinstance(image, list | tuple) else [image]
-
-
-def _to_width(rows: Tensor, width: int, value: int = IGNORE_INDEX) -> Tensor:
-    """Pad or truncate rows of tokens to a fixed width, so that those of a whole dataset can be stacked.
-
-    >>> _to_width(torch.tensor([[5, 6]]), 3, 0).tolist(), _to_width(torch.tensor([[5, 6]]), 1).tolist()
-    ([[5, 6, 0]], [[5]])
-    """
-    return F.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
 # -- parts of the model ------------------------------------------------------------------------------------
@@ -277,9 +230,7 @@ def check_parts(freeze: str | Sequence[str]) -> tuple[str, ...]:
     """
     names = (freeze,) if isinstance(freeze, str) else tuple(freeze)
     for name in names:
-        if name not in PARTS:
-            what = f"freeze to be 'auto' or names among {', '.join(PARTS)}"
-            raise BadArgument(expected(what, name, did_you_mean(str(name), [*PARTS, "auto"])))
+        check_choice("freeze, if not 'auto',", name, PARTS)
     if set(names) == set(PARTS):
         raise BadArgument(expected("freeze to leave something to train", list(names), "Leave one of them out."))
     return names
@@ -306,14 +257,6 @@ def _part(name: str) -> str:
     if any(word in name for word in _PROJECTORS):
         return "projector"
     return "vision" if any(step in _TOWERS for step in name.split(".")) else "projector"
-
-
-def freeze_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Freeze parts of a model."""
-    parts = parts_of(model) if names else {}
-    for name, parameter in model.named_parameters():
-        if parts.get(name) in names:
-            parameter.requires_grad_(False)
 
 
 def vision_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -69,7 +69,8 @@ class ImageTextExamples(Dataset):
                 self._read(int(index))
             return indices
         read = self.source.__getitem__ if read is None else read
-        lengths = [self._length(read(int(index)), int(index)) for index in indices]
+        places = ((read(index), location_of(self.source, index)) for index in map(int, indices))
+        lengths = [self.encoder.measure(*place, self.report, prompts=self.prompts) for place in places]
         kept = np.array([length is not None for length in lengths])
         level = logging.WARNING if self.report.dropped > _MANY_DROPPED * self.report.records else logging.INFO
         logger.log(level, "%s: %s", name, self.report)
@@ -77,9 +78,6 @@ class ImageTextExamples(Dataset):
             raise DataError(f"There is nothing to train on in {name}: {self.report}.")
         self.lengths = np.array([length for length in lengths if length is not None], dtype=np.int64)
         return indices[kept]
-
-    def _length(self, record: Any, index: int) -> int | None:
-        return self.encoder.measure(record, location_of(self.source, index), self.report, prompts=self.prompts)
 
 
 def collate(examples: Sequence[Mapping[str, Any]], pad_id: int, *, image_id: int | None = None) -> dict[str, Any]:

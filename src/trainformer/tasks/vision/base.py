@@ -6,9 +6,11 @@ So data is never normalised twice.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from torch.utils.data import Dataset
 
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
+from trainformer.data.augment.pipeline import BatchAugment
 from trainformer.data.folder import LAYOUT
 from trainformer.data.image import ImageDataset, images_in_memory, load_images, split_sample
 from trainformer.data.labels import is_stream
@@ -33,15 +36,7 @@ from trainformer.models.backbones import (
     check_backbone,
 )
 from trainformer.tasks.base import TaskBase
-from trainformer.tasks.vision.augment import (
-    AugmentSpec,
-    Geometry,
-    device_transform,
-    is_random,
-    resizes_first,
-    runs_on_batches,
-    sample_transform,
-)
+from trainformer.tasks.vision.augment import ON_BATCHES, RESIZE_FIRST, SHIFT, AugmentSpec, sample_transform
 from trainformer.tasks.vision.batch import Normalize
 from trainformer.tasks.vision.checks import image_hw, image_problems, size_pair
 
@@ -49,17 +44,31 @@ _SMALLEST = 32  # timm's convolutional backbones halve the image five times
 _MOST_RESIZED_BYTES = 1 << 30  # a dataset in memory is resized once as a whole if the result is no larger than this
 
 
+Built = TypeVar("Built")
+
+
+@dataclass(eq=False)
 class VisionTask(TaskBase):
-    """Base class of the vision tasks. A subclass is a dataclass with the fields annotated here."""
+    """Base class of the vision tasks, with the arguments that they share."""
 
-    backbone: str | nn.Module
-    pretrained: bool
-    image_size: int | tuple[int, int] | None
-    in_chans: int | None
-    checkpoint: Weights | None
-    model_kwargs: dict[str, Any]
+    _: KW_ONLY
+    image_size: int | tuple[int, int] | None = None
+    in_chans: int | None = None
+    checkpoint: Weights | None = None
+    drop_path_rate: float | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    needs_labels = True
+    needs_labels: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def backbone(self) -> str | nn.Module:
+        """The name of a timm model, or a module."""
+
+    @property
+    @abstractmethod
+    def pretrained(self) -> bool:
+        """Whether to load timm's weights."""
 
     def _init_task(self) -> None:
         """Validate shared arguments and set the initial state. Call it from `__post_init__`."""
@@ -73,6 +82,7 @@ class VisionTask(TaskBase):
         self._channels = self.in_chans
         self._model: nn.Module | None = None
         self._augments_on_device = False
+        self._seen_shape: tuple[int, ...] | None = None  # of the data
         self._initial_fingerprint: list[tuple[int, int]] = []
         self._read_backbone_config(nn.Identity())
 
@@ -98,7 +108,7 @@ class VisionTask(TaskBase):
             self._channels = self._channels or channels
         elif self._model is None or isinstance(self._model, UnbuiltModel):
             self._build(channels or self._channels or 3)
-        elif channels not in (None, self._channels) and self._is_untouched():
+        elif channels not in (None, self._channels) and fingerprint(self._model) == self._initial_fingerprint:
             self._build(channels or 3)
 
     def _read_backbone_config(self, backbone: nn.Module) -> None:
@@ -117,24 +127,49 @@ class VisionTask(TaskBase):
         return self._normalizer
 
     def _make_backbone(self, num_classes: int, channels: int, **options: Any) -> nn.Module:
-        """Build the backbone by name. Options that are None use timm's defaults."""
-        assert isinstance(self.backbone, str)
-        backbone = build_backbone(
-            self.backbone,
-            num_classes=num_classes,
-            in_chans=channels,
-            pretrained=self.pretrained,
-            checkpoint=self.checkpoint,
-            image_size=self._size,
-            options={name: value for name, value in options.items() if value is not None} | self.model_kwargs,
-        )
-        self._channels = channels
+        """Build the backbone by name, or take the user's. Options that are None use timm's defaults."""
+        backbone = self.backbone
+        if not isinstance(backbone, nn.Module):
+            backbone = build_backbone(
+                backbone,
+                num_classes=num_classes,
+                in_chans=channels,
+                pretrained=self.pretrained,
+                checkpoint=self.checkpoint,
+                image_size=self._size,
+                options={name: value for name, value in options.items() if value is not None} | self.model_kwargs,
+            )
+            self._channels = channels
         self._read_backbone_config(backbone)
         return backbone
 
-    def _is_untouched(self) -> bool:
-        """Whether the weights are still the initial ones: not trained, loaded or wrapped."""
-        return self._model is not None and fingerprint(self._model) == self._initial_fingerprint
+    def _with_image_size(self, build: Callable[..., Built], channels: int) -> Built:
+        """Call a function with the `channels` and `size` of an image, which it uses for a dry run.
+
+        A custom module may take only one image size: that of the data if it consists of tensors, otherwise the default
+        size that files are resized to.
+        """
+        shape = self._seen_shape
+        if isinstance(self.backbone, nn.Module) and self._size is None and shape and len(shape) == 3:
+            with suppress(BadArgument):
+                return build(channels=shape[0], size=shape[1:])
+        return build(channels=channels, size=self._size or self._backbone_config.size)
+
+    def _classes_for(self, info: DatasetInfo) -> int:
+        """The number of classes: `num_classes` if given, else that of the data."""
+        given: int | None = getattr(self, "num_classes", None)
+        found = info.num_classes
+        if given is None and found is None:
+            raise BadArgument(
+                "Expected data that tells the number of classes, received data that does not. Pass "
+                f"num_classes, or data with labels. For a folder: {LAYOUT}"
+            )
+        if given is not None and found is not None and found > given:
+            what = f"num_classes to be at least {found}, the number of classes in the data"
+            raise BadArgument(expected(what, given, "Leave num_classes out to take it from the data."))
+        if given is None and found is not None and found < 2:
+            raise DataError(expected("at least two classes", f"{found} in the data", f"For a folder: {LAYOUT}"))
+        return given or found or 0
 
     def _channels_for(self, info: DatasetInfo) -> int | None:
         shape = info.input_shape
@@ -163,13 +198,16 @@ class VisionTask(TaskBase):
         if train and label is None and self.needs_labels:
             raise DataError(f"Expected images with labels to train on, received images alone. For a folder: {LAYOUT}")
         if _is_float(image):
-            return dataset if self._is_ready(image) and not isinstance(sample, Mapping) else ImageDataset(dataset)
+            # A custom module may take any shape.
+            fits = image.ndim == 3 or isinstance(self.backbone, nn.Module)
+            ready = fits and isinstance(image, Tensor) and image.dtype == torch.float32
+            return dataset if ready and not isinstance(sample, Mapping) else ImageDataset(dataset)
         return self._prepare_pixels(dataset, image, train)
 
     def _prepare_pixels(self, dataset: Any, image: Any, train: bool) -> Any:
         """Prepare a dataset of pixels; `image` is one of them."""
         augment, geometry = self._sample_augment(train), self._geometry(image)
-        tensors = images_in_memory(dataset, self._channels) if train and runs_on_batches(augment) else None
+        tensors = images_in_memory(dataset, self._channels) if train and augment in ON_BATCHES else None
         if tensors is None:
             return self._resized_and_augmented(dataset, image, augment, geometry)
         self._augments_on_device = True
@@ -195,21 +233,16 @@ class VisionTask(TaskBase):
         """The random augmentation of single images."""
         return None
 
-    def _resized_and_augmented(self, dataset: Any, image: Any, augment: AugmentSpec, geometry: Geometry) -> Any:
+    def _resized_and_augmented(self, dataset: Any, image: Any, augment: AugmentSpec, geometry: BackboneConfig) -> Any:
         tensors = images_in_memory(dataset, self._channels)
-        if tensors is not None and resizes_first(augment):
+        if tensors is not None and augment in RESIZE_FIRST:
             tensors = resized(tensors, geometry)
-            if not is_random(augment) and tensors.images.shape[-2:] == geometry.size:
+            if augment != "crop" and tensors.images.shape[-2:] == geometry.size:
                 return tensors
         transform = sample_transform(augment, geometry, from_files=is_pil(image))
         return ImageDataset(dataset if tensors is None else tensors, transform, self._channels)
 
-    def _is_ready(self, image: Any) -> bool:
-        """Whether a float image can be passed to the model unchanged. A custom module may take any shape."""
-        fits = image.ndim == 3 or isinstance(self.backbone, nn.Module)
-        return fits and isinstance(image, Tensor) and image.dtype == torch.float32
-
-    def _geometry(self, image: Any) -> Geometry:
+    def _geometry(self, image: Any) -> BackboneConfig:
         """How to resize images like this one. The first dataset determines the input size."""
         config = self._config
         if self._size is None:
@@ -217,7 +250,7 @@ class VisionTask(TaskBase):
             if not is_pil(image) and not config.fixed_size:
                 size = image_hw(tuple(image.shape))
                 self._size = size if isinstance(self.backbone, nn.Module) else _at_least(size)
-        return Geometry(self._size, config.interpolation, config.crop_pct, config.crop_mode)
+        return replace(config, size=self._size)
 
     @property
     def input_shape(self) -> tuple[int, int, int] | None:
@@ -231,8 +264,10 @@ class VisionTask(TaskBase):
         if not self._augments_on_device:
             return self._normalize
         assert self._size is not None  # set by prepare_dataset
-        statistics, erase = (self._config.mean, self._config.std), getattr(self, "random_erasing", 0.0)
-        return device_transform(self._sample_augment(train=True), Geometry(self._size), statistics, erase)
+        options: dict[str, Any] = {"mean": self._config.mean, "std": self._config.std}
+        if self._sample_augment(train=True) == "crop":
+            options |= {"crop": False, "shift": SHIFT, "flip": 0.0}
+        return BatchAugment(self._size, erase=getattr(self, "random_erasing", 0.0), **options)
 
     def get_eval_transforms(self) -> nn.Module:
         return self._normalize
@@ -266,7 +301,7 @@ class VisionTask(TaskBase):
             self._size = tuple(state["size"])
 
 
-def resized(tensors: ImageTensors, geometry: Geometry) -> ImageTensors:
+def resized(tensors: ImageTensors, geometry: BackboneConfig) -> ImageTensors:
     """Resize a whole dataset once, if the result is small enough to keep in memory."""
     count, channels, *size = tensors.images.shape
     height, width = geometry.size

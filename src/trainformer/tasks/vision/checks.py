@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainformer.core import BadArgument, DataError
-from trainformer.core.errors import did_you_mean, expected
+from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.pixels import channels_in
 from trainformer.tasks.vision.augment import check_augment
 from trainformer.tasks.vision.recipes import check_recipe
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trainformer.data.metadata import DatasetInfo
     from trainformer.tasks.vision.classification import ImageClassification
 
-_LOSSES = ("ce", "bce")
 _MOST_VIEWS = 64  # of test-time augmentation: each costs an evaluation
 _LARGEST_NORMALISED = 20.0  # normalised pixels are within about 3 of 0; float pixels from 0 to 255 are not
 
@@ -56,29 +55,18 @@ def check_arguments(task: ImageClassification) -> None:
             "Expected freeze_backbone or adapter, received both. Leave freeze_backbone out: an adapter freezes the "
             "backbone's weights anyway."
         )
-    _check_loss(task)
-    _check_evaluation(task)
+    _check_loss_and_evaluation(task)
 
 
-def _check_loss(task: ImageClassification) -> None:
-    if task.loss not in _LOSSES:
-        hint = did_you_mean(str(task.loss), _LOSSES)
-        raise BadArgument(expected("loss to be 'ce' or 'bce'", task.loss, hint))
+def _check_loss_and_evaluation(task: ImageClassification) -> None:
+    check_choice("loss", task.loss, ("ce", "bce"))
     if task.loss == "bce" and task.class_weights is not None:
-        raise BadArgument(
-            expected(
-                "class_weights with loss='ce'",
-                "loss='bce', which treats each class as a separate binary problem",
-                "Leave them out, and pass sampler='balanced' to the trainer to see rare classes more often.",
-            )
-        )
+        received = "loss='bce', which treats each class as a separate binary problem"
+        do = "Leave them out, and pass sampler='balanced' to the trainer to see rare classes more often."
+        raise BadArgument(expected("class_weights with loss='ce'", received, do))
     if task.loss == "ce" and (task.bce_target_threshold is not None or task.bce_sum):
-        raise BadArgument(
-            expected("bce_target_threshold and bce_sum with loss='bce'", task.loss, "Leave them out, or pass it.")
-        )
-
-
-def _check_evaluation(task: ImageClassification) -> None:
+        do = "Leave them out, or pass it."
+        raise BadArgument(expected("bce_target_threshold and bce_sum with loss='bce'", task.loss, do))
     number = isinstance(task.tta, int) and not isinstance(task.tta, bool) and 0 <= task.tta <= _MOST_VIEWS
     if not number and task.tta != "flip":
         raise BadArgument(expected(f"tta to be 'flip' or a number of views up to {_MOST_VIEWS} (0: off)", task.tta))
@@ -90,9 +78,8 @@ def _check_evaluation(task: ImageClassification) -> None:
 def check_counts(task: Any, *names: str) -> None:
     """Check that arguments are None or integers of at least 1."""
     for name in names:
-        value = getattr(task, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise BadArgument(expected(f"{name} to be a whole number of at least 1", value))
+        if getattr(task, name) is not None:
+            check_count(name, getattr(task, name))
 
 
 def size_pair(size: Any, model_size: Any) -> tuple[int, int] | None:
@@ -122,9 +109,8 @@ def given_weights(weights: Any, classes: int) -> Tensor | None:
         return None
     tensor = torch.as_tensor(weights, dtype=torch.float64)
     if tensor.shape != (classes,) or not bool((tensor.isfinite() & (tensor >= 0)).all()) or not tensor.any():
-        raise BadArgument(
-            expected(f"class_weights to be {classes} numbers, none negative and not all 0", list(weights))
-        )
+        what = f"class_weights to be {classes} numbers, none negative and not all 0"
+        raise BadArgument(expected(what, list(weights)))
     return tensor
 
 
@@ -145,13 +131,9 @@ def first_unmixed_epoch(run: Any, off_last: float, samples: int | None) -> int:
     epochs = run.epochs
     if run.max_steps is not None:
         if samples is None:
-            raise BadArgument(
-                expected(
-                    "data with a length for mixup_off_last, or a number of epochs",
-                    f"max_steps={run.max_steps} and data without a length",
-                    "Pass mixup_off_epoch to the task, or epochs to the trainer.",
-                )
-            )
+            received = f"max_steps={run.max_steps} and data without a length"
+            do = "Pass mixup_off_epoch to the task, or epochs to the trainer."
+            raise BadArgument(expected("data with a length for mixup_off_last, or a number of epochs", received, do))
         batches = samples / run.batch_size
         whole = max(1, math.floor(batches)) if run.drop_last else math.ceil(batches)
         epochs = math.ceil(run.max_steps / math.ceil(whole / run.accumulation_steps))
@@ -162,7 +144,7 @@ def first_unmixed_epoch(run: Any, off_last: float, samples: int | None) -> int:
 
 
 def image_problems(images: Any, channels: int | None) -> list[str]:
-    """EncodingReport wrong shapes, constant images, and float values that cannot be normalised pixels."""
+    """Report wrong shapes, constant images, and float values that cannot be normalised pixels."""
     if not isinstance(images, Tensor) or images.ndim != 4:
         shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         return [f"Images should be a tensor (batch, channels, height, width), but are {shape}."]
@@ -170,7 +152,14 @@ def image_problems(images: Any, channels: int | None) -> list[str]:
     if channels is not None and images.shape[1] != channels:
         problems.append(f"Images should have {channels} channels as the model does, but have {images.shape[1]}.")
     if images.is_floating_point():
-        problems += _float_problems(images)
+        largest = images.abs().max().item()
+        if not math.isfinite(largest):
+            problems.append("Images hold NaN or infinite values.")
+        elif largest > _LARGEST_NORMALISED:
+            problems.append(
+                f"Float images are treated as normalised, but their values reach {largest:.4g}. "
+                "Pass pixels as uint8 (the task normalises them), or normalise them."
+            )
     elif images.dtype != torch.uint8:
         problems.append(f"Images should be uint8, or float if they are normalised, but are {images.dtype}.")
     flat = images.flatten(1)
@@ -181,20 +170,8 @@ def image_problems(images: Any, channels: int | None) -> list[str]:
     return problems
 
 
-def _float_problems(images: Tensor) -> list[str]:
-    if not bool(images.isfinite().all()):
-        return ["Images hold NaN or infinite values."]
-    largest = images.abs().max().item()
-    if largest > _LARGEST_NORMALISED:
-        return [
-            f"Float images are treated as normalised, but their values reach {largest:.4g}. "
-            "Pass pixels as uint8 (the task normalises them), or normalise them."
-        ]
-    return []
-
-
 def label_problems(labels: Any, num_classes: int | None) -> list[str]:
-    """EncodingReport labels that are missing, not integers, or out of range."""
+    """Report labels that are missing, not integers, or out of range."""
     if not isinstance(labels, Tensor):
         what = "are missing" if labels is None else f"are {type(labels).__name__}"
         return [f"Labels should be a tensor with one class index per image, but {what}."]

@@ -16,17 +16,17 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter
-from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import expected
-from trainformer.data.folder import LAYOUT
 from trainformer.data.image import split_sample
 from trainformer.data.metadata import DatasetInfo
 from trainformer.eval.classification import confusion_matrix, precision_recall_f1, topk_correct
-from trainformer.models.backbones import UnbuiltModel, Weights, num_outputs
+from trainformer.losses.numerics import upcast
+from trainformer.models.backbones import UnbuiltModel, num_outputs
 from trainformer.models.heads import single_sample_batchnorm
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.classification_report import calibration_error, confusion_record, confusion_table
-from trainformer.tasks.vision.augment import AugmentSpec, flips
+from trainformer.tasks.vision.augment import FLIPPING, AugmentSpec
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.batch import (
     ClassLoss,
@@ -84,7 +84,6 @@ class ImageClassification(AdapterMixin, VisionTask):
     num_classes: int | None = None
     pretrained: bool = True
     _: KW_ONLY
-    image_size: int | tuple[int, int] | None = None
     recipe: str | None = None
     loss: Literal["ce", "bce"] = "ce"
     label_smoothing: float = 0.0
@@ -99,14 +98,10 @@ class ImageClassification(AdapterMixin, VisionTask):
     augment: AugmentSpec = "basic"
     random_erasing: float = 0.0
     drop_rate: float | None = None
-    drop_path_rate: float | None = None
     freeze_backbone: bool = False
     adapter: Adapter | None = None
     tta: int | str = 0
     topk: Sequence[int] = (1, 5)
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
-    in_chans: int | None = None
-    checkpoint: Weights | None = None
 
     class_names: list[str] | None = field(init=False, default=None)
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation, labels as rows
@@ -172,35 +167,13 @@ class ImageClassification(AdapterMixin, VisionTask):
         # Some entry points have no such setting (`ema`).
         return {name: value for name, value in wanted.items() if hasattr(settings, name)}
 
-    def _classes_for(self, info: DatasetInfo) -> int:
-        found = info.num_classes
-        if self.num_classes is not None:
-            if found is not None and found > self.num_classes:
-                raise BadArgument(
-                    expected(
-                        f"num_classes to be at least {found}, the number of classes in the data",
-                        self.num_classes,
-                        "Leave num_classes out to take it from the data.",
-                    )
-                )
-            return self.num_classes
-        if found is None:
-            raise BadArgument(
-                "Expected data that tells the number of classes, received data that does not. Pass "
-                f"num_classes, or data with labels. For a folder: {LAYOUT}"
-            )
-        if found < 2:
-            raise DataError(expected("at least two classes", f"{found} in the data", f"For a folder: {LAYOUT}"))
-        return found
-
     def _build(self, channels: int) -> None:
         if self.num_classes is None:
             self.model = UnbuiltModel()
             return
         rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
         self.model = self._make_backbone(self.num_classes, channels, **rates)
-        self._freeze()
-        self._adapt()
+        self._freeze_and_adapt()
         self._initial_fingerprint = fingerprint(self.model)
 
     def _adopt(self, model: nn.Module) -> None:
@@ -215,19 +188,16 @@ class ImageClassification(AdapterMixin, VisionTask):
             raise BadArgument(expected(f"num_classes={outputs}, which backbone was built for", self.num_classes))
         self.model = model
         self.num_classes = self.num_classes or outputs
-        self._freeze()
         self._read_backbone_config(model)
-        self._adapt()
+        self._freeze_and_adapt()
 
-    def _adapt(self) -> None:
-        if self.adapter is not None:
-            self.model = self.adapter.apply(self.model, kind="vision")
-
-    def _freeze(self) -> None:
+    def _freeze_and_adapt(self) -> None:
         if self.freeze_backbone:
             trained = {id(p) for part in self._classifier() for p in part.parameters()}
             for parameter in self.model.parameters():
                 parameter.requires_grad_(id(parameter) in trained)
+        if self.adapter is not None:
+            self.model = self.adapter.apply(self.model, kind="vision")
 
     def _classifier(self) -> list[nn.Module]:
         """The classification layers, from `get_classifier()`; some models have two."""
@@ -236,13 +206,8 @@ class ImageClassification(AdapterMixin, VisionTask):
         several = found if isinstance(found, tuple | list) else [found]
         parts = [part for part in several if isinstance(part, nn.Module)]
         if not any(True for part in parts for _ in part.parameters()):
-            raise BadArgument(
-                expected(
-                    "a model with get_classifier(), as timm's have",
-                    type(self.model).__name__,
-                    "Leave freeze_backbone out, and set requires_grad=False on what should not be trained.",
-                )
-            )
+            do = "Leave freeze_backbone out, and set requires_grad=False on what should not be trained."
+            raise BadArgument(expected("a model with get_classifier(), as timm's have", type(self.model).__name__, do))
         return parts
 
     def set_train_mode(self, train: bool) -> None:
@@ -348,24 +313,17 @@ class ImageClassification(AdapterMixin, VisionTask):
         return average_logits([self._logits(view) for view in self._views(images)], binary=self.loss == "bce")
 
     def _views(self, images: Tensor) -> Iterator[Tensor]:
-        if self.tta == "flip":
-            return tta_views(images, 2, flip=True)
-        assert isinstance(self.tta, int)
-        return tta_views(images, max(1, self.tta), flip=flips(self.augment))
+        count, flip = (2, True) if isinstance(self.tta, str) else (max(1, self.tta), self.augment in FLIPPING)
+        return tta_views(images, count, flip=flip)
 
     def _logits(self, images: Tensor) -> Tensor:
         output = self.model(images)
         logits = getattr(output, "logits", output)  # transformers models return a ModelOutput
         if logits.ndim != 2 or logits.shape[1] != (self.num_classes or logits.shape[1]):
-            raise BadArgument(
-                expected(
-                    f"logits of shape (batch, {self.num_classes}) from the model, one per class",
-                    f"shape {tuple(logits.shape)}",
-                    "Give the model a head for these classes, or pass the num_classes it has.",
-                )
-            )
-        # Half precision is too coarse for a softmax; float64 is kept.
-        return logits if logits.dtype == torch.float64 else logits.float()
+            what = f"logits of shape (batch, {self.num_classes}) from the model, one per class"
+            do = "Give the model a head for these classes, or pass the num_classes it has."
+            raise BadArgument(expected(what, f"shape {tuple(logits.shape)}", do))
+        return upcast(logits)  # half precision is too coarse for a softmax
 
     def as_pixels(self, images: Tensor) -> Tensor:
         """Undo the normalisation: images from 0 to 1, for display."""

@@ -6,7 +6,6 @@ The losses are in `trainformer.losses`, nearest-neighbour search and metrics in 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.core import BadArgument, DataError, Loss
-from trainformer.core.errors import did_you_mean, expected
-from trainformer.data.folder import LAYOUT
+from trainformer.core.errors import check_choice, expected
 from trainformer.data.image import split_sample
 from trainformer.data.metadata import DatasetInfo
 from trainformer.data.order import preserved_generators
@@ -24,7 +22,6 @@ from trainformer.eval.clustering import feature_statistics, nmi
 from trainformer.eval.neighbours import IndexKind
 from trainformer.eval.retrieval import knn_accuracy, retrieval_metrics
 from trainformer.losses.metric_learning import is_pair_loss, make_metric_loss
-from trainformer.models.backbones import Weights
 from trainformer.models.embedding import EmbeddingModel, check_neck, make_pooler
 from trainformer.models.heads import single_sample_batchnorm
 from trainformer.models.modes import eval_mode
@@ -68,13 +65,8 @@ class MetricLearning(VisionTask):
     loss_options: dict[str, Any] = field(default_factory=dict)
     pooling: str | nn.Module | None = None
     neck: str | None = None
-    image_size: int | tuple[int, int] | None = None
     augment: AugmentSpec = "basic"
-    in_chans: int | None = None
-    checkpoint: Weights | None = None
     drop_rate: float | None = None
-    drop_path_rate: float | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
     recall_at: tuple[int, ...] = (1, 5, 10)
     knn_k: int = 5
     index: IndexKind = "auto"  # nearest-neighbour search: torch, exact or ivf
@@ -87,13 +79,10 @@ class MetricLearning(VisionTask):
         check_augment(self.augment)
         check_counts(self, "embedding_dim", "num_classes", "knn_k", "in_chans")
         _check_recall_at(self.recall_at)
-        if self.index not in get_args(IndexKind):
-            hint = did_you_mean(str(self.index), get_args(IndexKind))
-            raise BadArgument(expected("index to be 'auto', 'torch', 'exact' or 'ivf'", self.index, hint))
+        check_choice("index", self.index, get_args(IndexKind))
         check_neck(self.neck)
         self._init_task()
         self._criterion: nn.Module | None = None
-        self._seen_shape: tuple[int, ...] | None = None
         # Build them once to validate names and options. Two classes suffice: centers of a million would take 2 GB.
         with preserved_generators():
             if self.pooling is not None:
@@ -104,52 +93,22 @@ class MetricLearning(VisionTask):
 
     def configure(self, info: DatasetInfo) -> None:
         """Build the loss and the first layer for the data."""
-        if info.num_classes is None and self.num_classes is None:
-            raise BadArgument(
-                "Expected data that tells the number of classes, received data that does not. Pass "
-                "num_classes, or data with labels."
-            )
-        found = info.num_classes or 0
-        if self.num_classes is not None and found > self.num_classes:
-            words = f"num_classes to be at least {found}, the number of classes in the data"
-            raise BadArgument(expected(words, self.num_classes))
-        if (self.num_classes or found) < 2:
-            raise DataError(
-                expected(
-                    "at least two classes",
-                    f"{self.num_classes or found} in the data",
-                    f"For a folder: {LAYOUT}",
-                )
-            )
-        self.num_classes = self.num_classes or found
+        self.num_classes = self._classes_for(info)
+        if self.num_classes < 2:
+            raise DataError(expected("at least two classes", self.num_classes))
         self.class_names = info.class_names or self.class_names
         self._seen_shape = info.input_shape
         self._build_for(self.in_chans or self._channels_for(info))
         assert self.criterion is not None
 
     def _build(self, channels: int) -> None:
-        if isinstance(self.backbone, nn.Module):
-            backbone = self.backbone
-            self._read_backbone_config(backbone)
-        else:
-            # Drop the backbone's pooling if another one replaces it: its parameters would be unused.
-            unpooled = {} if self.pooling is None else {"global_pool": ""}
-            rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
-            backbone = self._make_backbone(0, channels, **rates, **unpooled)
-        self.model = self._assembled(backbone, channels)
-        self._initial_fingerprint = fingerprint(self.model)
-
-    def _assembled(self, backbone: nn.Module, channels: int) -> EmbeddingModel:
-        """Add the embedding layers; a dry run finds the feature width.
-
-        A custom module may take only one image size: that of the data if it consists of tensors, otherwise the default
-        size that files are resized to.
-        """
+        # Drop the backbone's pooling if another one replaces it: its parameters would be unused.
+        unpooled = {} if self.pooling is None else {"global_pool": ""}
+        rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
+        backbone = self._make_backbone(0, channels, **rates, **unpooled)
         build = partial(EmbeddingModel, backbone, self.embedding_dim, pooling=self.pooling, neck=self.neck)
-        if isinstance(self.backbone, nn.Module) and self._size is None and self._seen_shape:
-            with suppress(BadArgument):
-                return build(channels=self._seen_shape[0], size=self._seen_shape[1:])
-        return build(channels=channels, size=self._size or self._backbone_config.size)
+        self.model = self._with_image_size(build, channels)
+        self._initial_fingerprint = fingerprint(self.model)
 
     @property
     def criterion(self) -> nn.Module | None:
@@ -223,12 +182,8 @@ class MetricLearning(VisionTask):
             return self.evaluate_retrieval(embeddings, labels)
         queries = _check_query_mask(queries)
         if not bool(queries.any()) or bool(queries.all()):
-            raise BadArgument(
-                expected(
-                    "both queries and gallery samples in the validation data",
-                    f"{int(queries.sum())} queries among {len(queries)} samples",
-                )
-            )
+            received = f"{int(queries.sum())} queries among {len(queries)} samples"
+            raise BadArgument(expected("both queries and gallery samples in the validation data", received))
         return self.evaluate_retrieval(
             embeddings[queries], labels[queries], gallery=embeddings[~queries], gallery_labels=labels[~queries]
         )
@@ -297,9 +252,8 @@ class MetricLearning(VisionTask):
 def _check_recall_at(numbers: Any) -> None:
     fits = isinstance(numbers, tuple | list) and len(numbers) > 0
     if not fits or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in numbers):
-        raise BadArgument(
-            expected("recall_at to be whole numbers of at least 1", numbers, "Pass (1, 5), for instance.")
-        )
+        do = "Pass (1, 5), for instance."
+        raise BadArgument(expected("recall_at to be whole numbers of at least 1", numbers, do))
 
 
 def _check_loss_state(criterion: nn.Module, state: Mapping[str, Any]) -> None:
@@ -307,26 +261,16 @@ def _check_loss_state(criterion: nn.Module, state: Mapping[str, Any]) -> None:
     own = {name: tuple(value.shape) for name, value in criterion.state_dict().items() if isinstance(value, Tensor)}
     given = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     if own != given:
-        raise DataError(
-            expected(
-                f"the state of a loss with {own or 'no parameters'}",
-                given or "none",
-                "It was saved with another loss, another embedding_dim or another number of classes. To load only the "
-                "model, pass components=['model'].",
-            )
-        )
+        why = "It was saved with another loss, another embedding_dim or another number of classes."
+        do = f"{why} To load only the model, pass components=['model']."
+        raise DataError(expected(f"the state of a loss with {own or 'no parameters'}", given or "none", do))
 
 
 def _check_query_mask(marks: Tensor) -> Tensor:
     if marks.ndim != 1 or (marks.dtype != torch.bool and not bool(((marks == 0) | (marks == 1)).all())):
         what = f"{marks.dtype} of shape {tuple(marks.shape)}, from {marks.min().item():g} to {marks.max().item():g}"
-        raise DataError(
-            expected(
-                "is_query to be true or 1 for queries, and false or 0 for the gallery",
-                what,
-                "If it means something else, rename it.",
-            )
-        )
+        meaning = "is_query to be true or 1 for queries, and false or 0 for the gallery"
+        raise DataError(expected(meaning, what, "If it means something else, rename it."))
     return marks.bool()
 
 

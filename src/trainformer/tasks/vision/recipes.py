@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import check_choice
 from trainformer.core.optional import require
 from trainformer.models.backbones import timm_name
 
@@ -71,9 +71,8 @@ _LAYER_DECAY, _LR_FINE_TUNE = 0.75, 0.2
 
 def check_recipe(recipe: str | None) -> None:
     """Check the name of a recipe."""
-    if recipe is not None and recipe not in NAMES:
-        known = f"recipe to be {' or '.join(map(repr, NAMES))}, or None"
-        raise BadArgument(expected(known, recipe, did_you_mean(str(recipe), NAMES)))
+    if recipe is not None:
+        check_choice("recipe", recipe, NAMES)
 
 
 def recipe_arguments(recipe: str | None, backbone: Any, size: tuple[int, ...] | None) -> dict[str, Any]:

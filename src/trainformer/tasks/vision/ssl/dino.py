@@ -30,25 +30,30 @@ class DINO(MomentumMethod):
         backbone: nn.Module,
         width: int,
         *,
-        head: DINOHead,
-        momentum: tuple[float, float],
+        out_dim: int,
+        hidden_dim: int,
+        bottleneck_dim: int,
+        norm_last_layer: bool,
         student_temp: float,
-        teacher_temps: tuple[float, float],
-        warmup_epochs: int,
+        teacher_temp: float,
+        warmup_teacher_temp: float,
+        warmup_teacher_temp_epochs: int,
         center_momentum: float,
         freeze_last_layer: int,
         koleo: float,
+        **momentum: float,
     ) -> None:
-        super().__init__(Tower(backbone, head), momentum)
-        self.center = Center(head.last_layer.out_features, center_momentum)
+        head = DINOHead(width, out_dim, hidden_dim, bottleneck_dim, norm_last_layer=norm_last_layer)
+        super().__init__(Tower(backbone, head), **momentum)
+        self.center = Center(out_dim, center_momentum)
         self.student_temp = student_temp
-        self.teacher_temps = teacher_temps
-        self.warmup_epochs = warmup_epochs
+        self.teacher_temps = (warmup_teacher_temp, teacher_temp)
+        self.warmup_epochs = warmup_teacher_temp_epochs
         self.freeze_last_layer = freeze_last_layer
         self.koleo = koleo
         # A tensor, since torch.compile would recompile for a number that changes each epoch; persistent, so that
-        # eval_mode a checkpoint gives the loss it had when it was saved.
-        self.register_buffer("teacher_temp", torch.tensor(teacher_temps[0]))
+        # evaluating a checkpoint gives the loss it had when it was saved.
+        self.register_buffer("teacher_temp", torch.tensor(warmup_teacher_temp))
         self.on_epoch_begin(0)
 
     @property
@@ -109,17 +114,14 @@ class DINO(MomentumMethod):
         self.center.discard()
 
 
-def check_local_size(backbone: nn.Module, size: int) -> None:
-    """Check that local crops fit the patch size of a transformer."""
+def check_crops(backbone: nn.Module, size: int | None) -> None:
+    """Check that a backbone is not built for a single image size, and that local crops fit a transformer's patches."""
     patches = getattr(backbone, "patch_embed", None)
-    patch = getattr(patches, "patch_size", None)
-    if patch is not None and any(size % side for side in patch) and not getattr(patches, "dynamic_img_pad", False):
-        do = "Leave it out for 3/7 of the image, or pass num_local=0 for no local crops."
-        raise BadArgument(expected(f"local_size to be a multiple of the backbone's patch {tuple(patch)}", size, do))
-
-
-def check_takes_crops(backbone: nn.Module) -> None:
-    """Check that a backbone is not built for a single image size."""
-    if getattr(getattr(backbone, "patch_embed", None), "strict_img_size", False):
+    if getattr(patches, "strict_img_size", False):
         do = "Build it with dynamic_img_size=True, or pass num_local=0 for no local crops."
         raise BadArgument(expected("a backbone that takes crops of several sizes", "one that takes one size", do))
+    patch = getattr(patches, "patch_size", None)
+    padded = getattr(patches, "dynamic_img_pad", False)
+    if size is not None and patch is not None and any(size % side for side in patch) and not padded:
+        do = "Leave it out for 3/7 of the image, or pass num_local=0 for no local crops."
+        raise BadArgument(expected(f"local_size to be a multiple of the backbone's patch {tuple(patch)}", size, do))

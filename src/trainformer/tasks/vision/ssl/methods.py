@@ -69,21 +69,18 @@ class ViewTransform(nn.Module):
         """Return the views, and mask noise for MAE."""
         views = self.augment(images, keys) if getattr(self.augment, "takes_keys", False) else self.augment(images)
         if not isinstance(views, list | tuple) or not all(isinstance(view, Tensor) for view in views):
-            raise BadArgument(
-                expected("augment to return a list of views, each a batch of images", type(views).__name__)
-            )
-        self._check([tuple(view.shape) for view in views], len(images))
+            what = "augment to return a list of views, each a batch of images"
+            raise BadArgument(expected(what, type(views).__name__))
+        if len(views) < self.fewest or (self.most is not None and len(views) > self.most):
+            number = str(self.fewest) if self.fewest == self.most else f"at least {self.fewest}"
+            raise BadArgument(expected(f"augment to return {number} view(s) for this method", f"{len(views)} of them"))
+        shapes = [tuple(view.shape) for view in views]
+        if any(shape[0] != len(images) for shape in shapes):
+            raise BadArgument(expected(f"every view to have the {len(images)} images of the batch", shapes))
         if self.patches is None:
             return Views(list(views))
         noise = uniforms(keys, self.patches, _MASK_STREAM, samples=len(images))
         return Views(list(views), send(noise, images.device))
-
-    def _check(self, shapes: list[tuple[int, ...]], count: int) -> None:
-        if len(shapes) < self.fewest or (self.most is not None and len(shapes) > self.most):
-            number = str(self.fewest) if self.fewest == self.most else f"at least {self.fewest}"
-            raise BadArgument(expected(f"augment to return {number} view(s) for this method", f"{len(shapes)} of them"))
-        if any(shape[0] != count for shape in shapes):
-            raise BadArgument(expected(f"every view to have the {count} images of the batch", shapes))
 
 
 class EvalTransform(nn.Module):
@@ -141,10 +138,12 @@ class Method(nn.Module):
         with single_sample_batchnorm(self, size=len(inputs.images[0])):
             return self.step(inputs)
 
+    online: Tower
+
     @property
     def backbone(self) -> nn.Module:
         """The trained backbone."""
-        raise NotImplementedError
+        return self.online.backbone
 
     @property
     def encoder(self) -> nn.Module:
@@ -183,18 +182,13 @@ class Method(nn.Module):
 
 
 class MomentumMethod(Method):
-    """A method with a momentum (EMA) copy of its online network; `momentum` follows a cosine from start to end."""
+    """A method with a momentum (EMA) copy of its online network; `momentum` follows a cosine to `momentum_end`."""
 
-    def __init__(self, online: Tower, momentum: tuple[float, float]) -> None:
+    def __init__(self, online: Tower, momentum: float, momentum_end: float) -> None:
         super().__init__()
         self.online = online
         self.target = MomentumCopy(online)
-        self.momentum = momentum
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The backbone of the online network."""
-        return self.online.backbone
+        self.momentum = (momentum, momentum_end)
 
     def on_step_end(self, step: int, max_steps: int) -> None:
         """Update the momentum network."""
@@ -238,11 +232,6 @@ class SimCLR(Method):
         self.online = Tower(backbone, simclr_projector(width, hidden_dim, proj_dim))
         self.temperature = temperature
 
-    @property
-    def backbone(self) -> nn.Module:
-        """The trained backbone."""
-        return self.online.backbone
-
     def step(self, views: Views) -> MethodOutput:
         """NT-Xent of two views."""
         features, projections = forward_views(self.online, views.images)
@@ -255,17 +244,8 @@ class SimCLR(Method):
 class BYOL(MomentumMethod):
     """BYOL (Grill et al., 2020): predict the momentum network's projection of the other view; no negatives."""
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        width: int,
-        *,
-        proj_dim: int,
-        hidden_dim: int,
-        momentum: float,
-        momentum_end: float,
-    ) -> None:
-        super().__init__(Tower(backbone, byol_projector(width, hidden_dim, proj_dim)), (momentum, momentum_end))
+    def __init__(self, backbone: nn.Module, width: int, *, proj_dim: int, hidden_dim: int, **momentum: float) -> None:
+        super().__init__(Tower(backbone, byol_projector(width, hidden_dim, proj_dim)), **momentum)
         self.predictor = byol_predictor(proj_dim, hidden_dim, proj_dim)
 
     def step(self, views: Views) -> MethodOutput:

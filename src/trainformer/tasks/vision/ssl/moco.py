@@ -45,13 +45,9 @@ class KeyQueue(nn.Module):
         count = len(keys) + sum(map(len, self._pending))
         if count > size and world_size() == 1:  # otherwise `commit` raises, on all ranks
             self._pending.clear()
-            raise BadArgument(
-                expected(
-                    "queue_size to hold at least the keys of one optimizer step",
-                    f"a queue of {size} for {count} keys or more",
-                    "Pass a larger queue_size, or a smaller batch_size.",
-                )
-            )
+            received = f"a queue of {size} for {count} keys or more"
+            do = "Pass a larger queue_size, or a smaller batch_size."
+            raise BadArgument(expected("queue_size to hold at least the keys of one optimizer step", received, do))
         self._pending.append(keys.detach())
 
     @torch.no_grad()
@@ -85,12 +81,11 @@ class MoCo(MomentumMethod):
         proj_dim: int,
         hidden_dim: int,
         temperature: float,
-        momentum: float,
-        momentum_end: float,
         queue_size: int,
+        **momentum: float,
     ) -> None:
         online = Tower(backbone, moco_projector(width, hidden_dim, proj_dim))
-        super().__init__(online, (momentum, momentum_end))
+        super().__init__(online, **momentum)
         self.queue = KeyQueue(queue_size, proj_dim)
         self.temperature = temperature
 
@@ -133,16 +128,15 @@ class MoCoV3(MomentumMethod):
         proj_dim: int,
         hidden_dim: int,
         temperature: float,
-        momentum: float,
-        momentum_end: float,
         freeze_patch_embed: bool,
+        **momentum: float,
     ) -> None:
         patches = getattr(backbone, "patch_embed", None)
         if freeze_patch_embed and isinstance(patches, nn.Module):
             patches.requires_grad_(False)
         layers = 2 if patches is None else 3
         online = Tower(backbone, moco_v3_projector(width, hidden_dim, proj_dim, layers=layers))
-        super().__init__(online, (momentum, momentum_end))
+        super().__init__(online, **momentum)
         self.predictor = moco_v3_predictor(proj_dim, hidden_dim, proj_dim, last_norm=patches is not None)
         self.temperature = temperature
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_choice, expected
 
 # None: derived from the backbone; see `SSL`.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -59,6 +59,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+CROPS = ("num_local", "local_size", "global_scale", "local_scale")  # options of DINO's views, not of its networks
+
 # Ranges of options whose errors would only show later.
 _SIZES = (
     "proj_dim", "hidden_dim", "queue_size", "out_dim", "bottleneck_dim", "local_size", "decoder_dim", "decoder_depth",
@@ -86,10 +88,7 @@ def check_method(method: str, version: str | None) -> str:
         raise BadArgument(expected("version with method 'moco' only", f"{version!r} with {method!r}"))
     if version == "v3":
         return "moco_v3"
-    if method not in DEFAULTS:
-        raise BadArgument(
-            expected(f"method to be one of {', '.join(DEFAULTS)}", method, did_you_mean(str(method), DEFAULTS))
-        )
+    check_choice("method", method, DEFAULTS)
     return method
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +21,13 @@ from trainformer.data.metadata import DatasetInfo
 from trainformer.data.pixels import is_pil
 from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
-from trainformer.models.backbones import Weights, feature_width, has_fixed_size
-from trainformer.models.heads import DINOHead
+from trainformer.models.backbones import feature_width, has_fixed_size
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.vision.augment import Geometry, sample_transform
+from trainformer.tasks.vision.augment import sample_transform
 from trainformer.tasks.vision.base import VisionTask, fingerprint
 from trainformer.tasks.vision.checks import image_problems
 from trainformer.tasks.vision.classification import ImageClassification
-from trainformer.tasks.vision.ssl.dino import DINO, check_local_size, check_takes_crops
+from trainformer.tasks.vision.ssl.dino import DINO, check_crops
 from trainformer.tasks.vision.ssl.methods import (
     BYOL,
     MAE,
@@ -40,7 +39,7 @@ from trainformer.tasks.vision.ssl.methods import (
     ViewTransform,
 )
 from trainformer.tasks.vision.ssl.moco import MoCo, MoCoV3
-from trainformer.tasks.vision.ssl.options import DEFAULTS, check_method, paper_settings, resolve
+from trainformer.tasks.vision.ssl.options import CROPS, DEFAULTS, check_method, paper_settings, resolve
 from trainformer.utils.distributed import is_padding
 
 # Images from files are first resized to this factor of the model's size (256 for 224), and views are cropped from that.
@@ -109,11 +108,6 @@ class SSL(VisionTask):
     # Images and backbone
     augment: Callable[..., Any] | None = None
     augment_options: dict[str, Any] = field(default_factory=dict)
-    image_size: int | tuple[int, int] | None = None
-    in_chans: int | None = None
-    checkpoint: Weights | None = None
-    drop_path_rate: float | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
     # Evaluation
     eval_loss: bool = True  # also compute the loss on views of validation images
     knn_k: int = 20
@@ -132,8 +126,6 @@ class SSL(VisionTask):
         if self.method == "dino" and self.drop_path_rate is None and isinstance(self.backbone, str):
             self.drop_path_rate = 0.1 if has_fixed_size(self.backbone) else None  # for ViTs, as in the paper
         self._init_task()
-        self._shape: tuple[int, ...] | None = None
-        self._view_transform: ViewTransform | None = None
         self.step_features: StepFeatures | None = None
 
     @classmethod
@@ -165,67 +157,32 @@ class SSL(VisionTask):
 
     def configure(self, info: DatasetInfo) -> None:
         """Build the first layer for the data."""
-        self._shape = info.input_shape
+        self._seen_shape = info.input_shape
         self._build_for(self.in_chans or self._channels_for(info))
 
     def _build(self, channels: int) -> None:
-        if isinstance(self.backbone, nn.Module):
-            backbone = self.backbone
-            self._read_backbone_config(backbone)
-        else:
-            # Local crops are smaller than the model's input: a ViT must interpolate its position embeddings.
-            dynamic = self.method == "dino" and self.num_local and has_fixed_size(self.backbone)
-            backbone = self._make_backbone(
-                0, channels, drop_path_rate=self.drop_path_rate, dynamic_img_size=True if dynamic else None
-            )
+        # Local crops are smaller than the model's input: a ViT must interpolate its position embeddings.
+        by_name = isinstance(self.backbone, str)
+        dynamic = self.method == "dino" and self.num_local and by_name and has_fixed_size(self.backbone)  # type: ignore[arg-type]
+        options = {"drop_path_rate": self.drop_path_rate, "dynamic_img_size": True if dynamic else None}
+        backbone = self._make_backbone(0, channels, **options)
         if self.method == "dino" and self.num_local:
-            check_takes_crops(backbone)
-            if self.local_size is not None:
-                check_local_size(backbone, self.local_size)
-        self.model = self._make_method(backbone, self._feature_width(backbone, channels))
+            check_crops(backbone, self.local_size)
+        self.model = self._make_method(backbone, self._with_image_size(partial(feature_width, backbone), channels))
         self._initial_fingerprint = fingerprint(self.model)
-
-    def _feature_width(self, backbone: nn.Module, channels: int) -> int:
-        """The feature width. A custom module may take only one image size: try that of the data first."""
-        if isinstance(self.backbone, nn.Module) and self._size is None and self._shape and len(self._shape) == 3:
-            with suppress(BadArgument):
-                return feature_width(backbone, self._shape[0], self._shape[1:])
-        return feature_width(backbone, channels, self._size or self._backbone_config.size)
 
     def _make_method(self, backbone: nn.Module, width: int) -> Method:
         options = dict(self._options)
         if options.get("hidden_dim", 0) is None:
             options["hidden_dim"] = width
-        if self.method == "simclr":
-            return SimCLR(backbone, width, **options)
-        if self.method == "moco":
-            return MoCo(backbone, width, **options)
-        if self.method == "moco_v3":
-            options["temperature"] = options["temperature"] or (0.2 if hasattr(backbone, "patch_embed") else 1.0)
-            return MoCoV3(backbone, width, **options)
-        if self.method == "byol":
-            return BYOL(backbone, width, **options)
         if self.method == "mae":
             return MAE(backbone, init_encoder=not self.pretrained and self.checkpoint is None, **options)
-        head = DINOHead(
-            width,
-            options["out_dim"],
-            options["hidden_dim"],
-            options["bottleneck_dim"],
-            norm_last_layer=options["norm_last_layer"],
-        )
-        return DINO(
-            backbone,
-            width,
-            head=head,
-            momentum=(options["momentum"], options["momentum_end"]),
-            student_temp=options["student_temp"],
-            teacher_temps=(options["warmup_teacher_temp"], options["teacher_temp"]),
-            warmup_epochs=options["warmup_teacher_temp_epochs"],
-            center_momentum=options["center_momentum"],
-            freeze_last_layer=options["freeze_last_layer"],
-            koleo=options["koleo"],
-        )
+        if self.method == "moco_v3":
+            options["temperature"] = options["temperature"] or (0.2 if hasattr(backbone, "patch_embed") else 1.0)
+        if self.method == "dino":
+            options = {name: value for name, value in options.items() if name not in CROPS}
+        methods: dict[str, Any] = {"simclr": SimCLR, "moco": MoCo, "moco_v3": MoCoV3, "byol": BYOL, "dino": DINO}
+        return methods[self.method](backbone, width, **options)
 
     @property
     def _method(self) -> Method:
@@ -258,7 +215,7 @@ class SSL(VisionTask):
             return super()._pipeline(image, train)
         geometry = self._geometry(image)
         height, width = (round(side * _LOAD_SCALE) for side in geometry.size)
-        larger = Geometry((height, width), geometry.interpolation, crop_pct=1.0, crop_mode=geometry.crop_mode)
+        larger = replace(geometry, size=(height, width), crop_pct=1.0)
         return sample_transform(None, larger, from_files=is_pil(image))
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
@@ -268,40 +225,35 @@ class SSL(VisionTask):
             image, _ = split_sample(prepared[0])
             if isinstance(image, Tensor) and image.is_floating_point() and (image.min() < 0 or image.max() > 1):
                 low, high = image.min().item(), image.max().item()
-                raise DataError(
-                    expected(
-                        "images as uint8, or as floats from 0 to 1",
-                        f"floats from {low:.3g} to {high:.3g}",
-                        "Leave out the normalisation: the task normalises after augmentation.",
-                    )
-                )
+                do = "Leave out the normalisation: the task normalises after augmentation."
+                received = f"floats from {low:.3g} to {high:.3g}"
+                raise DataError(expected("images as uint8, or as floats from 0 to 1", received, do))
         return prepared
 
     def get_train_transforms(self) -> nn.Module:
         """Make views on the device."""
-        return self._views()
+        return self._views
 
     def get_eval_transforms(self) -> nn.Module:
         """Normalise images, with views for the validation loss."""
-        return EvalTransform(self._normalize, self._views() if self.eval_loss else None)
+        return EvalTransform(self._normalize, self._views if self.eval_loss else None)
 
+    @cached_property
     def _views(self) -> ViewTransform:
-        if self._view_transform is None:
-            patches = None
-            if self.method == "mae":
-                assert isinstance(self.model, MAE)
-                height, width = self._view_size()
-                tall, wide = self.model.autoencoder.patch_size
-                patches = (height // tall) * (width // wide)
-            method, augment = self._method, self.augment or self._preset()
-            self._view_transform = ViewTransform(augment, method.fewest_views, method.most_views, patches=patches)
-        return self._view_transform
+        patches = None
+        if self.method == "mae":
+            assert isinstance(self.model, MAE)
+            height, width = self._view_size()
+            tall, wide = self.model.autoencoder.patch_size
+            patches = (height // tall) * (width // wide)
+        method, augment = self._method, self.augment or self._preset()
+        return ViewTransform(augment, method.fewest_views, method.most_views, patches=patches)
 
     def _view_size(self) -> tuple[int, int]:
         if self._size is None:
             # A user's DataLoader: keep the size of its images, unless the model takes only one.
-            known = self._shape is not None and not self._config.fixed_size
-            self._size = tuple(self._shape[-2:]) if known and self._shape else self._config.size  # type: ignore[assignment]
+            known = self._seen_shape is not None and not self._config.fixed_size
+            self._size = tuple(self._seen_shape[-2:]) if known and self._seen_shape else self._config.size  # type: ignore[assignment]
         assert self._size is not None
         return self._size
 
@@ -310,23 +262,12 @@ class SSL(VisionTask):
         options = {"mean": self._config.mean, "std": self._config.std} | self.augment_options
         if self.method != "dino":
             return getattr(presets, self.method)(size, **options)
-        crops = self._options
-        return presets.dino(
-            size,
-            crops["local_size"] or self._local_size(size),
-            crops["num_local"],
-            global_scale=crops["global_scale"],
-            local_scale=crops["local_scale"],
-            **options,
-        )
-
-    def _local_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """3/7 of a global crop, as 96 is of 224, in whole patches."""
-        patch = getattr(getattr(self._method.backbone, "patch_embed", None), "patch_size", (1, 1))
-        tall, wide = (
-            max(side, math.ceil(whole * 3 / 7 / side) * side) for whole, side in zip(size, patch, strict=True)
-        )
-        return tall, wide
+        crops = {name: self._options[name] for name in CROPS}
+        if crops["local_size"] is None:  # 3/7 of a global crop, as 96 is of 224, in whole patches
+            patch = getattr(getattr(self._method.backbone, "patch_embed", None), "patch_size", (1, 1))
+            pairs = zip(size, patch, strict=True)
+            crops["local_size"] = tuple(max(side, math.ceil(whole * 3 / 7 / side) * side) for whole, side in pairs)
+        return presets.dino(size, **crops, **options)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -336,9 +277,9 @@ class SSL(VisionTask):
     def train_step(self, batch: Any) -> Loss:
         """The method's loss on views of the images."""
         inputs, labels = _split_batch(batch)
-        if self._shape is None and isinstance(inputs, Tensor):
-            self._shape = tuple(inputs.shape[1:])  # in a hand-written loop, views have the size of the images
-        views = inputs if isinstance(inputs, Views) else self._views()(inputs)
+        if self._seen_shape is None and isinstance(inputs, Tensor):
+            self._seen_shape = tuple(inputs.shape[1:])  # in a hand-written loop, views have the size of the images
+        views = inputs if isinstance(inputs, Views) else self._views(inputs)
         output = self.model(views)
         self._method.collect(output)
         labelled = output.features is not None and isinstance(labels, Tensor)
