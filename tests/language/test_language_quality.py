@@ -23,15 +23,15 @@ from trainformer.tasks import CausalLM, Seq2Seq
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY, LENGTH = 1024, 128
+VOCABULARY, LENGTH = 512, 128
 RUN: dict[str, Any] = {"batch_size": 8, "eval_batch_size": 16, "precision": "no", "eval_every": None}
 LOW_RANK: dict[str, Any] = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
 
 
 def small_llama() -> LlamaConfig:
-    """Half a million parameters."""
+    """A quarter of a million parameters."""
     return toys.llama(
-        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_key_value_heads=4,
+        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_key_value_heads=4,
         max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
 
@@ -57,16 +57,16 @@ def counted(train: list[np.ndarray], held_out: list[np.ndarray]) -> tuple[float,
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory) -> tuple[Path, dict[str, float]]:
-    """The Llama after a million tokens of Python's source, in a folder; and perplexities on files it has not seen."""
+    """The Llama after 600,000 tokens of Python's source, in a folder; and perplexities on files it has not seen."""
     folder = tmp_path_factory.mktemp("llama")
     train, held_out = load_text("python-stdlib"), load_text("python-stdlib:test")
-    texts = [train[i]["text"] for i in range(0, len(train), 4)]
+    texts = [train[i]["text"] for i in range(0, len(train), 8)]
     others = [held_out[i]["text"][:6000] for i in range(len(held_out))]
     plain = toys.byte_pairs(texts, ["</s>"], VOCABULARY)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
     task = CausalLM(small_llama(), max_length=LENGTH, tokenizer=tokenizer, cache_dir=folder / "tokens")
-    trainer = toys.trainer_for(task, texts, val_data=others, max_steps=1000, lr=4e-3, run_dir=folder / "run", **RUN)
-    assert 5e5 < sum(p.numel() for p in task.model.parameters()) < 6e5
+    trainer = toys.trainer_for(task, texts, val_data=others, max_steps=600, lr=5e-3, run_dir=folder / "run", **RUN)
+    assert 2e5 < sum(p.numel() for p in task.model.parameters()) < 3e5
     sources = run_of(trainer).train_source, run_of(trainer).val_source
     unigram, bigram = counted(*(tokens_of(source.dataset) for source in sources))
     found = trainer.fit().evaluate()
@@ -75,8 +75,8 @@ def pretrained(tmp_path_factory) -> tuple[Path, dict[str, float]]:
 
 def test_a_small_llama_beats_a_bigram_model(pretrained):
     folder, perplexity = pretrained
-    assert perplexity["bigram"] < 0.2 * perplexity["unigram"]  # the counts are worth something themselves
-    assert perplexity["model"] < 0.75 * perplexity["bigram"]
+    assert perplexity["bigram"] < 0.25 * perplexity["unigram"]  # the counts are worth something themselves
+    assert perplexity["model"] < 0.8 * perplexity["bigram"]
     (text,) = CausalLM(folder, max_length=LENGTH).generate("import ", max_new_tokens=40)
     assert text.strip()
 
@@ -117,7 +117,7 @@ def test_adapters_learn_another_language(adapted):
     almost, qlora = adapted(QLoRA(**LOW_RANK))
     assert lora < before / 2
     assert almost == pytest.approx(before, rel=0.2)  # four bits cost something
-    assert qlora < 1.05 * lora
+    assert qlora < 1.1 * lora
 
 
 # BART's usual 0.02 is meant for widths of 768 and more: at 32 it takes hundreds of steps to leave zero. T5 has to find
