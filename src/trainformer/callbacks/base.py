@@ -38,11 +38,9 @@ class Probe(Protocol):
 
     def batches(self) -> Iterator[Any]:
         """Training batches; starts over when the data is exhausted."""
-        ...
 
     def step(self, batch: Any, lr: float | None = None) -> float:
         """Run one optimizer step on a batch, optionally at a given learning rate. Returns the loss."""
-        ...
 
 
 class TrainerLike(Protocol):

@@ -18,11 +18,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Load a saved state."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,27 +88,21 @@ class StateFiles(Protocol):
 
     def snapshot(self, component: StateComponent, state: Any) -> Any:
         """A copy that later steps do not change, for asynchronous saves."""
-        ...
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: ProcessGroup) -> list[str]:
         """Write a component, or this rank's shard of it; the names of its files inside the folder."""
-        ...
 
     def read(self, folder: Path, names: list[str], format: str) -> Any:
         """The state in these files."""
-        ...
 
     def read_file(self, path: Path, rank: int) -> dict[str, Any]:
         """States by component from a single file."""
-        ...
 
     def check_replicas(self, states: Mapping[StateComponent, Any], process_group: ProcessGroup) -> None:
         """Raise if replicated state differs between ranks."""
-        ...
 
     def versions(self) -> dict[str, str]:
         """Package versions to record with a checkpoint."""
-        ...
 
 
 def callback_states(callbacks: Mapping[str, Any]) -> Iterator[tuple[str, StatefulAdapter]]:

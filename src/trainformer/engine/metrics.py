@@ -27,11 +27,9 @@ class Reader(Protocol):
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
         """Values of scalars in one transfer."""
-        ...
 
     def fold(self, scalars: Sequence[Any]) -> Any:
         """Their sum, still on the device."""
-        ...
 
 
 Sums = dict[str, tuple[float, float]]
