@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
@@ -41,10 +41,18 @@ class _ArgumentsMeta(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        kwargs = _drop_hf_defaults(read_accelerator_config(kwargs, known), known)
-        for name in kwargs.keys() - known:
-            raise BadArgument(expected(f"fields of {cls.__name__}", name, did_you_mean(name, known)))
-        return super().__call__(*args, **kwargs)
+        given = read_accelerator_config(kwargs, known)
+        for name in [name for name in given if name not in known]:
+            if name not in UNSUPPORTED_FIELDS:
+                raise BadArgument(expected(f"fields of {cls.__name__}", name, did_you_mean(name, known)))
+            default, instead = UNSUPPORTED_FIELDS[name]
+            accepted = default if isinstance(default, tuple) else (default,)
+            value = given.pop(name)
+            if str(getattr(value, "value", value)) not in map(str, accepted):
+                raise BadArgument(
+                    f"trainformer.hf does not support the argument {name} of HF (received {name}={value!r}). {instead}"
+                )
+        return super().__call__(*args, **given)
 
 
 @dataclass
@@ -410,16 +418,3 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
     "trackio_static_space_id": (None, _CALLBACK),
     "use_cache": (False, "Set model.config.use_cache."),
 }
-
-
-def _drop_hf_defaults(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Drop unsupported HF fields that have HF's default; raise for those with another value."""
-    unsupported = {name: value for name, value in given.items() if name in UNSUPPORTED_FIELDS and name not in known}
-    for name, value in unsupported.items():
-        default, instead = UNSUPPORTED_FIELDS[name]
-        accepted = default if isinstance(default, tuple) else (default,)
-        if str(getattr(value, "value", value)) not in map(str, accepted):
-            raise BadArgument(
-                f"trainformer.hf does not support the argument {name} of HF (received {name}={value!r}). {instead}"
-            )
-    return {name: value for name, value in given.items() if name not in unsupported}

@@ -25,7 +25,7 @@ from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.compat import unwrap_callback
-from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, changed_flags
+from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
@@ -35,7 +35,7 @@ from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import this_process
-from trainformer.hf.run import LogRelay, RankedBridge
+from trainformer.hf.run import LogRelay
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
 
@@ -96,10 +96,11 @@ class BaseTrainer(ScriptMixin, ABC):
         self.is_world_process_zero = CallableBool(process.rank == 0)
         self.num_processes = process.world_size
         self._callbacks = CallbackList()
-        self._bridge = RankedBridge.of(self._callbacks.shared)
+        self._bridge = Bridge.of(self._callbacks.shared)
         self._stop_requested_by: tuple[str, str, str] | None = None
         self._skips_weights = False  # while saving a checkpoint, which writes the weights itself
         state = self._bridge.state
+        state.is_world_process_zero, state.is_local_process_zero = process.rank == 0, process.local_rank == 0
         state.max_steps, state.num_train_epochs = self.args.max_steps, self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
         state.logging_steps, state.eval_steps = self.args.logging_steps, self.args.eval_steps or state.eval_steps
@@ -360,13 +361,9 @@ class BaseTrainer(ScriptMixin, ABC):
                 parts.append(StateComponent(key, part, required=False))
         parts.append(StateComponent("trainer", self, required=False))
         if hasattr(self.train_dataloader, "state_dict"):
-            pattern = self._get_dataset_sharing_pattern()
-            parts.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
+            parts.append(StateComponent("dataset", self.train_dataloader, required=False))
         rng = StatefulAdapter(capture_random, restore_random)
         return [*parts, StateComponent("rng", rng, SharingPattern.PER_RANK, required=False)]
-
-    def _get_dataset_sharing_pattern(self) -> SharingPattern:
-        return SharingPattern.GLOBAL
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components that are shared within one; empty for a single process."""
