@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-if TYPE_CHECKING:
-    from trainformer.run.run import Run
-
-
-class RunContext(Protocol):
-    """Implemented by `sweep`."""
-
-    def callbacks_for(self, run: Run) -> list[Any]:
-        """Callbacks to append to those of the run."""
-
-    def folder_for(self, wanted: Path | None, title: str) -> Path:
-        """The run folder to use instead of the one the user chose, if any."""
+#: Has the methods `callbacks_for(run)`, callbacks to append to those of the run, and `folder_for(wanted, title)`, the
+#: run folder to use instead of the one the user chose, if any.
+_CURRENT: ContextVar[Any] = ContextVar("run_context", default=None)
 
 
-_CURRENT: ContextVar[RunContext | None] = ContextVar("run_context", default=None)
-
-
-def current_context() -> RunContext | None:
-    """The context that runs are created in, if there is one."""
+def current_context() -> Any:
+    """The context that runs are created in, or None."""
     return _CURRENT.get()
 
 
 @contextmanager
-def run_context(context: RunContext) -> Iterator[None]:
+def run_context(context: Any) -> Iterator[None]:
     """Runs created inside this block, in this thread, belong to the context."""
     token = _CURRENT.set(context)
     try:

@@ -9,41 +9,52 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainformer.callbacks.base import handlers_of
-from trainformer.checkpointing import Checkpoint, StateComponent, StatefulAdapter
+from rich.console import Console
+
+from trainformer.callbacks.base import CallbackList, handlers_of
+from trainformer.checkpointing import Checkpoint, StateComponent, StateFiles, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
-from trainformer.engine import Control, Event, EventBus, Loop, RunState
+from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
+from trainformer.engine.process_group import ProcessGroup
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
 from trainformer.run.logging import RunRecords, resident_gb, save_reason
-from trainformer.run.setup import RunParts
+from trainformer.run.settings import CommonSettings, FrontOptions
+from trainformer.run.setup import RunBackend
 
 logger = logging.getLogger("trainformer")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Run(ABC):
-    """One run, built from its parts. `owner` is the trainer that callbacks receive."""
+    """One run, built from its parts.
 
-    def __init__(self, owner: Any, parts: RunParts) -> None:
-        self.owner = owner
-        self.parts = parts
-        self.settings = parts.settings
-        self.options = parts.options
-        self.process_group = parts.process_group
-        self.backend = parts.backend
-        self.files = parts.files
-        self.callbacks = parts.callbacks
-        self.train_source = parts.train_source
-        self.val_source = parts.val_source
-        self.train_size = parts.train_size
-        self.passed = parts.passed
-        self.console = parts.console
+    `owner` is the trainer that callbacks receive, `data` is what the user passed as data, and `passed` are the settings
+    that the user named.
+    """
+
+    owner: Any
+    settings: CommonSettings
+    options: FrontOptions
+    process_group: ProcessGroup
+    backend: RunBackend
+    files: StateFiles
+    callbacks: CallbackList
+    train_source: DataSource
+    val_source: DataSource | None
+    train_size: int | None
+    data: Any
+    passed: frozenset[str]
+    console: Console
+
+    def __post_init__(self) -> None:
         self.state = RunState()
         self.control = Control()
         self.bus = EventBus()
@@ -53,7 +64,8 @@ class Run(ABC):
         self.checkpointer: Checkpointer | None = None
         self.loop: Loop | None = None
         self.records = RunRecords(self)
-        self.live_control = LiveControl(self)
+        self.live_control = live = LiveControl(self)
+        self.has_requests, self.take_requests, self.apply_requests = live.has_requests, live.take, live.apply_requests
         self.logger_state: dict[str, Any] = {}
         self._last_metrics: dict[str, float] = {}
         self._best_at_step = -1
@@ -218,23 +230,12 @@ class Run(ABC):
         if self.live_control.waiting:
             self.live_control.answer_finished()
 
-    def has_requests(self) -> bool:
-        """Whether a live request is waiting."""
-        return self.live_control.has_requests()
-
-    def take_requests(self) -> list[Any]:
-        """The live requests since the last call."""
-        return self.live_control.take()
-
-    def apply_requests(self, requests: list[Any]) -> None:
-        """Apply live requests to the control."""
-        self.live_control.apply_requests(requests)
-
     def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is among the best. Rank 0 decides: ranks may see the folder at different times."""
         if self.checkpointer is None or not self.process_group.is_main:
             return False
-        is_best = self.checkpointer.is_worth_keeping(metrics)
+        kept = self.checkpointer.store.checkpoints()
+        is_best = self.checkpointer.retention.is_worth_keeping(metrics, kept)
         if is_best:
             self._best_at_step = self.state.step
         return is_best
@@ -263,17 +264,18 @@ class Run(ABC):
 
     def common_components(self) -> list[StateComponent]:
         """Progress, context and loggers, which every run has."""
+
+        def load_logger_state(state: dict[str, Any]) -> None:
+            self.logger_state = state  # kept for loggers that do not exist yet
+            self.loggers.load_state_dict(state)
+
         context = StatefulAdapter(self.context.state_dict, self.context.load_state_dict)
-        loggers = StatefulAdapter(lambda: self.loggers.state_dict(), self._load_logger_state)
+        loggers = StatefulAdapter(lambda: self.loggers.state_dict(), load_logger_state)
         return [
             StateComponent("run", StatefulAdapter(self._progress, self.state.load_state_dict), format="json"),
             StateComponent("context", context, required=False),
             StateComponent("loggers", loggers, required=False, format="json"),
         ]
-
-    def _load_logger_state(self, state: dict[str, Any]) -> None:
-        self.logger_state = state  # kept for loggers that do not exist yet
-        self.loggers.load_state_dict(state)
 
     def _progress(self) -> dict[str, Any]:
         """The run state, with the values of the next log record."""
