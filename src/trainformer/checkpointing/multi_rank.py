@@ -110,8 +110,12 @@ class MultiRankWriter:
         _write_json(draft / _FILE_LIST.format(self._process_group.rank), content)
         if self._process_group.is_main:
             self._complete(draft, manifest)
-        else:
-            self._wait_for_main(draft, manifest.step)
+            return
+        self._wait(lambda: not draft.exists(), [])  # until rank 0 has renamed the folder, or has given up
+        if not (self._store.path_of(manifest.step) / MANIFEST).exists():
+            marker = _failure_marker(draft)
+            known = json.loads(marker.read_text())["error"] if marker.exists() else "rank 0 could not complete it"
+            raise OSError(known)
 
     def _complete(self, draft: Path, manifest: Manifest) -> None:
         lists = [draft / _FILE_LIST.format(rank) for rank in range(self._process_group.world_size)]
@@ -138,14 +142,6 @@ class MultiRankWriter:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-
-    def _wait_for_main(self, draft: Path, step: int) -> None:
-        """Wait until rank 0 has renamed the folder, or has given up."""
-        self._wait(lambda: not draft.exists(), [])
-        if (self._store.path_of(step) / MANIFEST).exists():
-            return
-        marker = _failure_marker(draft)
-        raise OSError(json.loads(marker.read_text())["error"] if marker.exists() else "rank 0 could not complete it")
 
     def _wait(self, is_done: Callable[[], bool], lists: list[Path]) -> None:
         deadline = time.monotonic() + self._timeout

@@ -263,13 +263,11 @@ class ScopedContext:
     def __init__(self, parent: PipelineContext, namespace: str) -> None:
         self._parent = parent
         self._namespace = namespace
+        self.config = parent.config
+        self.subscribe, self.unsubscribe, self.publish = parent.subscribe, parent.unsubscribe, parent.publish
 
     def _key(self, key: str) -> str:
         return f"{self._namespace}/{key}"
-
-    @property
-    def config(self) -> PipelineConfig:
-        return self._parent.config
 
     def set(self, key: str, value: Any, lifecycle: Lifecycle = Lifecycle.RUN) -> None:
         self._parent.set(self._key(key), value, lifecycle, self._namespace)
@@ -292,12 +290,3 @@ class ScopedContext:
 
     def accumulate(self, key: str, tensor: Tensor, dim: int = 0, max_size: int | None = None) -> None:
         self._parent.accumulate(self._key(key), tensor, dim, max_size, self._namespace)
-
-    def subscribe(self, event: str, callback: Subscriber) -> None:
-        self._parent.subscribe(event, callback)
-
-    def unsubscribe(self, event: str, callback: Subscriber) -> bool:
-        return self._parent.unsubscribe(event, callback)
-
-    def publish(self, event: str, data: dict[str, Any] | None = None) -> None:
-        self._parent.publish(event, data)

@@ -69,9 +69,5 @@ class Cadence:
         """Whether it is time after `epochs` whole epochs."""
         return self.unit == "epochs" and epochs % self.every == 0
 
-    def due_after(self, seconds: float) -> bool:
-        """Whether it is time when the last time was `seconds` ago."""
-        return self.unit == "seconds" and seconds >= self.every
-
     def __str__(self) -> str:
         return f"{self.every:g}{self.unit}"

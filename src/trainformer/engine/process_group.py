@@ -64,31 +64,24 @@ class SingleProcess:
     monitor = None
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Its own value."""
         return [value]
 
     def all_gather_dp(self, value: Any) -> list[Any]:
-        """Its own value."""
         return [value]
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        """The values."""
         return values
 
     def any_rank(self, flags: list[bool]) -> list[bool]:
-        """The flags."""
         return flags
 
     def broadcast(self, value: Any) -> Any:
-        """The value."""
         return value
 
     def run_on_main(self, function: Callable[[], Any]) -> Any:
-        """What the function returns."""
         return function()
 
     def monitoring(self, timeout: float) -> AbstractContextManager[None]:
-        """There is nothing to monitor."""
         return nullcontext()
 
 

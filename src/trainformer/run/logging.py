@@ -1,4 +1,4 @@
-"""What a run reports: console messages, `records.jsonl`, progress of evaluations, and memory.
+"""What a run reports: console messages, `records.jsonl`, and progress of evaluations.
 
 `records.jsonl` holds what happened in a run and is not a number over steps, one JSON object per line: start, resume,
 saves, evaluations, skipped steps, split batches, who stopped the run, how it ended, and whatever callbacks add. Unlike
@@ -9,7 +9,6 @@ a file that cannot be written causes one warning. Nothing here is called per ste
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -169,7 +168,17 @@ class RunRecords:
         run = self._run
         if run.process_group.is_main and folder.path is not None and self._file.path is None:
             self._file = RecordFile(folder.path / RECORDS_FILE)
-        self.add("began", _start_record(run))
+        settings = run.settings
+        start = {
+            "epochs": None if settings.max_steps is not None else settings.epochs,
+            "steps_planned": run.total_steps(),
+            **run.device_info(),
+            "world_size": run.process_group.world_size,
+            "versions": {"python": sys.version.split()[0], **versions(run.files)},
+            "command": list(sys.argv),
+            "git": current_commit(Path.cwd()),
+        }
+        self.add("began", start)
         self._faults = run.fault_counters()
         if self.resumed_from is not None:
             self.add("resumed", {"from": self.resumed_from, "from_step": run.state.step})
@@ -222,19 +231,6 @@ class RunRecords:
         self.add("evaluated", {"metrics": dict(metrics)})
 
 
-def _start_record(run: Run) -> dict[str, Any]:
-    settings = run.settings
-    return {
-        "epochs": None if settings.max_steps is not None else settings.epochs,
-        "steps_planned": run.total_steps(),
-        **run.device_info(),
-        "world_size": run.process_group.world_size,
-        "versions": {"python": sys.version.split()[0], **versions(run.files)},
-        "command": list(sys.argv),
-        "git": current_commit(Path.cwd()),
-    }
-
-
 def current_commit(folder: Path) -> str | None:
     """The git commit checked out at `folder`, read from git's files; None if it is not in a repository."""
     for place in (folder, *folder.parents):
@@ -280,7 +276,7 @@ def save_reason(plan: Plan, state: RunState, control: Control, is_best: bool) ->
     return "due" if at_epoch or cadence.due_at_step(state.step) or cadence.unit == "seconds" else "requested"
 
 
-# -- evaluation progress and memory ----------------------------------------------------------------------------------
+# -- evaluation progress ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -301,18 +297,3 @@ def eval_progress(callbacks: Iterable[Any], owner: Any, total: int | None) -> It
         for listener in listeners:
             if hasattr(listener, "on_validation_cleanup"):
                 listener.on_validation_cleanup(owner)
-
-
-def resident_gb() -> float | None:
-    """Resident memory of this process in GB (1e9 bytes); its peak where the system reports no more."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-    except OSError:
-        pass
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9

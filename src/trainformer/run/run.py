@@ -25,9 +25,10 @@ from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
-from trainformer.run.logging import RunRecords, resident_gb, save_reason
+from trainformer.run.logging import RunRecords, save_reason
 from trainformer.run.settings import CommonSettings, FrontOptions
 from trainformer.run.setup import RunBackend
+from trainformer.utils.processes import resident_bytes
 
 logger = logging.getLogger("trainformer")
 
@@ -128,7 +129,7 @@ class Run(ABC):
 
     def memory_gb(self) -> float | None:
         """Peak memory of the device; resident memory of the process where it has none of its own."""
-        return resident_gb()
+        return resident_bytes() / 1e9 or None
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
         """What to record about the latest evaluation besides its metrics, by kind."""

@@ -15,7 +15,7 @@ from trainformer.callbacks.monitors import gradient_norm, named_gradients
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.common import is_evaluation, trainer_api
 from trainformer.hf.callbacks.tensorboard import WriterHandle
-from trainformer.utils.helpers import _peak_resident_bytes
+from trainformer.utils.processes import peak_resident_bytes
 
 logger = logging.getLogger("trainformer")
 
@@ -80,7 +80,9 @@ class DivergenceDetector(TrainerCallback):
         if not math.isfinite(value):
             self._diverged(control, state, f"{self.metric} is {value}")
             return control
-        average = self._update_average(float(value))
+        self._records += 1
+        self._sum = self.smoothing * self._sum + (1 - self.smoothing) * float(value)
+        average = self._sum / (1 - self.smoothing**self._records)
         limit = self._best + max((self.factor - 1) * abs(self._best), self.min_rise)
         if self._records > self.warmup and average > limit:
             self._above += 1
@@ -92,11 +94,6 @@ class DivergenceDetector(TrainerCallback):
             self._reported = False
         self._best = min(self._best, average)
         return control
-
-    def _update_average(self, value: float) -> float:
-        self._records += 1
-        self._sum = self.smoothing * self._sum + (1 - self.smoothing) * value
-        return self._sum / (1 - self.smoothing**self._records)
 
     def _diverged(self, control: TrainerControl, state: TrainerState, what: str) -> None:
         flag = _DIVERGENCE_FLAGS[self.action]
@@ -256,7 +253,10 @@ def layer_norms(
     if not found:
         return {}, 0.0
     before = norm_before_clipping
-    numbers = _to_host([*(gradient_norm(grad) for _, grad in found), *([] if before is None else [before.detach()])])
+    scalars = [*(gradient_norm(grad) for _, grad in found), *([] if before is None else [before.detach()])]
+    device = scalars[0].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    numbers = torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
     by_layer: dict[str, list[float]] = {}
     for (layer, _), number in zip(found, numbers, strict=False):
         by_layer.setdefault(layer, []).append(number)
@@ -267,12 +267,6 @@ def layer_norms(
     # Clipping scaled all gradients by one factor; the ratio of the total norms undoes it.
     undo_clipping = numbers[-1] / total if total > 0 and math.isfinite(total) else 1.0
     return {layer: norm * undo_clipping for layer, norm in norms.items()}, numbers[-1]
-
-
-def _to_host(scalars: list[Tensor]) -> list[float]:
-    device = scalars[0].device
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    return torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
 
 
 def layer_of(parameter: str) -> str:
@@ -326,21 +320,17 @@ class PeakMemory(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs or is_evaluation(logs):
             return
-        peaks = self._peaks()
+        peaks = {"peak_memory_resident": peak_resident_bytes() / _GIB}
+        if self._device.type == "cuda":
+            peaks = {
+                "peak_memory_allocated": torch.cuda.max_memory_allocated(self._device) / _GIB,
+                "peak_memory_reserved": torch.cuda.max_memory_reserved(self._device) / _GIB,
+            }
+            if self.reset:
+                torch.cuda.reset_peak_memory_stats(self._device)
         logs.update(peaks)
         if state.is_world_process_zero:
             self._writer.add_scalars({f"memory/{name}": value for name, value in peaks.items()}, state.global_step)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._writer.close()
-
-    def _peaks(self) -> dict[str, float]:
-        if self._device.type != "cuda":
-            return {"peak_memory_resident": _peak_resident_bytes() / _GIB}
-        peaks = {
-            "peak_memory_allocated": torch.cuda.max_memory_allocated(self._device) / _GIB,
-            "peak_memory_reserved": torch.cuda.max_memory_reserved(self._device) / _GIB,
-        }
-        if self.reset:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        return peaks

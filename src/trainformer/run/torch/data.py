@@ -81,7 +81,14 @@ def is_open(task: Any) -> bool:
 def load(task: Any, data: Any) -> Any:
     """A dataset, loader or data source from a path or name, arrays, a dataset, a loader or a data source."""
     if isinstance(data, (str, Path)):
-        return _load_path(task, str(data))
+        if (registered := load_registered(str(data))) is not None:
+            return load(task, registered)
+        if not provides(task, "load_data"):
+            raise BadArgument(
+                f"{type(task).__name__} cannot load data by path (received {str(data)!r}). Pass a Dataset or "
+                "DataLoader, or define load_data(self, path) on the task."
+            )
+        return task.load_data(str(data))
     if isinstance(data, (torch.Tensor, np.ndarray)):
         data = (data,)
     if isinstance(data, tuple) and data and all(isinstance(d, (torch.Tensor, np.ndarray)) for d in data):
@@ -102,17 +109,6 @@ def load(task: Any, data: Any) -> Any:
             type(data).__name__,
         )
     )
-
-
-def _load_path(task: Any, path: str) -> Any:
-    if (loaded := load_registered(path)) is not None:
-        return load(task, loaded)
-    if not provides(task, "load_data"):
-        raise BadArgument(
-            f"{type(task).__name__} cannot load data by path (received {path!r}). Pass a Dataset or DataLoader, "
-            "or define load_data(self, path) on the task."
-        )
-    return task.load_data(path)
 
 
 def is_loader(data: Any) -> bool:
@@ -164,11 +160,17 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
             num_workers=workers,
             shard=options.shard,
         )
+    sampler = None
+    if train and options.sampler is not None:
+        from trainformer.data.samplers import make_sampler
+
+        size, accumulation = options.batch_size, options.accumulation
+        sampler = make_sampler(options.sampler, data, batch_size=size, seed=options.seed, accumulation=accumulation)
     return DatasetSource(
         data,
         options.batch_size,
         shuffle=train,
-        sampler=_sampler_for(data, options) if train else None,
+        sampler=sampler,
         drop_last=options.drop_last and train,
         seed=options.seed,
         collate=collate,
@@ -177,16 +179,6 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         prefetch_factor=options.prefetch_factor,
         skip_bad=options.skip_bad,
         shard=options.shard,
-    )
-
-
-def _sampler_for(data: Any, options: LoadOptions) -> Any:
-    if options.sampler is None:
-        return None
-    from trainformer.data.samplers import make_sampler
-
-    return make_sampler(
-        options.sampler, data, batch_size=options.batch_size, seed=options.seed, accumulation=options.accumulation
     )
 
 
