@@ -50,29 +50,18 @@ class TrainerLike(Protocol):
     lr: float
     state: RunState
     control: Control
+    is_main: bool
+    is_local_main: bool
+    total_steps: int | None
+    active_optimizer: Any
+    active_scheduler: Any
+    context: Any
+    grad_norm: Any
+    same_classes: bool
+    train_dataloader: Any
+    val_dataloader: Any
+    logger: Any
 
-    @property
-    def is_main(self) -> bool: ...
-    @property
-    def is_local_main(self) -> bool: ...
-    @property
-    def total_steps(self) -> int | None: ...
-    @property
-    def active_optimizer(self) -> Any: ...
-    @property
-    def active_scheduler(self) -> Any: ...
-    @property
-    def context(self) -> Any: ...
-    @property
-    def grad_norm(self) -> Any: ...
-    @property
-    def same_classes(self) -> bool: ...
-    @property
-    def train_dataloader(self) -> Any: ...
-    @property
-    def val_dataloader(self) -> Any: ...
-    @property
-    def logger(self) -> Any: ...
     def was_set(self, name: str) -> bool: ...
     def stop(self, reason: str) -> None: ...
     def log_metrics(self, metrics: dict[str, float]) -> None: ...
@@ -248,6 +237,24 @@ class CallbackList:
                     getattr(callback, name)(trainer, *args)
 
         return dispatch
+
+
+class EveryNthEvaluation:
+    """Mixin of callbacks that run at every `every`-th evaluation only, also across a resume."""
+
+    every: int
+    _evaluations = 0
+
+    def is_due(self) -> bool:
+        """Count an evaluation; whether it is an N-th one."""
+        self._evaluations += 1
+        return self._evaluations % self.every == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self._evaluations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._evaluations = state["evaluations"]
 
 
 def handlers_of(callback: Any, trainer: Any) -> dict[Event, Callable[..., None]]:

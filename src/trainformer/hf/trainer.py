@@ -31,7 +31,6 @@ from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.settings import SequentialSampler, front_options, optimizer_spec, scheduler_factory, settings_of
 from trainformer.hf.task import ModelTask
 from trainformer.run import RunSettings
-from trainformer.run.api import train_loader, val_loader
 from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
 from trainformer.run.torch.preflight import CheckReport, check_run
@@ -190,7 +189,7 @@ class Trainer(EvaluatingTrainer):
         self._handle._run = run
         run.connect()
         self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
-        self.train_dataloader, self.eval_dataloader = train_loader(run), val_loader(run)
+        self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
 
     def _join(self) -> TorchProcessGroup:

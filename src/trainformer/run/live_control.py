@@ -139,13 +139,9 @@ class LiveControl:
                 self._evaluated()
             elif state.saved_at == state.step:
                 self._saved(self._path_of(state.step))
-        if self._in_progress:
-            self._subscribe()
-
-    def _subscribe(self) -> None:
-        """Subscribe to saves and evaluations, on the first request only. Changing callbacks clears the bus."""
         bus = self._run.bus
-        if all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
+        # Subscribe to saves and evaluations, on the first request only. Changing callbacks clears the bus.
+        if self._in_progress and all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
             bus.add(NAME, {Event.SAVE: self._saved, Event.EVAL_END: lambda metrics: self._evaluated()})
 
     # -- answers -------------------------------------------------------------------------------------------

@@ -95,13 +95,6 @@ def log_start(run: Run) -> None:
     )  # fmt: skip
 
 
-def log_stop(run: Run) -> None:
-    """Who stopped the run and why, if it was stopped."""
-    control = run.control
-    if control.should_stop:
-        logger.info("stopped at step %d by %s: %s", run.state.step, control.stopped_by, control.stop_reason)
-
-
 # -- records.jsonl ---------------------------------------------------------------------------------------------------
 
 

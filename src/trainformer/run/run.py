@@ -65,8 +65,7 @@ class Run(ABC):
         self.checkpointer: Checkpointer | None = None
         self.loop: Loop | None = None
         self.records = RunRecords(self)
-        self.live_control = live = LiveControl(self)
-        self.has_requests, self.take_requests, self.apply_requests = live.has_requests, live.take, live.apply_requests
+        self.live_control = LiveControl(self)
         self.logger_state: dict[str, Any] = {}
         self._last_metrics: dict[str, float] = {}
         self._best_at_step = -1
@@ -230,6 +229,15 @@ class Run(ABC):
             self.checkpointer.poll()
         if self.live_control.waiting:
             self.live_control.answer_finished()
+
+    def has_requests(self) -> bool:
+        return self.live_control.has_requests()
+
+    def take_requests(self) -> list[Any]:
+        return self.live_control.take()
+
+    def apply_requests(self, requests: list[Any]) -> None:
+        self.live_control.apply_requests(requests)
 
     def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is among the best. Rank 0 decides: ranks may see the folder at different times."""

@@ -64,7 +64,7 @@ class HookCallback(CallbackAdapter):
         # Stateless hooks get no state_dict, so that loading a checkpoint without their state does not warn.
         if overrides(hook, "on_state_dict") or overrides(hook, "on_load_state_dict"):
             self.state_dict = self._state_dict
-            self.load_state_dict = self._load_state_dict
+            self.load_state_dict = lambda state: hook.on_load_state_dict(self._trainer, state)
 
     def attach(self, trainer: Any) -> None:
         """Called when the trainer is built."""
@@ -97,9 +97,6 @@ class HookCallback(CallbackAdapter):
         state: dict[str, Any] = {}
         self.wrapped.on_state_dict(self._trainer, state)
         return state
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self.wrapped.on_load_state_dict(self._trainer, state)
 
 
 class TrainerView:
