@@ -39,11 +39,9 @@ class StatefulAdapter:
     check: Callable[[Any], None] | None = None
 
     def state_dict(self) -> Any:
-        """The state."""
         return self.get()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state."""
         self.put(state_dict)
 
     def check_state(self, state: Any) -> None:

@@ -31,9 +31,6 @@ _RANK_FILE = re.compile(r"\.rank(\d+)\.[^.]+$")
 Fill = Callable[[Path], dict[str, list[str]]]
 
 
-# -- which rank writes and reads what ------------------------------------------------------------------------------
-
-
 def is_written_here(component: StateComponent, process_group: Any) -> bool:
     """Whether this rank writes a component, or its shard of it."""
     pattern = component.sharing_pattern
@@ -68,9 +65,6 @@ def files_for_rank(names: Sequence[str], rank: int) -> list[str]:
 def is_from_another_rank(name: str) -> bool:
     """Whether a file that appears while rank 0 writes belongs to another rank: a shard, or its file list."""
     return re.search(r"^\.part-|\.shard-|\.rank\d+\.", name) is not None
-
-
-# -- writing together ----------------------------------------------------------------------------------------------
 
 
 class MultiRankWriter:

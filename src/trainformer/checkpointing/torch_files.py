@@ -31,9 +31,6 @@ class ReplicasDiffer(TrainformerError):
     """Replicated state differs between ranks; a checkpoint of it would be right for one of them only."""
 
 
-# -- one component ---------------------------------------------------------------------------------------------------
-
-
 def write_component(folder: Path, stem: str, format: str, state: Any) -> list[str]:
     """Write one component; the names of its files. A full disk raises `OSError`, whatever the library raises."""
     try:
@@ -63,9 +60,6 @@ def read_component(folder: Path, names: list[str], format: str) -> Any:
         raise DataError(f"{folder / names[0]} cannot be read as JSON: it is damaged. ({error})") from error
 
 
-# -- the whole state in a single file, as `Trainer.save` writes it ---------------------------------------------------
-
-
 def write_single_file(path: Path, state: dict[str, Any], per_rank: list[dict[str, Any]] | None = None) -> None:
     """Write a state to one file, atomically. `per_rank`: the components that each rank has for itself."""
     buffer = io.BytesIO()
@@ -91,9 +85,6 @@ def read_single_file(path: Path, rank: int = 0) -> dict[str, Any]:
     own = per_rank[rank] if per_rank is not None and rank < len(per_rank) else {}
     rank_specific = {"rng"} if per_rank is None else per_rank[0].keys()
     return {key: value for key, value in components.items() if key not in rank_specific} | own
-
-
-# -- replicated state ------------------------------------------------------------------------------------------------
 
 
 def fingerprints(state: Any) -> dict[str, str]:

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
@@ -26,7 +26,7 @@ from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.compat.huggingface_types import IntervalStrategy
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.distributed import TorchProcessGroup
-from trainformer.hf.distributed import check_arguments, read_accelerator_config, run_first, this_process
+from trainformer.hf.distributed import read_accelerator_config, run_first, this_process
 
 
 class ParallelMode(Enum):
@@ -170,7 +170,10 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
         if self.logging_dir is None:
             self.logging_dir = os.path.join(self.output_dir, "runs", f"{time.time_ns()}_{platform.node()}")
         self._resolve_best_metric()
-        check_arguments(self)
+        if self.ddp_backend not in (None, "gloo", "nccl"):
+            what = "ddp_backend to be 'gloo' (used on CPUs), 'nccl' (used on GPUs) or None"
+            raise BadArgument(expected(what, self.ddp_backend))
+        _check("ddp_timeout", self.ddp_timeout, lambda v: v > 0, "a positive number of seconds")
 
     def _check_numbers(self) -> None:
         whole = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
@@ -287,6 +290,9 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._resolve_precision()
+        if self.strategy_options is not None and not isinstance(self.strategy_options, Mapping):
+            what = "strategy_options to be a mapping, such as {'cpu_offload': True}"
+            raise BadArgument(expected(what, self.strategy_options))
         check_recipes("no", self.fp8_recipe, self.qat_recipe)
         sdpa_backends(self.sdpa_backend)
         if self.default_dtype is not None and not isinstance(getattr(torch, self.default_dtype, None), torch.dtype):

@@ -270,14 +270,15 @@ class BaseTrainer(ScriptMixin, ABC):
             write_component(folder, "model", "weights", self._weights() if state_dict is None else state_dict)
         save_pretrained_assets(self.make_model(), self.processing_class, folder)
 
-    def save_checkpoint_assets(self, folder: Path) -> None:
+    def save_checkpoint_assets(self, folder: Path) -> list[str]:
         """Write the files of a checkpoint besides its state, including those of an overridden `save_model`.
 
-        An override writes to a temporary folder first, so that it cannot overwrite the state of the checkpoint.
+        Returns their names. An override writes to a temporary folder first, so that it cannot overwrite the state.
         """
+        before = set(folder.iterdir())
         if type(self).save_model is BaseTrainer.save_model and type(self)._save is BaseTrainer._save:
             save_pretrained_assets(self.make_model(), self.processing_class, folder)
-            return
+            return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
         own = folder / "saved_by_user"
         own.mkdir()
         self._skips_weights = True
@@ -294,6 +295,7 @@ class BaseTrainer(ScriptMixin, ABC):
             else:
                 path.rename(folder / path.name)
         shutil.rmtree(own)
+        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def _weights(self) -> dict[str, Any]:
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
@@ -325,17 +327,12 @@ class BaseTrainer(ScriptMixin, ABC):
             keep,
             process_group=self._join(),
             timeout=self.args.ddp_timeout,
-            assets=self._assets,
+            assets=self.save_checkpoint_assets,
         )
         state = self.state
         path = checkpointer.save(state.global_step, state.raw_epoch)
         checkpointer.close()  # raises if the save failed
         return str(path)
-
-    def _assets(self, folder: Path) -> list[str]:
-        before = set(folder.iterdir())
-        self.save_checkpoint_assets(folder)
-        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         """Load a checkpoint, by default the newest in `output_dir`. Raises if it does not fit."""

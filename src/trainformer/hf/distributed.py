@@ -13,7 +13,7 @@ from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.distributed import Launch, TorchProcessGroup, make_strategy
 
 if TYPE_CHECKING:
-    from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments
+    from trainformer.hf.arguments import BaseTrainingArguments
 
 #: Options of `accelerator_config` besides `dispatch_batches`, and the values that match what we do anyway.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
@@ -75,18 +75,6 @@ def strategy_spec(strategy: Any, args: BaseTrainingArguments) -> Any:
         raise BadArgument(expected(f"no ddp_{name} with the strategy {kind!r}", value, do))
     options |= given
     return strategy if set(options) == {"name"} else options
-
-
-def check_arguments(args: MinimalTrainingArguments) -> None:
-    """Raise for distributed arguments that cannot work."""
-    if args.ddp_backend not in (None, "gloo", "nccl"):
-        what = "ddp_backend to be 'gloo' (used on CPUs), 'nccl' (used on GPUs) or None"
-        raise BadArgument(expected(what, args.ddp_backend))
-    if not isinstance(args.ddp_timeout, (int, float)) or args.ddp_timeout <= 0:
-        raise BadArgument(expected("ddp_timeout to be a positive number of seconds", args.ddp_timeout))
-    options = getattr(args, "strategy_options", None)
-    if options is not None and not isinstance(options, Mapping):
-        raise BadArgument(expected("strategy_options to be a mapping, such as {'cpu_offload': True}", options))
 
 
 def read_accelerator_config(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

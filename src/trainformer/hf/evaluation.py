@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainformer.core.errors import BadArgument
@@ -19,7 +19,7 @@ from trainformer.distributed import TorchProcessGroup, make_strategy
 from trainformer.hf.base_trainer import BaseTrainer
 from trainformer.hf.collate import as_dataset
 from trainformer.hf.distributed import strategy_spec
-from trainformer.hf.outputs import EvalPrediction, PredictionOutput, arrays, labels_of, logits_of
+from trainformer.hf.outputs import PredictionOutput, arrays, labels_of, logits_of
 from trainformer.hf.task import ModelTask, accepts, are_class_labels, default_loss
 
 if TYPE_CHECKING:
@@ -65,14 +65,6 @@ class EvaluatingTrainer(BaseTrainer):
         self._prepare(None, self.eval_dataset if eval_dataset is None else eval_dataset)
         assert self._run is not None
         return self._run
-
-    def sum_over_replicas(self, samples: int) -> float:
-        """The samples that all ranks have evaluated. Ranks that shard one model compute the same samples."""
-        assert self._run is not None
-        process_group = self._run.process_group
-        return (
-            process_group.all_reduce_sum([float(samples)])[0] * process_group.dp_world_size / process_group.world_size
-        )
 
     # -- dataloaders ---------------------------------------------------------------------------------------
 
@@ -151,16 +143,6 @@ class EvaluatingTrainer(BaseTrainer):
         if self.preprocess_logits_for_metrics is not None:
             logits = self.preprocess_logits_for_metrics(logits, targets)
         return loss, logits, targets
-
-    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """The metrics that `compute_metrics` returns for the rows of an evaluation."""
-        predictions, labels = arrays(rows, "logits"), arrays(rows, "labels")
-        if self.compute_metrics is None or predictions is None or labels is None:
-            return {}
-        metrics = self.compute_metrics(
-            EvalPrediction(predictions, labels, arrays(rows, "inputs"), arrays(rows, "losses"))
-        )
-        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
     # -- evaluation ----------------------------------------------------------------------------------------
 

@@ -69,4 +69,10 @@ class LogRelay:
         self._front = front
 
     def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        add_new_entries(metrics, self._front.logs_of_override(to_hf_metrics(metrics)))
+        front = self._front
+        front._record = {}
+        try:
+            front.log({**to_hf_metrics(metrics), "epoch": front.state.epoch})
+            add_new_entries(metrics, front._record)
+        finally:
+            front._record = None

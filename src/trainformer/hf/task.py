@@ -24,7 +24,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.core.types import Mean
 from trainformer.data.sharding import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
-from trainformer.hf.outputs import logits_from_outputs, loss_from_outputs
+from trainformer.hf.outputs import EvalPrediction, arrays, logits_from_outputs, loss_from_outputs
 from trainformer.models.language import declare_packing
 from trainformer.tasks.base import TaskBase
 
@@ -54,7 +54,6 @@ class ModelTask(TaskBase):
 
     @property
     def collate_fn(self) -> Collator:
-        """Collates examples, without unused columns."""
         collator = self.front.data_collator
         assert collator is not None  # every trainer with data has one
         return Collator(collator, self._accepted)
@@ -124,18 +123,27 @@ class ModelTask(TaskBase):
             self._ignored_keys = before
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """What `compute_metrics` returns for the rows of an evaluation."""
         self.rows.clear()
         self.rows.update(rows)
-        return self.front.metrics_of(rows)
+        logits, labels, inputs, losses = (arrays(rows, name) for name in ("logits", "labels", "inputs", "losses"))
+        if self.front.compute_metrics is None or logits is None or labels is None:
+            return {}
+        metrics = self.front.compute_metrics(EvalPrediction(logits, labels, inputs, losses))
+        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Duration and throughput."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         batches, samples = self._evaluated
         self._evaluated = 0, 0
+        assert self.front._run is not None
+        ranks = self.front._run.process_group
+        # Of all ranks; those that shard one model compute the same samples.
+        total = ranks.all_reduce_sum([float(samples)])[0] * ranks.dp_world_size / ranks.world_size
         return {
             "runtime": seconds,
-            "samples_per_second": self.front.sum_over_replicas(samples) / seconds,
+            "samples_per_second": total / seconds,
             "steps_per_second": batches / seconds,
         }
 
@@ -166,11 +174,10 @@ class ModelTask(TaskBase):
 
     def save_assets(self, folder: Path) -> list[str]:
         """Write what `from_pretrained` needs besides the weights, and HF's trainer state and arguments."""
-        before = set(folder.iterdir())
-        self.front.save_checkpoint_assets(folder)
+        names = self.front.save_checkpoint_assets(folder)
         self.front.state.save_to_json(folder / "trainer_state.json")
         (folder / "training_args.json").write_text(self.front.args.to_json_string(), encoding="utf-8")
-        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
+        return sorted({*names, "trainer_state.json", "training_args.json"})
 
 
 def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:

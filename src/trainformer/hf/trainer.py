@@ -299,15 +299,6 @@ class Trainer(EvaluatingTrainer):
             self._run.log({from_hf_name(name): value for name, value in logs.items()}, self._run.state.step)
         return super().log(logs)
 
-    def logs_of_override(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """What an overridden `log` makes of a log record of the run."""
-        self._record = {}
-        try:
-            self.log({**logs, "epoch": self.state.epoch})
-            return self._record
-        finally:
-            self._record = None
-
     def _call_callback(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
         if self._run is None:
             super()._call_callback(callback, event, extra)

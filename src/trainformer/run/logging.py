@@ -21,7 +21,7 @@ from rich.console import Console
 
 from trainformer.checkpointing.checkpointer import versions
 from trainformer.core.errors import BadArgument, expected
-from trainformer.engine import Control, Event, Plan, RunState
+from trainformer.engine import Event
 from trainformer.loggers.jsonl import encode_record, truncate_partial_line
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class RunRecords:
 
     def begin_save(self, name: str) -> Callable[[], None]:
         """Called before a checkpoint is written; returns what to call once it is complete, in any thread."""
-        began, reason = time.perf_counter(), self._run.save_reason()
+        began, reason = time.perf_counter(), save_reason(self._run)
         self._recorded_save = step = self._run.state.step
 
         def written() -> None:
@@ -217,7 +217,7 @@ class RunRecords:
     def _saved(self, path: str) -> None:
         """A checkpoint that was not written by the run itself, but by a hook of `trainformer.mini`."""
         if self._recorded_save != self._run.state.step:
-            self.add("saved", {"checkpoint": Path(path).name, "seconds": None, "reason": self._run.save_reason()})
+            self.add("saved", {"checkpoint": Path(path).name, "seconds": None, "reason": save_reason(self._run)})
 
     def _evaluated(self, metrics: Mapping[str, float]) -> None:
         self.check_faults()
@@ -250,13 +250,16 @@ def _head_of(git: Path) -> str | None:
     return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
 
 
-def save_reason(plan: Plan, state: RunState, control: Control, is_best: bool) -> str:
+def save_reason(run: Run) -> str | None:
     """Why a checkpoint is written at the current step. Of several reasons, the one that would not recur."""
-    if control.ending_signal is not None:
+    if run.loop is None:
+        return None
+    plan, state = run.loop.plan, run.state
+    if run.control.ending_signal is not None:
         return "signal"
-    if is_best:
+    if run.best_at_step == state.step:
         return "best"
-    if control.should_stop:
+    if run.control.should_stop:
         return "stopped"
     limits = (state.step, plan.max_steps), (state.epoch, plan.epochs)
     if any(limit is not None and done >= limit for done, limit in limits):

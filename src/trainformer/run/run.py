@@ -25,7 +25,7 @@ from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
-from trainformer.run.logging import RunRecords, save_reason
+from trainformer.run.logging import RunRecords
 from trainformer.run.settings import CommonSettings, FrontOptions
 from trainformer.run.setup import RunBackend
 from trainformer.utils.processes import resident_bytes
@@ -35,11 +35,7 @@ logger = logging.getLogger("trainformer")
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Run(ABC):
-    """One run, built from its parts.
-
-    `owner` is the trainer that callbacks receive, `data` is what the user passed as data, and `passed` are the settings
-    that the user named.
-    """
+    """One run. `owner` is the trainer that callbacks receive; `passed` are the settings that the user named."""
 
     owner: Any
     settings: CommonSettings
@@ -51,7 +47,7 @@ class Run(ABC):
     train_source: DataSource
     val_source: DataSource | None
     train_size: int | None
-    data: Any
+    data: Any  # as the user passed it
     passed: frozenset[str]
     console: Console
 
@@ -68,7 +64,7 @@ class Run(ABC):
         self.live_control = LiveControl(self)
         self.logger_state: dict[str, Any] = {}
         self._last_metrics: dict[str, float] = {}
-        self._best_at_step = -1
+        self.best_at_step = -1
         self.backend.schedule_for(self.total_steps())
         self.record_config()
 
@@ -246,7 +242,7 @@ class Run(ABC):
         kept = self.checkpointer.store.checkpoints()
         is_best = self.checkpointer.retention.is_worth_keeping(metrics, kept)
         if is_best:
-            self._best_at_step = self.state.step
+            self.best_at_step = self.state.step
         return is_best
 
     def save(self) -> str | None:
@@ -261,13 +257,7 @@ class Run(ABC):
         path = self.checkpointer.save(state.step, state.epoch, metrics, on_written)
         if path is None:
             state.saved_at = previous
-            return None
-        return str(path)
-
-    def save_reason(self) -> str | None:
-        """Why a checkpoint is written at this step."""
-        is_best = self._best_at_step == self.state.step
-        return None if self.loop is None else save_reason(self.loop.plan, self.state, self.control, is_best)
+        return None if path is None else str(path)
 
     # -- state -------------------------------------------------------------------------------------------------
 

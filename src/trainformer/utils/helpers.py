@@ -65,9 +65,6 @@ def count_parameters(model: torch.nn.Module, trainable_only: bool = True) -> str
     return str(total)
 
 
-# -- memory ------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class MemoryRecord:
     """What `profile_memory` measured. The values are set when the block ends.
@@ -118,9 +115,6 @@ def _used_bytes(device: str) -> int:
 
 def _peak_bytes(device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else max(peak_resident_bytes(), resident_bytes())
-
-
-# -- devices -----------------------------------------------------------------------------------------------
 
 
 def get_device() -> torch.device:

@@ -62,7 +62,6 @@ class HuggingFaceCallback(CallbackAdapter):
     # -- events --------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any) -> None:
-        """Called when the trainer is built."""
         self._call(trainer, "on_init_end")
 
     def handlers(self, trainer: Any) -> dict[Event, Callable[..., None]]:
@@ -192,7 +191,6 @@ class HuggingFaceCallback(CallbackAdapter):
         return {"own": own, "epoch_end_pending": self._epoch_end_pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
         self._epoch_end_pending = state["epoch_end_pending"]
         if callable(getattr(self.wrapped, "load_state_dict", None)):
             self.wrapped.load_state_dict(state["own"])

@@ -114,7 +114,9 @@ def finalize(
     other, the weights are written. The result is read from disk and compared before it gets its name: if anything is
     wrong, `out` does not appear.
     """
-    target = _free(Path(out))
+    target = Path(out).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadArgument(expected("a folder to make, which is empty or not there", str(out), "Choose another."))
     checkpoint, note = _checkpoint(run, which)
     states = States(checkpoint)
     if STATE in states:
@@ -130,7 +132,10 @@ def finalize(
         folder = draft / "whole"
         folder.mkdir()
         made = _weights_alone(request, quantize, folder) if request.kind is None else make(request, draft)
-        _copy_assets(request, folder)
+        # The tokenizer and whatever else the task put beside the weights; the model's own files are new.
+        for record in checkpoint.manifest.components.get("assets", []):
+            if record.name not in {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+                shutil.copyfile(request.folder / record.name, folder / record.name)
         notes = (*made.pop("notes", ()), *([note] if note else []))
         result = Finalized(
             out=target,
@@ -149,12 +154,6 @@ def finalize(
 
 
 # -- what is meant -----------------------------------------------------------------------------------------
-
-
-def _free(target: Path) -> Path:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadArgument(expected("a folder to make, which is empty or not there", str(target), "Choose another."))
-    return target.absolute()
 
 
 def _checkpoint(run: AnyPath, which: str) -> tuple[Checkpoint, str | None]:
@@ -237,14 +236,6 @@ def _weights_alone(request: Request, quantize: str | None, folder: Path) -> dict
     recipe = request.recipe
     note = () if recipe is None else (f"trained for {recipe.name}, and not quantised: see docs/quantization.md",)
     return {"size_before": weights_size(folder), "compared": "weights", "notes": note}
-
-
-def _copy_assets(request: Request, folder: Path) -> None:
-    """The tokenizer and whatever else the task put beside the weights; the model's own files are new."""
-    own = {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
-    for record in request.checkpoint.manifest.components.get("assets", []):
-        if record.name not in own:
-            shutil.copyfile(request.folder / record.name, folder / record.name)
 
 
 @contextmanager

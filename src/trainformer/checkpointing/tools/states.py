@@ -85,9 +85,6 @@ def read_file(path: Path) -> dict[str, Any]:
     raise DataError(expected("a file written by Trainer.save, or one of weights by name", f"{path} with other content"))
 
 
-# -- arrays of JAX runs ----------------------------------------------------------------------------------------------
-
-
 def read_arrays(folder: Path) -> dict[str, Any]:
     """The train state of a JAX run by name, as tensors."""
     require("orbax.checkpoint", "jax", "to read a checkpoint of a run on JAX")
@@ -107,9 +104,6 @@ def _tensor(array: np.ndarray) -> Any:
     if array.dtype == np.uint32:  # PRNG keys; torch supports few operations on uint32
         return torch.from_numpy(array.astype(np.int64))
     return torch.from_numpy(np.array(array))
-
-
-# -- export ------------------------------------------------------------------------------------------------------------
 
 
 def export_weights(path: AnyPath, out: AnyPath, ema: bool | str = False) -> Path:

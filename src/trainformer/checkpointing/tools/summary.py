@@ -31,7 +31,6 @@ class Shown:
     """What is shown as a table, by rich or as text without colours."""
 
     def table(self) -> Table:
-        """The table."""
         raise NotImplementedError
 
     def __rich__(self) -> Table:

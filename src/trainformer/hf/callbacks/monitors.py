@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from trainformer.callbacks.compat.huggingface_types import TrainerCallback, Trai
 from trainformer.callbacks.monitors import gradient_norm, named_gradients
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.common import is_evaluation, trainer_api
-from trainformer.hf.callbacks.tensorboard import WriterHandle
+from trainformer.hf.callbacks.tensorboard import WritingCallback
 from trainformer.utils.processes import peak_resident_bytes
 
 logger = logging.getLogger("trainformer")
@@ -115,7 +115,7 @@ class DivergenceDetector(TrainerCallback):
         self._best = math.inf if state["best"] is None else state["best"]
 
 
-class GradLogger(TrainerCallback):
+class GradLogger(WritingCallback):
     """Every `log_frequency` steps, logs the total gradient norm and the largest, smallest and mean norm of a layer.
 
     A layer is a module with parameters of its own; its norm is that of all of them together. The metrics are
@@ -130,8 +130,6 @@ class GradLogger(TrainerCallback):
     They cost one device synchronisation per record. A warning names layers whose norm is below `vanishing_threshold`
     or above `exploding_threshold`: at the first such record, then at the second, fourth, eighth, ...
     """
-
-    sets_control = False
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class GradLogger(TrainerCallback):
         names = [track_layers] if isinstance(track_layers, str) else list(track_layers or ())
         self.track_layers = [] if self.tracks_all else names
         self.vanishing_threshold, self.exploding_threshold = vanishing_threshold, exploding_threshold
-        self._writer = WriterHandle(summary_writer, "GradLogger")
+        super().__init__(summary_writer)
         self._record: dict[str, float] = {}
         self._seen = {"vanishing": 0, "exploding": 0}  # number of records with such layers
 
@@ -163,7 +161,8 @@ class GradLogger(TrainerCallback):
         layers = sorted({layer_of(name) for name, _ in model.named_parameters()})
         for name in self.track_layers:
             if not any(path_contains(name, layer) for layer in layers):
-                known = [part for layer in layers for part in _subpaths(layer)]
+                paths = [layer.split(".") for layer in layers]
+                known = [".".join(p[i:j]) for p in paths for i in range(len(p)) for j in range(i + 1, len(p) + 1)]
                 hint = did_you_mean(name, known) or f"The model has {', '.join(layers[:8])}, ..."
                 raise BadArgument(expected("track_layers to name modules of the model", name, hint))
 
@@ -207,9 +206,6 @@ class GradLogger(TrainerCallback):
             api = trainer_api(kwargs.get("trainer"))
             if api is not None:
                 api.log_metrics(record)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._writer.close()
 
     def _tracked(self, norms: dict[str, float]) -> dict[str, float]:
         if self.tracks_all:
@@ -287,12 +283,7 @@ def path_contains(name: str, layer: str) -> bool:
     return bool(name) and f".{name}." in f".{layer}."
 
 
-def _subpaths(path: str) -> Iterable[str]:
-    words = path.split(".")
-    return (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
-
-
-class PeakMemory(TrainerCallback):
+class PeakMemory(WritingCallback):
     """Adds the peak memory since the last log record to each training record, in GiB.
 
     On CUDA: ``peak_memory_allocated`` (by tensors) and ``peak_memory_reserved`` (by the caching allocator). Reading
@@ -301,11 +292,9 @@ class PeakMemory(TrainerCallback):
     (a writer or a folder) they are also written there, under ``memory/``.
     """
 
-    sets_control = False
-
     def __init__(self, summary_writer: Any = None, reset: bool = True) -> None:
         self.reset = reset
-        self._writer = WriterHandle(summary_writer, "PeakMemory")
+        super().__init__(summary_writer)
         self._device = torch.device("cpu")
 
     def on_train_begin(
@@ -331,6 +320,3 @@ class PeakMemory(TrainerCallback):
         logs.update(peaks)
         if state.is_world_process_zero:
             self._writer.add_scalars({f"memory/{name}": value for name, value in peaks.items()}, state.global_step)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._writer.close()
