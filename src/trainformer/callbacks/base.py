@@ -180,9 +180,8 @@ class CallbackList:
     def add(self, callback: Any) -> Any:
         """Append a callback, wrapped in an adapter if it was written for HF or mini. Returns what was stored."""
         if isinstance(callback, type):
-            raise BadArgument(
-                expected("a callback object", f"the class {callback.__name__}", f"Write {callback.__name__}().")
-            )
+            do = f"Write {callback.__name__}()."
+            raise BadArgument(expected("a callback object", f"the class {callback.__name__}", do))
         callback = to_native(make_callback(callback), self.shared)
         names = (*METHODS.values(), "attach", "compute_metrics")
         known = isinstance(callback, CallbackAdapter) or any(callable(getattr(callback, n, None)) for n in names)

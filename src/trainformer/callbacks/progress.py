@@ -112,7 +112,7 @@ class ProgressBar:
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         if self._display is not None:
-            control = getattr(trainer, "control", None)  # missing in hf.ProgressCallback's view of a trainer
+            control: Any = getattr(trainer, "control", None)  # missing in hf.ProgressCallback's view of a trainer
             stopped = control is not None and control.should_stop
             reason = f"by {control.stopped_by}: {control.stop_reason}" if stopped else None
             self._display.end(trainer.state.step, reason)

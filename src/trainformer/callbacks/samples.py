@@ -47,10 +47,9 @@ class TextSamples(EveryNthEvaluation):
         """Check that the task can generate."""
         generate = getattr(trainer.task, "generate", None)
         if not callable(generate) or "images" in inspect.signature(generate).parameters:
+            received = type(trainer.task).__name__
             raise BadArgument(
-                expected(
-                    "a task with generate(prompts) for TextSamples", type(trainer.task).__name__, "Remove the callback."
-                )
+                expected("a task with generate(prompts) for TextSamples", received, "Remove the callback.")
             )
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:

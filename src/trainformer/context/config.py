@@ -92,9 +92,8 @@ class PipelineConfig:
     def set_derived(self, key: str, value: Any, depends_on: Sequence[str], filterable: bool = False) -> None:
         """Record a value computed from others. Those may still be unset, but must not depend on this one in turn."""
         if isinstance(depends_on, str):
-            raise BadArgument(
-                expected("depends_on to be a tuple of keys", depends_on, f"Pass depends_on=({depends_on!r},).")
-            )
+            do = f"Pass depends_on=({depends_on!r},)."
+            raise BadArgument(expected("depends_on to be a tuple of keys", depends_on, do))
         cycle = self._path_to(key, depends_on)
         if cycle:
             raise BadArgument(

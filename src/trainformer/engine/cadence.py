@@ -53,13 +53,8 @@ class Cadence:
                     return cls(float(number) * seconds, unit)
                 if float(number).is_integer():
                     return cls(int(float(number)), unit)
-        raise BadArgument(
-            expected(
-                f"{name} to be a positive number of {default_unit}, or a string like '500steps', '2epochs', '10min'",
-                value,
-                "Use None to switch it off.",
-            )
-        )
+        what = f"{name} to be a positive number of {default_unit}, or a string like '500steps', '2epochs', '10min'"
+        raise BadArgument(expected(what, value, "Use None to switch it off."))
 
     def due_at_step(self, step: int) -> bool:
         """Whether it is time after `step` optimizer steps."""

@@ -199,9 +199,8 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
             self.metric_for_best_model = "loss"
         if needs_best and self.eval_strategy == "no":
             option = "load_best_model_at_end" if self.load_best_model_at_end else "save_strategy='best'"
-            raise BadArgument(
-                expected(f"an eval_strategy with {option}", "no", "The best model is chosen by its evaluation.")
-            )
+            do = "The best model is chosen by its evaluation."
+            raise BadArgument(expected(f"an eval_strategy with {option}", "no", do))
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = is_greater_better(self.metric_for_best_model)
 

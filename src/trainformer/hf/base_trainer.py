@@ -344,9 +344,8 @@ class BaseTrainer(ScriptMixin, ABC):
             return Path(path)
         newest = CheckpointStore(Path(self.args.output_dir)).newest()
         if newest is None:
-            raise DataError(
-                expected("a checkpoint in output_dir", f"none in {self.args.output_dir}", "Pass the path of one.")
-            )
+            do = "Pass the path of one."
+            raise DataError(expected("a checkpoint in output_dir", f"none in {self.args.output_dir}", do))
         return newest.path
 
     def get_state_components(self) -> list[StateComponent]:

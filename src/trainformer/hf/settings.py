@@ -108,9 +108,8 @@ def _cadence(strategy: str, every: float | None, total: int | None) -> int | str
         return None
     if every < 1:
         if total is None:
-            raise BadArgument(
-                expected("a number of steps for data without a length", every, "Pass max_steps, or a whole number.")
-            )
+            do = "Pass max_steps, or a whole number."
+            raise BadArgument(expected("a number of steps for data without a length", every, do))
         every = math.ceil(total * every)
     return f"{int(every)}steps"
 

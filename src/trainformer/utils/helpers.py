@@ -38,9 +38,8 @@ def seed_everything(seed: int = 42, deterministic: bool = True) -> None:
     True
     """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise BadArgument(
-            expected("seed to be an integer from 0 to 2**32 - 1", seed, "NumPy accepts no other seeds. Pass seed=42.")
-        )
+        do = "NumPy accepts no other seeds. Pass seed=42."
+        raise BadArgument(expected("seed to be an integer from 0 to 2**32 - 1", seed, do))
     seed = int(seed)
     random.seed(seed)
     np.random.seed(seed)

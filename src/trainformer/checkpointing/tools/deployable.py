@@ -181,13 +181,9 @@ def _try_out(recipe: Recipe, device: str) -> None:
         layer(torch.zeros(16, 128, device=device, dtype=dtype))
     except Exception as error:  # missing kernels, an old GPU: torchao raises all sorts
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadArgument(
-            expected(
-                f"a machine that can quantise to {recipe.name!r}" + (" (a recent GPU)" if recipe.needs_gpu else ""),
-                f"{device}: {first}",
-                "Choose another recipe, or do it where the model is to run.",
-            )
-        ) from error
+        what = f"a machine that can quantise to {recipe.name!r}" + (" (a recent GPU)" if recipe.needs_gpu else "")
+        do = "Choose another recipe, or do it where the model is to run."
+        raise BadArgument(expected(what, f"{device}: {first}", do)) from error
 
 
 def _quantised(plain: Path, kind: str, recipe: Recipe, layers: Layers, device: str) -> Any:

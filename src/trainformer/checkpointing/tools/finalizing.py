@@ -191,13 +191,9 @@ def _recipe(quantize: str | None, settings: Mapping[str, Any]) -> Recipe | None:
         return RECIPES.get(str(trained_for))
     recipe = recipe_named(quantize, "quantize")
     if trained_for not in (None, quantize):
-        raise BadArgument(
-            expected(
-                f"quantize to be {trained_for!r}, for which the run was trained",
-                quantize,
-                "The weights suit that rounding and no other. Pass 'none' for a model that is not quantised.",
-            )
-        )
+        what = f"quantize to be {trained_for!r}, for which the run was trained"
+        do = "The weights suit that rounding and no other. Pass 'none' for a model that is not quantised."
+        raise BadArgument(expected(what, quantize, do))
     return recipe
 
 

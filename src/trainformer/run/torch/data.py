@@ -60,13 +60,8 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
         if is_loader(train) or isinstance(train, IterableDataset | DataSource):
-            raise BadArgument(
-                expected(
-                    "val_split with a dataset that has a length",
-                    type(train).__name__,
-                    "Pass a second loader or dataset as val_data.",
-                )
-            )
+            do = "Pass a second loader or dataset as val_data."
+            raise BadArgument(expected("val_split with a dataset that has a length", type(train).__name__, do))
         train, val = split_dataset(train, val_split, seed)
         info = extract_info(train)
     val = align_classes(val, info.class_names, is_open(task))
@@ -102,13 +97,8 @@ def load(task: Any, data: Any) -> Any:
         or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     ):
         return data
-    raise BadArgument(
-        expected(
-            "data to be a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a "
-            "DataSource",
-            type(data).__name__,
-        )
-    )
+    kinds = "a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a DataSource"
+    raise BadArgument(expected(f"data to be {kinds}", type(data).__name__))
 
 
 def is_loader(data: Any) -> bool:
@@ -125,13 +115,9 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         return _own_source(task, data, options, train)
     whole = _own_source(task, data, replace(options, shard=WHOLE), train)
     if getattr(whole, "is_sharded", False):
-        raise BadArgument(
-            expected(
-                "data that rank 0 reads for all ranks (dispatch_batches=True)",
-                "a loader that gives each rank data of its own",
-                "Leave out its DistributedSampler, or dispatch_batches.",
-            )
-        )
+        what = "data that rank 0 reads for all ranks (dispatch_batches=True)"
+        do = "Leave out its DistributedSampler, or dispatch_batches."
+        raise BadArgument(expected(what, "a loader that gives each rank data of its own", do))
     return DispatchedSource(whole, options.dispatch)
 
 
