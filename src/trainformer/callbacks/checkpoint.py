@@ -47,7 +47,9 @@ class ModelCheckpoint:
         full = len(self._best_scores) >= self.save_top_k
         if full and not is_better(value, self._best_scores[-1][0], self.mode):
             return
-        path = Path(trainer.save(str(Path(self.save_dir) / self._name(trainer, value))))
+        state, monitor = trainer.state, self.monitor.replace("/", "_")
+        name = self.filename.format(epoch=state.epoch, step=state.step, monitor=monitor, value=value)
+        path = Path(trainer.save(str(Path(self.save_dir) / name)))
         # Two evaluations may round to the same name; the later one owns the file then.
         kept = [(score, other) for score, other in self._best_scores if other != path]
         self._best_scores = sorted([*kept, (value, path)], key=lambda s: s[0], reverse=self.mode == "max")
@@ -57,11 +59,6 @@ class ModelCheckpoint:
                 shutil.rmtree(dropped)
             else:
                 dropped.unlink(missing_ok=True)
-
-    def _name(self, trainer: TrainerLike, value: float) -> str:
-        state = trainer.state
-        monitor = self.monitor.replace("/", "_")
-        return self.filename.format(epoch=state.epoch, step=state.step, monitor=monitor, value=value)
 
     @property
     def best_path(self) -> Path | None:

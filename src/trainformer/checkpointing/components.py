@@ -108,7 +108,5 @@ def callback_states(callbacks: Mapping[str, Any]) -> Iterator[tuple[str, Statefu
     for name, callback in callbacks.items():
         if callable(getattr(callback, "state_dict", None)):
             check = getattr(callback, "check_state", None)
-            yield (
-                "callback." + name.replace("#", "-"),
-                StatefulAdapter(callback.state_dict, callback.load_state_dict, check),
-            )
+            adapter = StatefulAdapter(callback.state_dict, callback.load_state_dict, check)
+            yield "callback." + name.replace("#", "-"), adapter

@@ -202,16 +202,13 @@ class PipelineContext:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of lifecycle `RUN`, copied, on the CPU, in types that load without executing code."""
-        state, buffers = self._state.run_entries(), self._buffers.run_entries()
-        return {
-            "config": self.config.to_checkpoint(),
-            "state": {key: _snapshot(key, entry.value) for key, entry in state.items()},
-            "buffers": {key: _snapshot(key, entry.value) for key, entry in buffers.items()},
-            "owners": {
-                "state": {key: entry.owner for key, entry in state.items()},
-                "buffers": {key: entry.owner for key, entry in buffers.items()},
-            },
+        stores = {"state": self._state, "buffers": self._buffers}
+        found = {name: store.run_entries() for name, store in stores.items()}
+        values = {
+            name: {k: _snapshot(k, entry.value) for k, entry in entries.items()} for name, entries in found.items()
         }
+        owners = {name: {key: entry.owner for key, entry in entries.items()} for name, entries in found.items()}
+        return {"config": self.config.to_checkpoint(), **values, "owners": owners}
 
     def load_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore everything of lifecycle `RUN`. The config stays as this run set it."""

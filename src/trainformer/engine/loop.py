@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import DataSource, DeviceBatch, Entry, StepResult
+from trainformer.core.types import DataSource, DeviceBatch, Entry
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
@@ -169,7 +169,9 @@ class Loop:
         self._metrics.extend(result.entries)
         self._request_due()
         if bus.listeners(Event.STEP_END):
-            bus.emit(Event.STEP_END, step, self._lazy_loss(result))
+            entries = result.loss or [e for e in result.entries if e.name == "loss"]
+            loss = LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
+            bus.emit(Event.STEP_END, step, loss)
 
     def _at_boundary(self, epoch: int | None = None) -> None:
         """Log, evaluate and save what was requested. `epoch` is the number of epochs done, at the end of one."""
@@ -246,10 +248,6 @@ class Loop:
             if accumulation > 1 and self.backend.wants_lookahead:
                 window = _with_lookahead(window)
             yield list(window) if self.backend.may_repeat else window
-
-    def _lazy_loss(self, result: StepResult) -> LazyScalar:
-        entries = result.loss or [e for e in result.entries if e.name == "loss"]
-        return LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
 
     # -- log, evaluate, save ------------------------------------------------------------------------
 

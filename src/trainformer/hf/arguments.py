@@ -24,6 +24,7 @@ import torch
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.compat.huggingface_types import IntervalStrategy
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.distributed import read_accelerator_config, run_first, this_process
@@ -248,7 +249,7 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-serialisable."""
-        return {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {f.name: jsonable(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """All fields as numbers and strings, for loggers."""
@@ -351,16 +352,6 @@ def _strategy(name: str, value: Any, more: str = "") -> IntervalStrategy:
 def _check(name: str, value: Any, is_valid: Callable[[Any], bool], what: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not is_valid(value):
         raise BadArgument(expected(f"{name} to be {what}", value))
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, (list, tuple)):
-        return [_to_json(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 _FSDP = "Use trainformer.hf.FSDPTrainer, with strategy_options such as {'cpu_offload': True, 'replicas': 2}."

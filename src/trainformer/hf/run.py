@@ -45,9 +45,10 @@ class HfRun(TorchRun):
 class HfHandle(TorchTrainerApi):
     """The API of a run for native callbacks; `hf.Trainer` itself has HF's names for most of it."""
 
-    def __init__(self, front: Trainer, run: HfRun | None = None) -> None:
+    _run: HfRun  # once there is one
+
+    def __init__(self, front: Trainer) -> None:
         self.front = front
-        self._run = run  # type: ignore[assignment]
 
     args = property(lambda self: self.front.args)
     processing_class = property(lambda self: self.front.processing_class)

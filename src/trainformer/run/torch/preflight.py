@@ -263,7 +263,9 @@ def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckRepo
         torch.cuda.synchronize()
     report.seconds_per_step = (time.perf_counter() - began) * settings.accumulation_steps
     report.peak_bytes = torch.cuda.max_memory_allocated() if cuda else sum(saved.values()) + _state_bytes(run)
-    text = f"{report.seconds_per_step * 1e3:,.1f} ms per step, about {_bytes(report.peak_bytes)} of memory"
+    unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if report.peak_bytes >= s or u == "kB")
+    memory = f"{report.peak_bytes / size:.2f} {unit}"
+    text = f"{report.seconds_per_step * 1e3:,.1f} ms per step, about {memory} of memory"
     total = run.total_steps()
     if total is not None:
         report.estimated_seconds = report.seconds_per_step * (total - run.state.step)
@@ -344,11 +346,6 @@ def _words(error: Exception) -> str:
 
 def _some(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _bytes(n: int) -> str:
-    unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if n >= s or u == "kB")
-    return f"{n / size:.2f} {unit}"
 
 
 def _duration(seconds: float) -> str:
