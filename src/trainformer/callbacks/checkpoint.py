@@ -40,9 +40,8 @@ class ModelCheckpoint:
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         value = metrics.get(self.monitor)
         if value is None:
-            logger.warning(
-                "ModelCheckpoint: %r is not among the metrics %s; nothing saved", self.monitor, sorted(metrics)
-            )
+            missing = "ModelCheckpoint: %r is not among the metrics %s; nothing saved"
+            logger.warning(missing, self.monitor, sorted(metrics))
             return
         full = len(self._best_scores) >= self.save_top_k
         if full and not is_better(value, self._best_scores[-1][0], self.mode):

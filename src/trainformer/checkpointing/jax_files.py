@@ -117,9 +117,6 @@ def _shapes(state: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
 
-# -- arrays in files -------------------------------------------------------------------------------------------------
-
-
 class Snapshot(NamedTuple):
     """Arrays of a state by name, which no later step changes, and their dtypes and shapes."""
 
@@ -254,9 +251,6 @@ def _template(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-
-
-# -- leaves ------------------------------------------------------------------------------------------------------
 
 
 def _named(tree: Any) -> dict[str, Any]:

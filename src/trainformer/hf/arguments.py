@@ -207,16 +207,8 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
 
     # -- properties and methods of HF ----------------------------------------------------------------------
 
-    @property
-    def train_batch_size(self) -> int:
-        """Samples per micro-batch and process."""
-        return self.per_device_train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples per evaluation batch and process."""
-        return self.per_device_eval_batch_size
-
+    train_batch_size = property(lambda self: self.per_device_train_batch_size)
+    eval_batch_size = property(lambda self: self.per_device_eval_batch_size)
     process_index = property(lambda self: this_process().rank)
     local_process_index = property(lambda self: this_process().local_rank)
     world_size = property(lambda self: this_process().world_size)

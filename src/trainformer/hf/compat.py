@@ -153,10 +153,7 @@ class ScriptMixin:
 
     # -- aliases -------------------------------------------------------------------------------------------
 
-    @property
-    def tokenizer(self) -> Any:
-        """The old name of `processing_class`."""
-        return self.processing_class
+    tokenizer = property(lambda self: self.processing_class)  # its old name
 
     @property
     def callback_handler(self) -> CallbackHandler:

@@ -120,10 +120,7 @@ class TrainerView:
     workspace = property(lambda self: self.native.run_folder)
     is_interrupted = property(lambda self: self.native.control.ending_signal is not None)  # another process will resume
 
-    @staticmethod
-    def unwrap(model: nn.Module) -> nn.Module:
-        """The model inside wrappers."""
-        return unwrap(model)
+    unwrap = staticmethod(lambda model: unwrap(model))
 
     @property
     def hooks(self) -> list[BaseHook]:

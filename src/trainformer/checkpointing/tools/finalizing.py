@@ -153,9 +153,6 @@ def finalize(
     return result
 
 
-# -- what is meant -----------------------------------------------------------------------------------------
-
-
 def _checkpoint(run: AnyPath, which: str) -> tuple[Checkpoint, str | None]:
     """The checkpoint that is meant, and a note if another is better."""
     if which not in _WHICH:
@@ -209,9 +206,6 @@ def _ema(states: States, ema: bool | str | None) -> str | None:
             expected("ema to say which average to take", f"{ema!r} for a run with {', '.join(averages) or 'none'}")
         )
     return averages[0]
-
-
-# -- writing -----------------------------------------------------------------------------------------------
 
 
 def _weights_alone(request: Request, quantize: str | None, folder: Path) -> dict[str, Any]:
