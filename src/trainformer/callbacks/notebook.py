@@ -181,9 +181,6 @@ def _cell_output() -> Publish:
     return publish
 
 
-# -- line chart -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Series:
     """A named line, on the left or the `right` axis."""

@@ -101,7 +101,10 @@ class CheckpointStore:
         draft.rename(target)
         sync(self.root)
         shutil.rmtree(aside, ignore_errors=True)
-        # The file `latest` is for people and scripts; nothing here relies on it.
+        self._update_latest(target)
+
+    def _update_latest(self, target: Path) -> None:
+        """The file `latest` is for people and scripts; nothing here relies on it."""
         temporary = self.root / f".{LATEST}-{os.getpid()}"
         temporary.write_text(target.name)
         temporary.replace(self.root / LATEST)

@@ -272,9 +272,6 @@ def save_reason(run: Run) -> str | None:
     return "due" if at_epoch or cadence.due_at_step(state.step) or cadence.unit == "seconds" else "requested"
 
 
-# -- evaluation progress ---------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def eval_progress(callbacks: Iterable[Any], owner: Any, total: int | None) -> Iterator[Callable[[int], None] | None]:
     """A function to call after each evaluation batch, or None if no callback wants to know."""
