@@ -93,11 +93,11 @@ class Trainer(RunSettings, TorchTrainerApi):
 
     def evaluate(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
         """Metrics named ``val/...`` on the validation data, or on other data."""
-        return self._run.evaluation.evaluate(data, batch_size)
+        return self._run.evaluate_on(data, batch_size)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
         """Predictions of the task: one dict per sample, in input order."""
-        return self._run.evaluation.predict(data, batch_size)
+        return self._run.predict(data, batch_size)
 
     def load(self, path: str | Path, components: Collection[str] | None = None) -> Trainer:
         """Load a file that `save` wrote, a checkpoint folder, or a run folder (its newest checkpoint).

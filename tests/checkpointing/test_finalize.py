@@ -101,7 +101,7 @@ def test_a_run_trained_for_quantisation_becomes_the_quantised_model(tmp_path, ti
 
 
 def test_the_average_is_taken_unless_the_trained_weights_are_asked_for(plain, tmp_path):
-    average, trained = run_of(plain).evaluation.model(), plain.task.model
+    average, trained = run_of(plain).inference_model(), plain.task.model
     assert average is not trained
     for name, ema, wanted in (("a", None, average), ("t", False, trained), ("k", "callback.EMA", average)):
         result = finalize(plain.run_folder, tmp_path / name, ema=ema)
@@ -134,7 +134,7 @@ def test_an_adapter_is_merged_into_its_model(tmp_path, recipe):
     if recipe is None:
         average = finalize(tmp_path / "run", tmp_path / "average")
         found = logits(opened(tmp_path / "average"))
-        torch.testing.assert_close(found, logits(run_of(trainer).evaluation.model()), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, logits(run_of(trainer).inference_model()), rtol=0, atol=1e-5)
         assert not torch.allclose(found, merged, atol=1e-5)
         assert average.ema == "callback.EMA"
 

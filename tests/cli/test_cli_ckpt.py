@@ -113,7 +113,7 @@ def test_export(run, trained, capsys):
     assert main(["ckpt", "export", "a", "w.safetensors"]) == 1
     assert "--force" in capsys.readouterr().err
     assert main(["ckpt", "export", "a", "w.safetensors", "--force", "--ema"]) == 0
-    average = run_of(trained).evaluation.model().state_dict()
+    average = run_of(trained).inference_model().state_dict()
     weights = load_file("w.safetensors")
     assert all(torch.equal(weights[name], average[name]) for name in model)
     assert not torch.equal(average["0.weight"], model["0.weight"])

@@ -188,7 +188,7 @@ class EvaluatingTrainer(BaseTrainer):
             source = get_dataloader() if data is None or data is self.eval_dataset else get_dataloader(data)
         limit = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
         with run.task.ignoring(ignore_keys or ()):
-            metrics = run.evaluation.evaluate(source, most=limit)
+            metrics = run.evaluate_on(source, most=limit)
         return {name.removeprefix("val/"): value for name, value in metrics.items()}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:

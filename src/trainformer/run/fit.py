@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from trainformer.run.folder import NoFolder, RunFolder, choose_folder
 from trainformer.run.logging import console_messages, log_start
 from trainformer.run.provenance import fingerprint, record_changes
 from trainformer.run.run import Run
-from trainformer.run.signals import SignalStop, handling_signals
+from trainformer.run.signals import exit_after_signal, handling_signals
 
 logger = logging.getLogger("trainformer")
 
@@ -53,26 +52,14 @@ def fit(run: Run) -> None:
             run.control.stop(run.state.stopped[1], by=run.state.stopped[0])
         log_start(run)
         stack.enter_context(_reporting_errors(run))
-        run.loop = Loop(
-            replace(run.settings.plan(evaluates=run.val_source is not None), **run.options.plan),
-            run.state,
-            backend=run.backend,
-            source=run.train_source,
-            bus=run.bus,
-            control=run.control,
-            services=run,
-            process_group=run.process_group,
-        )
+        run.loop = _make_loop(run)
         run.backend.has_request = run.loop.requests.has_requests
         run.loop.run()
         if run.checkpointer is not None:
             run.checkpointer.close()
     number = run.control.ending_signal
     if number is not None and run.settings.exit_on_signal:
-        if wait := run.options.signals.wait:
-            logger.info("exiting in %g s", wait)
-            time.sleep(wait)
-        raise SignalStop(number, run.options.signals)
+        exit_after_signal(number, run.options.signals)
 
 
 def _open(run: Run, folder: RunFolder | NoFolder) -> None:
@@ -118,6 +105,19 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: RunFolder) -> None:
         logger.info("resuming from %s (step %d); %s to start from scratch", own.path, run.state.step, hint)
     elif settings.resume != "auto":
         run.load(Path(str(settings.resume)), settings.load_components)
+
+
+def _make_loop(run: Run) -> Loop:
+    return Loop(
+        replace(run.settings.plan(evaluates=run.val_source is not None), **run.options.plan),
+        run.state,
+        backend=run.backend,
+        source=run.train_source,
+        bus=run.bus,
+        control=run.control,
+        services=run,
+        process_group=run.process_group,
+    )
 
 
 @contextmanager

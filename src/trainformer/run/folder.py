@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +60,8 @@ class RunFolder:
                 do = "Leave it out for one after the task and the time."
                 raise BadArgument(expected("name to name a folder under runs/", name, do))
             return cls(Path("runs") / chosen, save_dir)
-        earlier = sorted(Path("runs").glob(f"{task}-*"), reverse=True) if unfinished is not None else []
-        for found in earlier:
-            if _was_interrupted(read_status(found), unfinished):
-                return cls(found, save_dir)
+        if unfinished is not None and (found := _unfinished_run(task, unfinished)) is not None:
+            return cls(found, save_dir)
         stem = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
         path, number = stem, 2
         while path.exists():
@@ -138,10 +136,8 @@ class RunFolder:
             yield
 
 
-class NoFolder:
-    """A run that writes nothing to disk."""
-
-    path: Any = None
+class NonMainFolder(RunFolder):
+    """The run folder on ranks other than 0, which write their parts of checkpoints and nothing else."""
 
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
@@ -156,13 +152,30 @@ class NoFolder:
         yield
 
 
-class NonMainFolder(RunFolder):
-    """The run folder on ranks other than 0, which write their parts of checkpoints and nothing else."""
+class NoFolder:
+    """A run that writes nothing to disk."""
 
-    recording, status, log_file = NoFolder.recording, NoFolder.status, NoFolder.log_file  # type: ignore[assignment]
+    path = None
+
+    def recording(self, config: PipelineConfig) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def status(self, outcome: Callable[[], str]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def log_file(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
-def _was_interrupted(status: dict[str, Any], fingerprint: str | None) -> bool:
+def _unfinished_run(task: str, fingerprint: str) -> Path | None:
+    """The newest folder of an unfinished run of the same command that no process is working on."""
+    for path in sorted(Path("runs").glob(f"{task}-*"), reverse=True):
+        if _was_interrupted(read_status(path), fingerprint):
+            return path
+    return None
+
+
+def _was_interrupted(status: dict[str, Any], fingerprint: str) -> bool:
     """Whether a run of this command did not finish, and no process is working on it."""
     if status.get("fingerprint") != fingerprint or status["status"] in ("finished", "stopped"):
         return False

@@ -63,7 +63,7 @@ def fingerprint(run: Run) -> str:
         "config": {k: v["value"] for k, v in recorded.items() if v["source"] != "env" and k not in _INCIDENTAL},
         "resume": str(run.settings.resume or "auto"),
         "model": run.model_shapes(),
-        "data": describe_data(run.data),
+        "data": describe_data(run.parts.data),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

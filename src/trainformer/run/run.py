@@ -9,49 +9,42 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from trainformer.callbacks.base import CallbackList, handlers_of
-from trainformer.checkpointing import Checkpoint, StateComponent, StateFiles, StatefulAdapter
+from trainformer.callbacks.base import handlers_of
+from trainformer.checkpointing import Checkpoint, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
-from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
-from trainformer.engine.process_group import ProcessGroup
+from trainformer.engine import Control, Event, EventBus, Loop, RunState
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
 from trainformer.run.logging import RunRecords
-from trainformer.run.settings import CommonSettings, FrontOptions
-from trainformer.run.setup import RunBackend
+from trainformer.run.setup import RunParts
 from trainformer.utils.processes import resident_bytes
 
 logger = logging.getLogger("trainformer")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Run(ABC):
-    """One run. `owner` is the trainer that callbacks receive; `passed` are the settings that the user named."""
+    """One run, built from its parts. `owner` is the trainer that callbacks receive."""
 
-    owner: Any
-    settings: CommonSettings
-    options: FrontOptions
-    process_group: ProcessGroup
-    backend: RunBackend
-    files: StateFiles
-    callbacks: CallbackList
-    train_source: DataSource
-    val_source: DataSource | None
-    train_size: int | None
-    data: Any  # as the user passed it
-    passed: frozenset[str]
-    console: Console
-
-    def __post_init__(self) -> None:
+    def __init__(self, owner: Any, parts: RunParts) -> None:
+        self.owner = owner
+        self.parts = parts
+        self.settings = parts.settings
+        self.options = parts.options
+        self.process_group = parts.process_group
+        self.backend = parts.backend
+        self.files = parts.files
+        self.callbacks = parts.callbacks
+        self.train_source = parts.train_source
+        self.val_source = parts.val_source
+        self.train_size = parts.train_size
+        self.passed = parts.passed
+        self.console = parts.console
         self.state = RunState()
         self.control = Control()
         self.bus = EventBus()
@@ -263,18 +256,17 @@ class Run(ABC):
 
     def common_components(self) -> list[StateComponent]:
         """Progress, context and loggers, which every run has."""
-
-        def load_logger_state(state: dict[str, Any]) -> None:
-            self.logger_state = state  # kept for loggers that do not exist yet
-            self.loggers.load_state_dict(state)
-
         context = StatefulAdapter(self.context.state_dict, self.context.load_state_dict)
-        loggers = StatefulAdapter(lambda: self.loggers.state_dict(), load_logger_state)
+        loggers = StatefulAdapter(lambda: self.loggers.state_dict(), self._load_logger_state)
         return [
             StateComponent("run", StatefulAdapter(self._progress, self.state.load_state_dict), format="json"),
             StateComponent("context", context, required=False),
             StateComponent("loggers", loggers, required=False, format="json"),
         ]
+
+    def _load_logger_state(self, state: dict[str, Any]) -> None:
+        self.logger_state = state  # kept for loggers that do not exist yet
+        self.loggers.load_state_dict(state)
 
     def _progress(self) -> dict[str, Any]:
         """The run state, with the values of the next log record."""

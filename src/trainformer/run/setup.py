@@ -1,15 +1,21 @@
-"""What a run needs of its backend, and the check of its settings before anything is built."""
+"""What a run is made of. `run.torch.setup.build_run` and `run.jax` build these parts once; they never change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainformer.engine import Backend
+from rich.console import Console
+
+from trainformer.callbacks.base import CallbackList
+from trainformer.checkpointing import StateFiles
+from trainformer.engine import Backend, DataSource
+from trainformer.engine.process_group import ProcessGroup
 from trainformer.loggers.registry import make_loggers
-from trainformer.run.settings import CommonSettings
+from trainformer.run.settings import CommonSettings, FrontOptions
 
 
 class RunBackend(Backend, Protocol):
@@ -29,6 +35,24 @@ class RunBackend(Backend, Protocol):
 
     def drop_step(self) -> None:
         """Discard a step that was not finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """The parts of one run. `passed` are the settings the user named; `data` is what the user passed as data."""
+
+    settings: CommonSettings
+    options: FrontOptions
+    process_group: ProcessGroup
+    backend: RunBackend
+    files: StateFiles
+    callbacks: CallbackList
+    train_source: DataSource
+    val_source: DataSource | None
+    train_size: int | None
+    data: Any
+    passed: frozenset[str]
+    console: Console
 
 
 def validate_settings(settings: CommonSettings) -> None:

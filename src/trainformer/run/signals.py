@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 from trainformer.engine import Control
+
+logger = logging.getLogger("trainformer")
 
 #: Save and continue.
 _SAVE_SIGNALS = (signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()
@@ -23,13 +27,25 @@ class SignalRules:
     exit_code: int | str = "128+signal"
     wait: float = 0.0
 
+    def code_for(self, number: int) -> int:
+        """The exit code after a signal."""
+        return 128 + number if self.exit_code == "128+signal" else int(self.exit_code)
+
 
 class SignalStop(SystemExit):
     """A signal stopped the run; everything is saved, and the process exits with this code."""
 
     def __init__(self, number: int, rules: SignalRules) -> None:
-        super().__init__(128 + number if rules.exit_code == "128+signal" else int(rules.exit_code))
+        super().__init__(rules.code_for(number))
         self.number = number
+
+
+def exit_after_signal(number: int, rules: SignalRules) -> None:
+    """Exit the program after a signal, when everything is saved and closed."""
+    if rules.wait:
+        logger.info("exiting in %g s", rules.wait)
+        time.sleep(rules.wait)
+    raise SignalStop(number, rules)
 
 
 @contextmanager

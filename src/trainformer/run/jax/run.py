@@ -13,7 +13,7 @@ from rich.console import Console
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.callbacks.base import CallbackList, handlers_of, name_of
 from trainformer.callbacks.compat import unwrap_callback
-from trainformer.checkpointing import Checkpoint, StateComponent
+from trainformer.checkpointing import Checkpoint, CheckpointStore, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer
 from trainformer.checkpointing.components import callback_states
 from trainformer.checkpointing.jax_files import JaxFiles, jax_components
@@ -27,7 +27,7 @@ from trainformer.run.logging import eval_progress
 from trainformer.run.provenance import record_length, record_settings, size_of
 from trainformer.run.run import Run
 from trainformer.run.settings import CommonSettings, FrontOptions
-from trainformer.run.setup import validate_settings
+from trainformer.run.setup import RunParts, validate_settings
 
 logger = logging.getLogger("trainformer")
 
@@ -86,8 +86,7 @@ class JaxRun(Run):
             if process_group.is_main:
                 logger.warning("save_async needs a single process; with %d, saves block", process_group.world_size)
         self._derive = derive
-        super().__init__(
-            owner=owner,
+        parts = RunParts(
             settings=settings,
             options=FrontOptions(fresh_start_hint="pass resume=None in the arguments"),
             process_group=process_group,
@@ -101,6 +100,7 @@ class JaxRun(Run):
             passed=passed,
             console=console or Console(),
         )
+        super().__init__(owner, parts)
 
     def connect(self) -> None:
         """Attach and subscribe callbacks; those that handle events inside a compiled step are rejected."""
@@ -172,8 +172,7 @@ class JaxRun(Run):
     def newest_checkpoint(self, checkpointer: Checkpointer) -> Checkpoint | None:
         """The newest valid checkpoint. If all of them are damaged, the run does not silently start from scratch."""
         found, store = super().newest_checkpoint(checkpointer), checkpointer.store
-        named = store.root.iterdir() if store.root.is_dir() else ()  # like checkpoints, valid or not
-        if found is None and self.settings.resume == "auto" and any(is_named(p) and p.is_dir() for p in named):
+        if found is None and self.settings.resume == "auto" and _has_any(store):
             raise DataError(
                 f"There are checkpoints in {store.root}, but all of them are damaged (see the warnings). Nothing was "
                 "changed. Pass resume=None to start from scratch, or another output_dir."
@@ -205,3 +204,8 @@ class JaxRun(Run):
         if self._derive is not None:
             metrics |= self._derive(metrics)
         return {f"val/{name}": value for name, value in metrics.items()}
+
+
+def _has_any(store: CheckpointStore) -> bool:
+    """Whether anything is named like a checkpoint, valid or not."""
+    return store.root.is_dir() and any(is_named(path) and path.is_dir() for path in store.root.iterdir())

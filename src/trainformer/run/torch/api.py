@@ -23,21 +23,21 @@ class TorchTrainerApi(TrainerApi):
 
     def evaluate_without_ema(self) -> dict[str, float]:
         """Evaluate the trained weights on the validation data, even if `evaluate` uses an EMA of them."""
-        return self._run.evaluation.validate(model=self._run.task.model)
+        return self._run.evaluate_without_ema()
 
     def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Tensor]:
         """Embeddings of a dataset in eval mode: ``{"embedding": (N, D)}``, plus ``"label"`` if the data has labels.
 
         `data` is ``"train"``, ``"val"``, or anything that `predict` accepts. `max_samples` evenly spaced samples.
         """
-        return self._run.evaluation.embed(data, max_samples)
+        return self._run.embed(data, max_samples)
 
     def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
         """Predictions for up to `max_samples` evenly spaced validation samples, one row per sample.
 
         `inputs` maps a collated batch to further columns, such as the images or the labels.
         """
-        return self._run.evaluation.sample_predictions(max_samples, inputs)
+        return self._run.sample_predictions(max_samples, inputs)
 
     def save(self, path: str | Path) -> str:
         """Write everything needed to resume exactly to a single file, atomically."""
@@ -48,7 +48,7 @@ class TorchTrainerApi(TrainerApi):
 
         Random numbers drawn inside do not affect training.
         """
-        return self._run.evaluation.eval_mode()
+        return self._run.eval_mode()
 
     def copy_model(self) -> nn.Module:
         """A second model with the current weights, sharded over ranks like the first."""

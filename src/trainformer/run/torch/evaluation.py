@@ -1,4 +1,7 @@
-"""Evaluation, prediction and embedding: which data, which model, in eval mode."""
+"""Evaluation, prediction and embedding: which data, which model, in eval mode.
+
+`Inference` runs a task over a source without training it; `Evaluation` decides which data are meant and loads them.
+"""
 
 from __future__ import annotations
 
@@ -29,75 +32,70 @@ from trainformer.tasks.base import provides
 Inputs = Callable[[Any], dict[str, Tensor]]
 
 
-class Evaluation:
-    """Evaluates, predicts and embeds in eval mode. Training continues afterwards as if nothing had happened.
+class Inference:
+    """Runs a task in eval mode. Training continues afterwards as if nothing had happened."""
 
-    `val_source` are the validation batches, if there are any.
-    """
-
-    def __init__(
-        self,
-        owner: Any,
-        task: Any,
-        backend: TorchBackend,
-        callbacks: CallbackList,
-        settings: RunSettings,
-        loaded: TrainingData,
-    ) -> None:
+    def __init__(self, owner: Any, task: Any, backend: TorchBackend, callbacks: CallbackList, seed: int) -> None:
         self.owner = owner
         self.task = task
         self.backend = backend
         self.callbacks = callbacks
-        self.settings = settings
-        self.loaded = loaded
-        self.val_source = None if loaded.val is None else self._source(loaded.val)
-        self._sampled: tuple[int, DataSource] | None = None  # the last sampled subset
+        self.seed = seed
+        self.reduces_rows = provides(task, "on_eval_end")
 
-    def validate(self, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
-        """Metrics on the validation data or its first `most` batches, with the usual model or another."""
-        assert self.val_source is not None
-        return self._evaluate(self.val_source, most, model)
-
-    def evaluate(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
-        """Metrics on the validation data, or on other data, with classes numbered as in training."""
-        if data is not None:
-            labelled = align_classes(load(self.task, data), self.loaded.info.class_names, is_open(self.task))
-            return self._evaluate(self._source(labelled, batch_size), most)
-        if self.val_source is None:
-            raise DataError(
-                "There is no validation data to evaluate on. Pass val_data or val_split to the trainer, "
-                "or data to evaluate()."
+    def evaluate(self, source: DataSource, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
+        """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
+        batches = islice(source.batches(0), most)
+        with self.eval_mode(model), eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
+            process_group = self.backend.process_group
+            metrics, rows = evaluate(
+                self.backend, batches, self.backend.eval_step, self.reduces_rows, advance, process_group
             )
-        return self.validate(most)
+            if rows:
+                metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
+            if provides(self.task, "derive_metrics"):
+                metrics |= self.task.derive_metrics(metrics)
+        return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
 
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
+    def predict(self, source: DataSource) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""
-        # Every input must have a row: unreadable samples raise here, whatever training does with them.
-        rows = self._rows(self._source(load(self.task, data), batch_size, skip_bad=False))
+        rows = self.rows(source)
         return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
 
-    def embed(self, data: Any, max_samples: int | None = None) -> dict[str, Tensor]:
-        """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
-        known = {"train": self.loaded.train, "val": self.loaded.val}
-        chosen = known[data] if isinstance(data, str) and data in known else load(self.task, data)
-        if chosen is None:
-            raise DataError("There is no validation data to embed. Pass val_data or val_split, or data to embed().")
-        rows = self._rows(self._source(_subset(chosen, max_samples)))
-        if "embedding" not in rows:
-            raise BadArgument(
-                f"{type(self.task).__name__} gives no embeddings: its predict_step returns {', '.join(rows)}. Return "
-                "the embeddings of a batch as 'embedding', and the labels as 'label' where there are any."
+    def rows(self, source: DataSource, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
+        """Predictions for a source, or for its first `most` batches: one row per sample, in input order.
+
+        `inputs` maps each batch to further columns.
+        """
+
+        def step(batch: DeviceBatch) -> EvalResult:
+            result = self._predict_batch(batch)
+            if inputs is not None:
+                taken = inputs(batch.data)
+                result.rows.update({name: rows[: batch.size].detach().cpu() for name, rows in taken.items()})
+            return result
+
+        with self.eval_mode(), eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
+            process_group = self.backend.process_group
+            _, rows = evaluate(
+                self.backend,
+                islice(source.batches(0), most),
+                step,
+                keep_rows=True,
+                on_batch=advance,
+                process_group=process_group,
             )
         return rows
 
-    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
-        """Inputs and predictions of up to `max_samples` samples of the validation data, evenly chosen."""
-        if self.loaded.val is None:
-            raise DataError("There is no validation data. Pass val_data or val_split to the trainer.")
-        if self._sampled is None or self._sampled[0] != max_samples:
-            self._sampled = max_samples, self._source(_subset(self.loaded.val, max_samples))
-        rows = self._rows(self._sampled[1], inputs, max_samples)
-        return {name: values[:max_samples] for name, values in rows.items()}
+    def _predict_batch(self, batch: DeviceBatch) -> EvalResult:
+        function = self.task.predict_step if hasattr(self.task, "predict_step") else self.task.eval_step
+        result = self.backend.infer(function, batch)
+        if not result.rows:
+            raise BadArgument(
+                f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so "
+                "there is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
+            )
+        return result
 
     def model(self) -> nn.Module:
         """The model to evaluate: one that a callback provides (an EMA), else the one that is trained."""
@@ -117,7 +115,7 @@ class Evaluation:
         try:
             self.task.model = self.model() if model is None else model
             self.backend.evaluating()
-            seed_generators(self.settings.seed)
+            seed_generators(self.seed)
             yield
         finally:
             self.task.model = trained
@@ -125,48 +123,69 @@ class Evaluation:
                 part.training = True
             restore_random(random)
 
+
+class Evaluation:
+    """Evaluates, predicts and embeds. `val_source` are the validation batches, if there are any."""
+
+    def __init__(self, inference: Inference, settings: RunSettings, loaded: TrainingData) -> None:
+        self.inference = inference
+        self.task = inference.task
+        self.settings = settings
+        self.loaded = loaded
+        self.val_source = None if loaded.val is None else self._source(loaded.val)
+        self._sampled: tuple[int, DataSource] | None = None  # the last sampled subset
+
+    def validate(self, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
+        """Metrics on the validation data or its first `most` batches, with the usual model or another."""
+        assert self.val_source is not None
+        return self.inference.evaluate(self.val_source, most=most, model=model)
+
+    def evaluate(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
+        """Metrics on the validation data, or on other data, with classes numbered as in training."""
+        if data is not None:
+            labelled = align_classes(load(self.task, data), self.loaded.info.class_names, is_open(self.task))
+            return self.inference.evaluate(self._source(labelled, batch_size), most=most)
+        if self.val_source is None:
+            raise DataError(
+                "There is no validation data to evaluate on. Pass val_data or val_split to the trainer, "
+                "or data to evaluate()."
+            )
+        return self.validate(most)
+
+    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
+        """One dict per sample, in input order."""
+        # Every input must have a row: unreadable samples raise here, whatever training does with them.
+        return self.inference.predict(self._source(load(self.task, data), batch_size, skip_bad=False))
+
+    def embed(self, data: Any, max_samples: int | None = None) -> dict[str, Tensor]:
+        """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
+        known = {"train": self.loaded.train, "val": self.loaded.val}
+        chosen = known[data] if isinstance(data, str) and data in known else load(self.task, data)
+        if chosen is None:
+            raise DataError("There is no validation data to embed. Pass val_data or val_split, or data to embed().")
+        rows = self.inference.rows(self._source(_subset(chosen, max_samples)))
+        if "embedding" not in rows:
+            raise BadArgument(
+                f"{type(self.task).__name__} gives no embeddings: its predict_step returns {', '.join(rows)}. Return "
+                "the embeddings of a batch as 'embedding', and the labels as 'label' where there are any."
+            )
+        return rows
+
+    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
+        """Inputs and predictions of up to `max_samples` samples of the validation data, evenly chosen."""
+        if self.loaded.val is None:
+            raise DataError("There is no validation data. Pass val_data or val_split to the trainer.")
+        if self._sampled is None or self._sampled[0] != max_samples:
+            self._sampled = max_samples, self._source(_subset(self.loaded.val, max_samples))
+        rows = self.inference.rows(self._sampled[1], inputs, max_samples)
+        return {name: values[:max_samples] for name, values in rows.items()}
+
     def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> DataSource:
         """Batches of loaded data in order; `options` override those of the run."""
         size = batch_size or self.settings.eval_batch_size
-        usual = load_options(self.settings, self.backend.device, self.backend.process_group, size)
+        backend = self.inference.backend
+        usual = load_options(self.settings, backend.device, backend.process_group, size)
         return make_source(self.task, data, replace(usual, **options), train=False)
-
-    def _evaluate(
-        self, source: DataSource, most: int | None = None, model: nn.Module | None = None
-    ) -> dict[str, float]:
-        """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
-        backend, batches = self.backend, islice(source.batches(0), most)
-        with self.eval_mode(model), eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
-            keeps_rows = provides(self.task, "on_eval_end")
-            metrics, rows = evaluate(backend, batches, backend.eval_step, keeps_rows, advance, backend.process_group)
-            if rows:
-                metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
-            if provides(self.task, "derive_metrics"):
-                metrics |= self.task.derive_metrics(metrics)
-        return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
-
-    def _rows(self, source: DataSource, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
-        """Predictions for a source, or for its first `most` batches: one row per sample, in input order.
-
-        `inputs` maps each batch to further columns.
-        """
-        backend, batches = self.backend, islice(source.batches(0), most)
-
-        def step(batch: DeviceBatch) -> EvalResult:
-            function = self.task.predict_step if hasattr(self.task, "predict_step") else self.task.eval_step
-            result = backend.infer(function, batch)
-            if not result.rows:
-                raise BadArgument(
-                    f"{type(self.task).__name__} has no predict_step, and its eval_step returns no per-sample rows, so "
-                    "there is nothing to predict. Define predict_step(batch) returning tensors with one row per sample."
-                )
-            if inputs is not None:
-                taken = inputs(batch.data)
-                result.rows.update({name: rows[: batch.size].detach().cpu() for name, rows in taken.items()})
-            return result
-
-        with self.eval_mode(), eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
-            return evaluate(backend, batches, step, True, advance, backend.process_group)[1]
 
 
 def _subset(data: Any, most: int | None) -> Any:

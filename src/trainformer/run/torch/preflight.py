@@ -301,7 +301,7 @@ def _first_metrics(run: TorchRun) -> tuple[dict[str, float] | None, str]:
     total, problem = run.val_source.batches_per_epoch, ""
     for most in (1, 8, 64):
         try:
-            return run.evaluation.validate(most), ""
+            return run.evaluate_first_batches(most), ""
         except Exception as error:
             problem = _words(error)
             if not run.process_group.is_single_process and not isinstance(error, TrainformerError):

@@ -17,15 +17,8 @@ if TYPE_CHECKING:
 def record_config(run: TorchRun) -> None:
     """Fill the context's config: settings, environment, data, task, and derived values."""
     config = run.context.config
-    record_settings(run, run.adapted)
-    config.set_env("torch_version", torch.__version__)
-    if run.settings.device is None:
-        config.set_env("device", str(run.backend.device))
-    config.set_env("cuda_available", torch.cuda.is_available())
-    if torch.cuda.is_available():
-        config.set_env("cuda_version", torch.version.cuda)
-        config.set_env("gpu_name", torch.cuda.get_device_name(0))
-        config.set_env("num_gpus", torch.cuda.device_count())
+    record_settings(run, run.parts.adapted)
+    _record_environment(run)
     info = run.info
     config.set_from_data("num_samples", info.num_samples)
     for name in ("num_classes", "class_names", "input_shape", "max_length"):
@@ -38,7 +31,7 @@ def record_config(run: TorchRun) -> None:
 
 def _record_task(run: TorchRun) -> None:
     """An argument that differs from its default was set by the user; what the data decided is derived."""
-    task, config, declared = run.task, run.context.config, run.declared
+    task, config, declared = run.task, run.context.config, run.parts.declared
     if not provides(task, "config_dict"):
         return
     fields = dataclasses.fields(task) if declared else ()
@@ -60,6 +53,18 @@ def _differs(value: Any, other: Any) -> bool:
     if not isinstance(other, (str, int, float, bool, list, tuple, dict, type(None))):
         return False
     return bool(value != other)
+
+
+def _record_environment(run: TorchRun) -> None:
+    config = run.context.config
+    config.set_env("torch_version", torch.__version__)
+    if run.settings.device is None:
+        config.set_env("device", str(run.backend.device))
+    config.set_env("cuda_available", torch.cuda.is_available())
+    if torch.cuda.is_available():
+        config.set_env("cuda_version", torch.version.cuda)
+        config.set_env("gpu_name", torch.cuda.get_device_name(0))
+        config.set_env("num_gpus", torch.cuda.device_count())
 
 
 def record_derived(run: TorchRun) -> None:

@@ -2,113 +2,50 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from trainformer.backends.torch import TorchBackend
 from trainformer.backends.torch.state import cloned, gathered
-from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.ema import EMA
 from trainformer.checkpointing import SharingPattern, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, load_components
 from trainformer.checkpointing.components import callback_states
 from trainformer.checkpointing.torch_components import TRAINED, torch_components
-from trainformer.checkpointing.torch_files import TorchFiles, write_single_file
+from trainformer.checkpointing.torch_files import write_single_file
 from trainformer.core.types import DataSource
-from trainformer.distributed import TorchProcessGroup, make_strategy
+from trainformer.distributed import TorchProcessGroup
 from trainformer.engine import Event
-from trainformer.run.provenance import size_of
 from trainformer.run.run import Run
-from trainformer.run.settings import FrontOptions
-from trainformer.run.setup import validate_settings
-from trainformer.run.torch.data import load_options, load_training_data, make_source
 from trainformer.run.torch.dry_run import DryRun
-from trainformer.run.torch.evaluation import Evaluation
+from trainformer.run.torch.evaluation import Inputs
 from trainformer.run.torch.provenance import record_config, record_derived
 from trainformer.run.torch.settings import RunSettings
-from trainformer.run.torch.setup import adapt_settings, check_launch, check_task, configure_task, is_map_style
+from trainformer.run.torch.setup import TorchParts, build_run, check_launch
 from trainformer.tasks.base import provides
-from trainformer.utils.helpers import seed_everything
 
 
 class TorchRun(Run):
-    """One run on torch; `owner` is what callbacks receive as `trainer`.
+    """One run on torch. Takes the arguments of `build_run`; `owner` is what callbacks receive as `trainer`."""
 
-    `passed` are the settings that the user named; they stay as they are. `adapted` are those that follow from task or
-    data, `declared` the arguments of the task before it saw the data, `same_classes` whether a label means the same
-    class in training and validation data.
-    """
-
+    parts: TorchParts
     settings: RunSettings
     process_group: TorchProcessGroup
     backend: TorchBackend
     train_source: DataSource
     val_source: DataSource | None
 
-    def __init__(
-        self,
-        owner: Any,
-        task: Any,
-        settings: RunSettings,
-        *,
-        data: Any,
-        val_data: Any = None,
-        val_split: float | int | None = None,
-        callbacks: CallbackList,
-        passed: frozenset[str] = frozenset(),
-        console: Console | None = None,
-        options: FrontOptions | None = None,
-    ) -> None:
-        validate_settings(settings)
-        strategy = make_strategy(settings.strategy)
-        strategy.setup_environment(settings.device, settings.rank_timeout)
-        process_group = strategy.process_group
-        seed_everything(settings.seed, deterministic=False)
-        check_task(task)
-        adapted = adapt_settings(settings, task, data, passed)
-        if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
-            callbacks.add(EMA(decay=settings.ema))
-        with process_group.main_first():  # rank 0 reads and fills caches, the others use them
-            loaded = load_training_data(task, data, val_data, val_split, settings.seed)
-        if "sampler" in adapted and not is_map_style(loaded.train):
-            settings.sampler = None
-            del adapted["sampler"]
-        arguments = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
-        self.declared = {f.name: copy.copy(getattr(task, f.name)) for f in arguments if f.init}
-        self.task, self.info, self.adapted, self.same_classes = task, loaded.info, adapted, loaded.comparable
-        configure_task(task, loaded)
-        # A copy: the backend keeps the settings that it was built with.
-        backend = TorchBackend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
-        with process_group.main_first():
-            load = load_options(settings, backend.device, process_group)
-            train_source = make_source(task, loaded.train, load, train=True)
-            self.evaluation = Evaluation(owner, task, backend, callbacks, settings, loaded)
-        if not process_group.is_single_process:
-            # Up to here all ranks have drawn the same random numbers, so they have the same initial weights.
-            seed_everything(settings.seed + 1 + strategy.random_stream, deterministic=False)
-        super().__init__(
-            owner=owner,
-            settings=settings,
-            options=options or FrontOptions(),
-            process_group=process_group,
-            backend=backend,
-            files=TorchFiles(on_device=backend.device.type != "cpu"),
-            callbacks=callbacks,
-            train_source=train_source,
-            val_source=self.evaluation.val_source,
-            train_size=size_of(getattr(train_source, "dataset", loaded.train)),
-            data=data,
-            passed=passed,
-            console=console or Console(),
-        )
+    def __init__(self, owner: Any, task: Any, settings: RunSettings, **options: Any) -> None:
+        parts = build_run(owner, task, settings, **options)
+        self.task = task
+        self.info = parts.info
+        self.same_classes = parts.same_classes
+        self._evaluation = parts.evaluation
+        super().__init__(owner, parts)
 
     # -- description -------------------------------------------------------------------------------------------
 
@@ -121,10 +58,9 @@ class TorchRun(Run):
         parameters = backend.strategy.count_parameters(backend.parameters)
         together = "" if self.process_group.is_single_process else f" ({backend.strategy.describe()})"
         name = getattr(self.task, "title", self.title)
-        others = sorted({str(p.dtype).removeprefix("torch.") for p in backend.parameters} - {"float32", "float64"})
         return (
             f"{name} on {backend.device}{together} in {backend.precision.name}: {parameters:,} trainable parameters"
-            + (f" ({', '.join(others)})" if others else "")
+            f"{_low_precision(backend.parameters)}"
         )
 
     def model_shapes(self) -> list[tuple[str, list[int]]]:
@@ -167,8 +103,42 @@ class TorchRun(Run):
     def record_derived(self) -> None:
         record_derived(self)
 
+    # -- evaluation and prediction -----------------------------------------------------------------------------
+
     def validate(self) -> dict[str, float]:
-        return self.evaluation.validate()
+        return self._evaluation.validate()
+
+    def evaluate_on(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
+        """Evaluate on the validation data, or on other data; on the first `most` batches, if given."""
+        return self._evaluation.evaluate(data, batch_size, most)
+
+    def evaluate_without_ema(self) -> dict[str, float]:
+        """Evaluate the trained weights, even if a callback provides others (an EMA) for evaluation."""
+        return self._evaluation.validate(model=self.task.model)
+
+    def evaluate_first_batches(self, most: int) -> dict[str, float]:
+        """Metrics of a few validation batches."""
+        return self._evaluation.validate(most)
+
+    def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Tensor]:
+        """Embeddings (and labels) of "train", "val", or anything that `predict` accepts."""
+        return self._evaluation.embed(data, max_samples)
+
+    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
+        """Inputs and predictions of some validation samples."""
+        return self._evaluation.sample_predictions(max_samples, inputs)
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Eval mode with the model to evaluate and its own random numbers."""
+        return self._evaluation.inference.eval_mode()
+
+    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
+        """One dict per sample, in input order."""
+        return self._evaluation.predict(data, batch_size)
+
+    def inference_model(self) -> nn.Module:
+        """The model to evaluate, predict and export with."""
+        return self._evaluation.inference.model()
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -192,7 +162,7 @@ class TorchRun(Run):
 
     def unsharded_model(self) -> nn.Module:
         """The model to evaluate, predict and export with, all of it on this rank. A collective."""
-        chosen, model = self.evaluation.model(), self.backend.strategy.unsharded_model()
+        chosen, model = self.inference_model(), self.backend.strategy.unsharded_model()
         if model is self.task.model:  # not sharded
             return chosen
         if chosen is not self.task.model:
@@ -218,3 +188,9 @@ class TorchRun(Run):
     def restore_trained(self, state: dict[str, Any]) -> None:
         """Restore what `trained_state` returned."""
         load_components([c for c in self.components() if c.key in state], state)
+
+
+def _low_precision(parameters: Iterable[Tensor]) -> str:
+    """Which dtypes other than float32 and float64 the parameters have."""
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters} - {"float32", "float64"})
+    return f" ({', '.join(dtypes)})" if dtypes else ""

@@ -1,19 +1,119 @@
-"""Steps of the set-up of a torch run; `run.torch.run.TorchRun.__init__` has their order.
+"""Set-up of a torch run: from task, data and settings to the parts of a run, in one function.
 
-Only settings that the user left alone are adapted to the task and the data.
+`build_run` is the whole order of things: process group, seeds, task defaults, data, model, optimizer, sources. Only
+settings that the user left alone are adapted to the task and the data.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
+from trainformer.backends.torch import TorchBackend
+from trainformer.callbacks.base import CallbackList
+from trainformer.callbacks.ema import EMA
+from trainformer.checkpointing.torch_files import TorchFiles
 from trainformer.core.errors import BadArgument, expected
+from trainformer.core.types import DataSource
 from trainformer.data.labels import is_stream
-from trainformer.distributed import Strategy
+from trainformer.data.metadata import DatasetInfo
+from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
 from trainformer.distributed.process_group import Launch
-from trainformer.run.torch.data import TrainingData, is_loader
+from trainformer.run.provenance import size_of
+from trainformer.run.settings import FrontOptions
+from trainformer.run.setup import RunParts, validate_settings
+from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
+from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
+from trainformer.utils.helpers import seed_everything
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchParts(RunParts):
+    """The parts of a torch run.
+
+    `adapted` are the settings that follow from task or data, `declared` the arguments of the task before it saw the
+    data, `same_classes` whether a label means the same class in training and validation data.
+    """
+
+    settings: RunSettings
+    process_group: TorchProcessGroup
+    backend: TorchBackend
+    train_source: DataSource
+    val_source: DataSource | None
+    task: Any
+    info: DatasetInfo
+    evaluation: Evaluation
+    adapted: dict[str, Any]
+    declared: dict[str, Any]
+    same_classes: bool
+
+
+def build_run(
+    owner: Any,
+    task: Any,
+    settings: RunSettings,
+    *,
+    data: Any,
+    val_data: Any = None,
+    val_split: float | int | None = None,
+    callbacks: CallbackList,
+    passed: frozenset[str] = frozenset(),
+    console: Console | None = None,
+    options: FrontOptions | None = None,
+) -> TorchParts:
+    """Build the parts of a run. `passed` are the settings that the user named; they stay as they are."""
+    validate_settings(settings)
+    strategy = make_strategy(settings.strategy)
+    strategy.setup_environment(settings.device, settings.rank_timeout)
+    process_group = strategy.process_group
+    seed_everything(settings.seed, deterministic=False)
+    check_task(task)
+    adapted = adapt_to_loader(settings, data, passed) | adapt_to_task(settings, task, passed)
+    if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
+        callbacks.add(EMA(decay=settings.ema))
+    with process_group.main_first():  # rank 0 reads and fills caches, the others use them
+        loaded = load_training_data(task, data, val_data, val_split, settings.seed)
+    if "sampler" in adapted and not is_map_style(loaded.train):
+        settings.sampler = None
+        del adapted["sampler"]
+    declared = _declared_arguments(task)
+    configure_task(task, loaded)
+    # A copy: the backend keeps the settings that it was built with.
+    backend = TorchBackend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
+    with process_group.main_first():
+        load = load_options(settings, backend.device, process_group)
+        train_source = make_source(task, loaded.train, load, train=True)
+        inference = Inference(owner, task, backend, callbacks, settings.seed)
+        evaluation = Evaluation(inference, settings, loaded)
+    if not process_group.is_single_process:
+        # Up to here all ranks have drawn the same random numbers, so they have the same initial weights.
+        seed_everything(settings.seed + 1 + strategy.random_stream, deterministic=False)
+    return TorchParts(
+        settings=settings,
+        options=options or FrontOptions(),
+        process_group=process_group,
+        backend=backend,
+        files=TorchFiles(on_device=backend.device.type != "cpu"),
+        callbacks=callbacks,
+        train_source=train_source,
+        val_source=evaluation.val_source,
+        train_size=size_of(getattr(train_source, "dataset", loaded.train)),
+        data=data,
+        passed=passed,
+        console=console or Console(),
+        task=task,
+        info=loaded.info,
+        evaluation=evaluation,
+        adapted=adapted,
+        declared=declared,
+        same_classes=loaded.comparable,
+    )
 
 
 def check_task(task: Any) -> None:
@@ -44,22 +144,29 @@ def check_launch(strategy: Strategy) -> None:
         )
 
 
-def adapt_settings(settings: RunSettings, task: Any, data: Any, passed: frozenset[str]) -> dict[str, Any]:
-    """Apply the batch size of the user's DataLoader, and the task's `training_defaults`. Returns what was changed."""
-    adapted: dict[str, Any] = {}
+# -- settings that the user left alone -----------------------------------------------------------------------------
+
+
+def adapt_to_loader(settings: RunSettings, data: Any, passed: frozenset[str]) -> dict[str, Any]:
+    """Take over the batch size of the user's own DataLoader. Returns what was changed."""
     size = getattr(data, "batch_size", None)
-    if is_loader(data) and isinstance(size, int) and "batch_size" not in passed:
-        adapted["batch_size"] = settings.batch_size = size
+    if not is_loader(data) or not isinstance(size, int) or "batch_size" in passed:
+        return {}
+    settings.batch_size = size
+    return {"batch_size": size}
+
+
+def adapt_to_task(settings: RunSettings, task: Any, passed: frozenset[str]) -> dict[str, Any]:
+    """Apply the task's `training_defaults`. Returns what was changed."""
     if not provides(task, "training_defaults"):
-        return adapted
+        return {}
     wanted = task.training_defaults(settings, passed)
     unknown = sorted(set(wanted) - set(RunSettings.defaults()))
     if unknown:
         raise BadArgument(expected("training_defaults to name settings of the run", ", ".join(unknown)))
-    for name, value in wanted.items():
-        if name not in passed:
-            adapted[name] = value
-            setattr(settings, name, value)
+    adapted = {name: value for name, value in wanted.items() if name not in passed}
+    for name, value in adapted.items():
+        setattr(settings, name, value)
     settings.validate()
     return adapted
 
@@ -67,3 +174,9 @@ def adapt_settings(settings: RunSettings, task: Any, data: Any, passed: frozense
 def is_map_style(data: Any) -> bool:
     """Whether samples can be read by index: neither a loader of batches nor a stream."""
     return not (is_loader(data) or is_stream(data))
+
+
+def _declared_arguments(task: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(task):
+        return {}
+    return {f.name: copy.copy(getattr(task, f.name)) for f in dataclasses.fields(task) if f.init}
