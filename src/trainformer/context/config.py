@@ -92,9 +92,8 @@ class PipelineConfig:
     def set_derived(self, key: str, value: Any, depends_on: Sequence[str], filterable: bool = False) -> None:
         """Record a value computed from others. Those may still be unset, but must not depend on this one in turn."""
         if isinstance(depends_on, str):
-            raise BadArgument(
-                expected("depends_on to be a tuple of keys", depends_on, f"Pass depends_on=({depends_on!r},).")
-            )
+            do = f"Pass depends_on=({depends_on!r},)."
+            raise BadArgument(expected("depends_on to be a tuple of keys", depends_on, do))
         cycle = self._path_to(key, depends_on)
         if cycle:
             raise BadArgument(
@@ -166,14 +165,28 @@ class PipelineConfig:
         >>> config.to_json()
         {'lr': {'value': 0.1, 'source': 'user', 'depends_on': []}}
         """
-        return {key: _entry_to_json(entry) for key, entry in self._values.items()}
+        # Short: `checkpoint` follows from the source, and most values are not filterable.
+        return {
+            key: {
+                "value": jsonable(entry.value),
+                "source": entry.source.name.lower(),
+                "depends_on": list(entry.depends_on),
+                **({"filterable": True} if entry.filterable else {}),
+            }
+            for key, entry in self._values.items()
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> PipelineConfig:
         """Read back what `to_json` returned. Values stay JSON types."""
         config = cls()
+        known = {source.name.lower(): source for source in ConfigSource}
         for key, record in data.items():
-            config._values[key] = _entry_from_json(key, record)
+            if not isinstance(record, Mapping) or "value" not in record or record.get("source") not in known:
+                what = f"{key!r} to be a record with a 'value' and a 'source' among {', '.join(known)}"
+                raise BadArgument(expected(what, record, "Pass what PipelineConfig.to_json() returned."))
+            source, filterable = known[record["source"]], bool(record.get("filterable", False))
+            config._put(key, record["value"], source, filterable, record.get("depends_on", ()))
         return config
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -233,33 +246,3 @@ def _same(value: Any, other: Any) -> bool:
 def _short(value: Any, width: int = 80) -> str:
     text = repr(jsonable(value))
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _entry_to_json(entry: ConfigValue) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "value": jsonable(entry.value),
-        "source": entry.source.name.lower(),
-        "depends_on": list(entry.depends_on),
-    }
-    # Short: `checkpoint` follows from the source, and most values are not filterable.
-    return record | {"filterable": True} if entry.filterable else record
-
-
-def _entry_from_json(key: str, record: Mapping[str, Any]) -> ConfigValue:
-    known = {source.name.lower(): source for source in ConfigSource}
-    if not isinstance(record, Mapping) or "value" not in record or record.get("source") not in known:
-        raise BadArgument(
-            expected(
-                f"{key!r} to be a record with a 'value' and a 'source' among {', '.join(known)}",
-                record,
-                "Pass what PipelineConfig.to_json() returned.",
-            )
-        )
-    source = known[record["source"]]
-    return ConfigValue(
-        value=record["value"],
-        source=source,
-        depends_on=tuple(record.get("depends_on", ())),
-        filterable=bool(record.get("filterable", False)),
-        checkpoint=source is not ConfigSource.ENV,
-    )

@@ -15,7 +15,7 @@ from trainformer.engine import Event, Loop
 from trainformer.loggers.base import BaseLogger, MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.folder import NoFolder, RunFolder, choose_folder
-from trainformer.run.logging import console_messages, log_start, log_stop
+from trainformer.run.logging import console_messages, log_start
 from trainformer.run.provenance import fingerprint, record_changes
 from trainformer.run.run import Run
 from trainformer.run.signals import exit_after_signal, handling_signals
@@ -131,7 +131,9 @@ def _reporting_errors(run: Run) -> Iterator[None]:
         raise
     finally:
         run.loop = None
-    log_stop(run)
+    control = run.control
+    if control.should_stop:
+        logger.info("stopped at step %d by %s: %s", run.state.step, control.stopped_by, control.stop_reason)
 
 
 @contextmanager

@@ -182,9 +182,6 @@ def _was_interrupted(status: dict[str, Any], fingerprint: str) -> bool:
     return not (status["status"] == "running" and process_identity(status["process"]) == status["identity"])
 
 
-# -- the same folder on all ranks ------------------------------------------------------------------------------------
-
-
 def choose_folder(run: Run) -> RunFolder | NoFolder:
     """The run folder. Rank 0 chooses and creates it; all ranks must see it."""
     settings, process_group = run.settings, run.process_group

@@ -77,9 +77,11 @@ def describe_data(data: Any) -> Any:
     if hasattr(data, "tensors"):
         return [describe_data(part) for part in data.tensors]
     if hasattr(data, "shape") and hasattr(data, "dtype") and len(data.shape) > 0:
+        # bf16 of torch, too
+        first, last = (r.double() if hasattr(r, "double") else np.asarray(r, np.float64) for r in (data[:4], data[-4:]))
         return [
             list(data.shape),
-            *(hashlib.sha256(_digits(r).encode()).hexdigest()[:16] for r in (data[:4], data[-4:])),
+            *(hashlib.sha256(str(rows.tolist()).encode()).hexdigest()[:16] for rows in (first, last)),
         ]
     # A HuggingFace dataset has its own fingerprint.
     place = getattr(data, "root", None) or getattr(data, "path", None) or getattr(data, "_fingerprint", None)
@@ -94,8 +96,3 @@ def size_of(data: Any) -> int | None:
         return len(data)
     except TypeError:
         return None
-
-
-def _digits(rows: Any) -> str:
-    values = rows.double() if hasattr(rows, "double") else np.asarray(rows, dtype=np.float64)  # bf16 of torch, too
-    return str(values.tolist())
