@@ -134,7 +134,7 @@ class FrontOptions:
 
     `plan` replaces fields of the loop's plan. Without `keeps_folder` nothing is written to disk. `checkpoint_name` is
     formatted with the step. With `shows_messages` log messages go to the console whatever loggers there are.
-    `fresh_start_hint` tells the user how to start from scratch.
+    `fresh_start_hint` tells the user how to start from scratch, `continue_hint` how to resume with other settings.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -142,4 +142,5 @@ class FrontOptions:
     checkpoint_name: str = "step_{:08d}"
     shows_messages: bool = False
     fresh_start_hint: str = "pass resume=None"
+    continue_hint: str = "pass resume='{folder}'"
     signals: SignalRules = field(default_factory=SignalRules)
