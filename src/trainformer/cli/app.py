@@ -152,9 +152,10 @@ def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 def paragraph(error: BaseException) -> str:
     """The text of an error without its traceback."""
     from trainformer.core.errors import TrainformerError
+    from trainformer.core.secrets import mask_text
 
     known = isinstance(error, TrainformerError | OSError)
-    text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows the traceback)"
+    text = mask_text(str(error) if known else f"{type(error).__name__}: {error} (--debug shows the traceback)")
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     return textwrap.fill(f"error: {' '.join(text.split())}", width, break_long_words=False, break_on_hyphens=False)
 

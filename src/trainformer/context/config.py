@@ -13,6 +13,7 @@ from typing import Any
 
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
+from trainformer.core.secrets import find_mask, mask
 
 
 class UnknownKey(TrainformerError, KeyError):
@@ -59,7 +60,7 @@ class PipelineConfig:
     """Every value of a run's configuration, with its source.
 
     `get` and ``[]`` return values as they were set. Exports (`to_json`, `to_wandb_config`, `to_checkpoint`, ...)
-    contain JSON types only.
+    contain JSON types only, and secrets are masked in them.
 
     >>> config = PipelineConfig()
     >>> config.set_user("epochs", 3)
@@ -110,6 +111,9 @@ class PipelineConfig:
     def _put(
         self, key: str, value: Any, source: ConfigSource, filterable: bool, depends_on: Sequence[str] = ()
     ) -> None:
+        if (found := find_mask(value, key)) is not None:
+            do = "Pass the secret itself: files of a run do not contain it."
+            raise BadArgument(expected(f"a value for {found}", "what stands in place of a secret", do))
         saved = source is not ConfigSource.ENV
         self._values[key] = ConfigValue(value, source, tuple(depends_on), filterable=filterable, checkpoint=saved)
 
@@ -135,28 +139,28 @@ class PipelineConfig:
         origin = _PHRASES[entry.source]
         if entry.depends_on:
             origin += " from " + ", ".join(
-                f"{name} = {_short(self._values[name].value)}" if name in self._values else f"{name} (not set)"
+                f"{name} = {_short(name, self._values[name].value)}" if name in self._values else f"{name} (not set)"
                 for name in entry.depends_on
             )
-        return f"{key} = {_short(entry.value)} ({origin})"
+        return f"{key} = {_short(key, entry.value)} ({origin})"
 
     # -- writing out -----------------------------------------------------------------------------------------
 
     def to_wandb_config(self) -> dict[str, Any]:
         """All values, flat: what loggers show as the configuration of the run."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items()}
+        return {key: _plain(key, entry) for key, entry in self._values.items()}
 
     def get_filter_dimensions(self) -> dict[str, Any]:
         """The values that are useful to group and filter runs by."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.filterable}
+        return {key: _plain(key, entry) for key, entry in self._values.items() if entry.filterable}
 
     def to_checkpoint(self) -> dict[str, Any]:
         """The values that belong to the run, not to the machine."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.checkpoint}
+        return {key: _plain(key, entry) for key, entry in self._values.items() if entry.checkpoint}
 
     def user_overrides(self) -> dict[str, Any]:
-        """The values that the user set: enough to start the same run again."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.source is ConfigSource.USER}
+        """The values that the user set: enough, with the secrets, to start the same run again."""
+        return {key: _plain(key, entry) for key, entry in self._values.items() if entry.source is ConfigSource.USER}
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """All values with their provenance, for `config.json`.
@@ -166,7 +170,7 @@ class PipelineConfig:
         >>> config.to_json()
         {'lr': {'value': 0.1, 'source': 'user', 'depends_on': []}}
         """
-        return {key: _entry_to_json(entry) for key, entry in self._values.items()}
+        return {key: _entry_to_json(key, entry) for key, entry in self._values.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> PipelineConfig:
@@ -230,14 +234,18 @@ def _same(value: Any, other: Any) -> bool:
         return False
 
 
-def _short(value: Any, width: int = 80) -> str:
-    text = repr(jsonable(value))
+def _short(key: str, value: Any, width: int = 80) -> str:
+    text = repr(mask(jsonable(value), key))
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _entry_to_json(entry: ConfigValue) -> dict[str, Any]:
+def _plain(key: str, entry: ConfigValue) -> Any:
+    return mask(jsonable(entry.value), key)
+
+
+def _entry_to_json(key: str, entry: ConfigValue) -> dict[str, Any]:
     record: dict[str, Any] = {
-        "value": jsonable(entry.value),
+        "value": _plain(key, entry),
         "source": entry.source.name.lower(),
         "depends_on": list(entry.depends_on),
     }
