@@ -15,6 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
@@ -80,7 +81,7 @@ def _rank_of(words: list[str], is_holder: bool = False) -> int:
         return 0
     if not _SECRET.isdisjoint(words[-1:] if is_holder else words):
         return _ALWAYS
-    if any(last in ("key", "keys") and kind in _SECRET_KEYS for kind, last in zip(words, words[1:], strict=False)):
+    if any(last in ("key", "keys") and kind in _SECRET_KEYS for kind, last in pairwise(words)):
         return _ALWAYS
     owner = words[-2] if len(words) > 1 else None
     if words[-1] in ("token", "tokens") and owner in _TOKEN_OWNERS:
