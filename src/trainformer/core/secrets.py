@@ -102,10 +102,21 @@ def is_secret_name(name: str) -> bool:
     return _rank(name[-_LONGEST_NAME:]) >= _IF_TEXT
 
 
-_REFERENCE = re.compile(r"\$\w+|\$\{[^}]*\}")  # ${HF_TOKEN}
+_REFERENCE = re.compile(r"\$\w+|\$\{[^}]*\}|\.{3}\W?")  # ${HF_TOKEN}, or ... in the text of an error
 _SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]", re.S)  # <eos>, [MASK]
 _NO_VALUE = {"", "true", "false", "none", "null", "auto", "yes", "no", "default"}
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_.,]*+(?:[eE][-+]?[0-9]+)?%?")
+
+
+def _is_number(text: str, name: str) -> bool:
+    """Whether the text is a number that is no password."""
+    return bool(_NUMBER.fullmatch(text)) and not (text.isdigit() and _may_be_number(name))
+
+
+def _may_be_number(name: str) -> bool:
+    """Whether a number with this dotted name is a password."""
+    last = re.split(r"[./]", name)[-1]
+    return last not in _SHELL and not _PASSWORDS.isdisjoint(_words(last)[-1:])
 
 
 def _is_random(text: str) -> bool:
@@ -150,7 +161,7 @@ _ONLY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*)", re.S)
 _WEB = {"http", "https", "ws", "wss", "ftp", "ssh", "git", "s3", "gs"}
 _QUERY = re.compile(r"(?<=[?&;])([\w.%-]++)=([^&\s#\"'<>]++)")
 _QUERY_SECRETS = {"auth", "pass", "pw", "sig", "signature", "x-amz-signature", "x-amz-credential"}
-_NAME = re.compile(r"""(?<![\w./-])-*+(?P<name>[A-Za-z_][\w./-]*+)(?P<quote>\\*+["'])?\ ?(?P<sep>[=:])\s?""")
+_NAME = re.compile(r"""(?<![\w./-])-*+(?P<name>[A-Za-z_][\w./-]*+)(?P<quote>\\*+["'])?\ ?(?P<sep>[=:]\s?)""")
 _VALUE = re.compile(
     r"""(?:(?i:bearer|basic|token)\ )?
     (?: \\*+"(?P<double>[^"\\\n]*+(?:\\.[^"\\\n]*+)*+) | \\*+'(?P<single>[^'\\\n]*+(?:\\.[^'\\\n]*+)*+)
@@ -214,16 +225,19 @@ def _is_assigned(name: re.Match[str], rank: int, value: re.Match[str]) -> bool:
     if value.lastgroup != "bare":
         return _is_secret(value[value.lastgroup or 0], rank)
     bare = value["bare"]
-    if _NUMBER.fullmatch(bare) and not (bare.isdigit() and _words(name["name"])[-1] in _PASSWORDS):
+    if _is_number(bare, name["name"]):
         return False
-    # `token: text` may be prose; `'token': text` and `token=text` are not.
-    is_prose = name["sep"] == ":" and rank < _ALWAYS and name["quote"] is None and not _is_random(bare)
-    return _is_secret(bare, rank) and not is_prose
+    if ":" in name["sep"] and name["quote"] is None:
+        if rank < _ALWAYS and not _is_random(bare):  # `token: text` may be prose; `token=text` is not
+            return False
+        if name["sep"] == ":" and (bare.replace(".", "").isalpha() or name["name"].endswith("s")):  # module:Class
+            return False
+    return _is_secret(bare, rank)
 
 
 def _after_option(match: re.Match[str]) -> str:
     is_secret = _is_secret(match["bare"], _rank(match["name"][-_LONGEST_NAME:]))
-    return f"{match[1]}{MASK}" if is_secret and not _NUMBER.fullmatch(match["bare"]) else match[0]
+    return f"{match[1]}{MASK}" if is_secret and not _is_number(match["bare"], match["name"]) else match[0]
 
 
 # -- values seen before ----------------------------------------------------------------------------------------------
@@ -321,7 +335,7 @@ def mask(value: Any, name: str = "") -> Any:
     {'hub_token': '***masked***', 'eos_token': '</s>', 'steps': 3, 'command': ['--var', 'password=***masked***']}
     """
     for text, path in _texts(value, name, 0):
-        if text not in _seen and _is_secret(text, _rank(path)):
+        if text not in _seen and _is_secret_at(text, path):
             remember(text, re.split(r"[./]", path)[-1])
     return _masked(value, name[-_LONGEST_NAME:], _seen_pattern(), 0)
 
@@ -338,6 +352,11 @@ def _texts(value: Any, path: str, level: int) -> Iterator[tuple[str, str]]:
             yield from _texts(item, path, level + 1)
 
 
+def _is_secret_at(text: str, path: str) -> bool:
+    """Whether the text is a secret, as the value of the setting with this dotted name."""
+    return _is_secret(text, _rank(path)) or ("wandb" in path.lower() and _HEX_KEY.fullmatch(text) is not None)
+
+
 def _join(path: str, key: Any) -> str:
     return f"{path}.{key}"[-_LONGEST_NAME:]
 
@@ -346,8 +365,7 @@ def _masked(value: Any, path: str, seen: re.Pattern[str] | None, level: int) -> 
     if isinstance(value, str):
         return _masked_value(value, path, seen)
     if type(value) is int:
-        words = _words(re.split(r"[./]", path)[-1])
-        return MASK if words and words[-1] in _PASSWORDS else value
+        return MASK if _may_be_number(path) else value
     if not isinstance(value, Mapping | list | tuple):
         return value
     if level >= _MOST_LEVELS:
@@ -365,7 +383,7 @@ def _masked(value: Any, path: str, seen: re.Pattern[str] | None, level: int) -> 
 
 
 def _masked_value(text: str, path: str, seen: re.Pattern[str] | None) -> str:
-    if _is_secret(text, _rank(path)) or ("wandb" in path.lower() and _HEX_KEY.fullmatch(text)):
+    if _is_secret_at(text, path):
         return MASK
     url = _ONLY_URL.fullmatch(text)
     if url is not None and url[1].lower() not in _WEB:  # its password may have spaces and quotes
@@ -379,8 +397,8 @@ def _as_argument(item: Any, before: Any) -> Any:
         return item
     name, equals, value = item.partition("=")
     if equals and re.fullmatch(r"[+-]*[\w./-]{1,200}", name):
-        is_number = _NUMBER.fullmatch(value) and not value.isdigit()
-        return f"{name}={MASK}" if _is_secret(value, _rank(name)) and not is_number else item
+        is_secret = _is_secret(value.strip("'\""), _rank(name)) and not _is_number(value, name)
+        return f"{name}={MASK}" if is_secret else item
     if isinstance(before, str) and re.fullmatch(r"--?[A-Za-z][\w.-]{0,200}", before) and not item.startswith("-"):
         return MASK if _is_secret(item, _rank(before.lstrip("-"))) else item
     return item

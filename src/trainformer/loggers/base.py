@@ -213,9 +213,10 @@ class MultiLogger(BaseLogger):
                 raise
             self.failures[key] = self.failures.get(key, 0) + 1
             if self.failures[key] == 1:
+                reason = f"{type(error).__name__}: {mask_text(str(error))}"
                 warnings.warn(
-                    f"{key}.{what} failed: {type(error).__name__}: {mask_text(str(error))}. Training continues; further "
-                    "failures of this logger are counted, not shown. metrics.jsonl is complete.",
+                    f"{key}.{what} failed: {reason}. Training continues; further failures of "
+                    "this logger are counted, not shown. metrics.jsonl is complete.",
                     RuntimeWarning,
                     stacklevel=4,
                 )
