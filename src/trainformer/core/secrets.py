@@ -157,6 +157,7 @@ _WANDB = re.compile(r"(?i:wandb)[^\n]{0,60}?(?<![0-9A-Za-z])([0-9a-f]{40})(?![0-
 _URL = re.compile(
     r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*+)://((?:[^\s\"'<>`\\,;|]|[,;|](?![A-Za-z+.-]{2,16}://))*+)"
 )
+_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/=]*+")
 _ONLY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*)", re.S)
 _WEB = {"http", "https", "ws", "wss", "ftp", "ssh", "git", "s3", "gs"}
 _QUERY = re.compile(r"(?<=[?&;])([\w.%-]++)=([^&\s#\"'<>]++)")
@@ -385,6 +386,8 @@ def _masked(value: Any, path: str, seen: re.Pattern[str] | None, level: int) -> 
 def _masked_value(text: str, path: str, seen: re.Pattern[str] | None) -> str:
     if _is_secret_at(text, path):
         return MASK
+    if _IMAGE.fullmatch(text):
+        return text
     url = _ONLY_URL.fullmatch(text)
     if url is not None and url[1].lower() not in _WEB:  # its password may have spaces and quotes
         text = _in_url(url)
