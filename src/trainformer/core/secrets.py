@@ -157,7 +157,7 @@ _WANDB = re.compile(r"(?i:wandb)[^\n]{0,60}?(?<![0-9A-Za-z])([0-9a-f]{40})(?![0-
 _URL = re.compile(
     r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*+)://((?:[^\s\"'<>`\\,;|]|[,;|](?![A-Za-z+.-]{2,16}://))*+)"
 )
-_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/=]*+")
+_IMAGE = re.compile(r"(?:data:image/[\w.+-]+;base64,|iVBORw0KGgo)[A-Za-z0-9+/=]*+")  # long, and no secret
 _ONLY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*)", re.S)
 _WEB = {"http", "https", "ws", "wss", "ftp", "ssh", "git", "s3", "gs"}
 _QUERY = re.compile(r"(?<=[?&;])([\w.%-]++)=([^&\s#\"'<>]++)")
