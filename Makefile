@@ -18,7 +18,7 @@ unit quick-tests: export OMP_NUM_THREADS = 1
 help:
 	@echo "make demo    train a digit classifier in about a minute"
 	@echo "make demo-lm train a language model on Python's standard library in some minutes"
-	@echo "make quick   lint, types and the core tests, in under three minutes"
+	@echo "make quick   lint, types and the core tests, in under two minutes"
 	@echo "make test    lint, types, layers and the whole test suite"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make unit    the tests alone; make unit ARGS='-k ema' for some of them"

@@ -22,10 +22,10 @@ def install(tmp_path, monkeypatch):
         (info / "entry_points.txt").write_text("\n".join([f"[trainformer.{kind}]", *lines, ""]))
         monkeypatch.syspath_prepend(str(site))
         monkeypatch.delitem(sys.modules, package, raising=False)
-        plugins.clear_cache()
+        plugins._registered.cache_clear()
 
-    plugins.clear_cache()
+    plugins._registered.cache_clear()
     yield install
-    plugins.clear_cache()
+    plugins._registered.cache_clear()
     for path in Path(tmp_path).glob("site-*/*.py"):
         sys.modules.pop(path.stem, None)

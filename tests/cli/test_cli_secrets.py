@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cli_toys import Fit
 
+from trainformer import Trainer
 from trainformer.cli import app, recipes
 from trainformer.config import load_config
 from trainformer.core.errors import BadArgument
@@ -213,7 +214,18 @@ def test_what_stands_in_place_of_a_secret_is_never_used():
     Path("copied.yaml").write_text(f"task: {{api_key: '{MASK}'}}\n")
     with pytest.raises(BadArgument, match=r"a value for task\.api_key"):
         load_config("copied.yaml")
-    from trainformer import Trainer
-
     with pytest.raises(BadArgument, match="a value for task/api_key"):
         Trainer(Service(api_key=MASK), "16", max_steps=1, log="none")
+
+
+def test_another_secret_is_the_same_run():
+    def run(key):
+        options = {"max_steps": 4 if key == "first-1" else 8, "batch_size": 4, "run_dir": "runs/x", "log": "none"}
+        return Trainer(Service(access=key, api_key=key), "16", **options).fit()
+
+    assert run("first-1").state.step == 4
+    assert run("second-2").state.step == 8
+    records = [json.loads(line)["kind"] for line in Path("runs/x/records.jsonl").read_text().splitlines()]
+    assert records.count("resumed") == 1
+    assert b"first-1" not in everything_in(Path("runs/x"))
+    assert b"second-2" not in everything_in(Path("runs/x"))

@@ -38,11 +38,9 @@ class Probe(Protocol):
 
     def batches(self) -> Iterator[Any]:
         """Training batches; starts over when the data is exhausted."""
-        ...
 
     def step(self, batch: Any, lr: float | None = None) -> float:
         """Run one optimizer step on a batch, optionally at a given learning rate. Returns the loss."""
-        ...
 
 
 class TrainerLike(Protocol):
@@ -52,29 +50,18 @@ class TrainerLike(Protocol):
     lr: float
     state: RunState
     control: Control
+    is_main: bool
+    is_local_main: bool
+    total_steps: int | None
+    active_optimizer: Any
+    active_scheduler: Any
+    context: Any
+    grad_norm: Any
+    same_classes: bool
+    train_dataloader: Any
+    val_dataloader: Any
+    logger: Any
 
-    @property
-    def is_main(self) -> bool: ...
-    @property
-    def is_local_main(self) -> bool: ...
-    @property
-    def total_steps(self) -> int | None: ...
-    @property
-    def active_optimizer(self) -> Any: ...
-    @property
-    def active_scheduler(self) -> Any: ...
-    @property
-    def context(self) -> Any: ...
-    @property
-    def grad_norm(self) -> Any: ...
-    @property
-    def same_classes(self) -> bool: ...
-    @property
-    def train_dataloader(self) -> Any: ...
-    @property
-    def val_dataloader(self) -> Any: ...
-    @property
-    def logger(self) -> Any: ...
     def was_set(self, name: str) -> bool: ...
     def stop(self, reason: str) -> None: ...
     def log_metrics(self, metrics: dict[str, float]) -> None: ...
@@ -193,9 +180,8 @@ class CallbackList:
     def add(self, callback: Any) -> Any:
         """Append a callback, wrapped in an adapter if it was written for HF or mini. Returns what was stored."""
         if isinstance(callback, type):
-            raise BadArgument(
-                expected("a callback object", f"the class {callback.__name__}", f"Write {callback.__name__}().")
-            )
+            do = f"Write {callback.__name__}()."
+            raise BadArgument(expected("a callback object", f"the class {callback.__name__}", do))
         callback = to_native(make_callback(callback), self.shared)
         names = (*METHODS.values(), "attach", "compute_metrics")
         known = isinstance(callback, CallbackAdapter) or any(callable(getattr(callback, n, None)) for n in names)
@@ -250,6 +236,24 @@ class CallbackList:
                     getattr(callback, name)(trainer, *args)
 
         return dispatch
+
+
+class EveryNthEvaluation:
+    """Mixin of callbacks that run at every `every`-th evaluation only, also across a resume."""
+
+    every: int
+    _evaluations = 0
+
+    def is_due(self) -> bool:
+        """Count an evaluation; whether it is an N-th one."""
+        self._evaluations += 1
+        return self._evaluations % self.every == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self._evaluations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._evaluations = state["evaluations"]
 
 
 def handlers_of(callback: Any, trainer: Any) -> dict[Event, Callable[..., None]]:

@@ -40,14 +40,15 @@ class ModelCheckpoint:
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         value = metrics.get(self.monitor)
         if value is None:
-            logger.warning(
-                "ModelCheckpoint: %r is not among the metrics %s; nothing saved", self.monitor, sorted(metrics)
-            )
+            missing = "ModelCheckpoint: %r is not among the metrics %s; nothing saved"
+            logger.warning(missing, self.monitor, sorted(metrics))
             return
         full = len(self._best_scores) >= self.save_top_k
         if full and not is_better(value, self._best_scores[-1][0], self.mode):
             return
-        path = Path(trainer.save(str(Path(self.save_dir) / self._name(trainer, value))))
+        state, monitor = trainer.state, self.monitor.replace("/", "_")
+        name = self.filename.format(epoch=state.epoch, step=state.step, monitor=monitor, value=value)
+        path = Path(trainer.save(str(Path(self.save_dir) / name)))
         # Two evaluations may round to the same name; the later one owns the file then.
         kept = [(score, other) for score, other in self._best_scores if other != path]
         self._best_scores = sorted([*kept, (value, path)], key=lambda s: s[0], reverse=self.mode == "max")
@@ -57,11 +58,6 @@ class ModelCheckpoint:
                 shutil.rmtree(dropped)
             else:
                 dropped.unlink(missing_ok=True)
-
-    def _name(self, trainer: TrainerLike, value: float) -> str:
-        state = trainer.state
-        monitor = self.monitor.replace("/", "_")
-        return self.filename.format(epoch=state.epoch, step=state.step, monitor=monitor, value=value)
 
     @property
     def best_path(self) -> Path | None:

@@ -44,7 +44,8 @@ class EarlyStopping:
                 f"EarlyStopping monitors {self.monitor!r}, but the evaluation returned {sorted(metrics)}. "
                 f"{did_you_mean(self.monitor, metrics)}"
             )
-        if self._diverged(value):
+        limit = self.divergence_threshold
+        if limit is not None and (math.isnan(value) or (value > limit if self.mode == "min" else value < limit)):
             trainer.stop(f"{self.monitor} diverged to {value:g}")
         elif is_better(value, self._best, self.mode, self.min_delta):
             self._best, self._counter = value, 0
@@ -53,12 +54,6 @@ class EarlyStopping:
             if self._counter >= self.patience:
                 best = "none" if self._best is None else f"{self._best:g}"
                 trainer.stop(f"{self.monitor} has not improved for {self.patience} evaluations (best {best})")
-
-    def _diverged(self, value: float) -> bool:
-        limit = self.divergence_threshold
-        if limit is None:
-            return False
-        return math.isnan(value) or (value > limit if self.mode == "min" else value < limit)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "counter": self._counter}

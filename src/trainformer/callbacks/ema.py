@@ -44,9 +44,8 @@ class EMA:
         if self.update_every < 1:
             raise BadArgument(expected("EMA's update_every to be at least 1", self.update_every))
         if self.compare and not self.evaluate:
-            raise BadArgument(
-                expected("EMA's compare with evaluate=True", self.evaluate, "There is nothing to compare with.")
-            )
+            do = "There is nothing to compare with."
+            raise BadArgument(expected("EMA's compare with evaluate=True", self.evaluate, do))
 
     def attach(self, trainer: TrainerLike) -> None:
         """Copy the model."""

@@ -79,12 +79,9 @@ class NotebookDisplay:
 
     def fail(self, error: BaseException) -> None:
         """Show the final state of a run that failed or was interrupted."""
-        if isinstance(error, KeyboardInterrupt):
-            self._end = "interrupted"
-            self._draw(now=True)
-            return
-        self._failed = True
-        self._end = f"failed: {type(error).__name__}: {error}".removesuffix(": ")
+        self._failed = not isinstance(error, KeyboardInterrupt)
+        what = f"failed: {type(error).__name__}: {error}".removesuffix(": ")
+        self._end = what if self._failed else "interrupted"
         self._draw(now=True)
 
     # -- rendering -------------------------------------------------------------------------------------------
@@ -184,9 +181,6 @@ def _cell_output() -> Publish:
     return publish
 
 
-# -- line chart -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Series:
     """A named line, on the left or the `right` axis."""
@@ -243,7 +237,9 @@ def line_chart(series: Sequence[Series], max_points: int = 300) -> str:
         return ""
     steps = [step for _, points, _ in lines for step, _ in points]
     x_axis = _Axis(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
-    parts = [_x_labels(x_axis)]
+    bottom = _HEIGHT - _BOTTOM
+    labels = [(x_axis.pixel(step), f"{int(step):,}") for step in ticks(x_axis.low, x_axis.high, 7) if step == int(step)]
+    parts = [_horizontal_line(bottom, 0.5), *(_text(x, bottom + 16, label, "middle") for x, label in labels)]
     for right in (False, True):
         group = [line for line in lines if line[0].right == right]
         values = [value for _, points, _ in group for _, value in points]
@@ -268,15 +264,6 @@ class _Axis:
 
     def pixel(self, value: float) -> float:
         return self._begin + (value - self.low) / (self.high - self.low) * (self._end - self._begin)
-
-
-def _x_labels(axis: _Axis) -> str:
-    bottom = _HEIGHT - _BOTTOM
-    marks = [_horizontal_line(bottom, 0.5)]
-    for step in ticks(axis.low, axis.high, 7):
-        if step == int(step):
-            marks.append(_text(axis.pixel(step), bottom + 16, f"{int(step):,}", "middle"))
-    return "".join(marks)
 
 
 def _y_labels(axis: _Axis, right: bool, grid: bool) -> str:

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.callbacks.base import TrainerLike
+from trainformer.callbacks.base import EveryNthEvaluation, TrainerLike
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.eval.retrieval import knn_accuracy
 from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 
 @dataclass
-class OnlineKNN:
+class OnlineKNN(EveryNthEvaluation):
     """At each evaluation, classify the validation data by its nearest neighbours in the training data.
 
     The protocol of DINO: `k` neighbours by cosine similarity, votes weighted by exp(similarity / `temperature`). Up to
@@ -39,7 +39,6 @@ class OnlineKNN:
                 raise BadArgument(expected(f"OnlineKNN's {name} to be at least 1", getattr(self, name)))
         if not self.temperature > 0:
             raise BadArgument(expected("OnlineKNN's temperature to be positive", self.temperature))
-        self._evaluations = 0
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -47,8 +46,7 @@ class OnlineKNN:
         return (self.name,)
 
     def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
-        self._evaluations += 1
-        if self._evaluations % self.every:
+        if not self.is_due():
             return {}
         if not trainer.same_classes:
             raise DataError(
@@ -70,12 +68,6 @@ class OnlineKNN:
             temperature=self.temperature,
         )
         return {self.name: accuracy}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self._evaluations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._evaluations = state["evaluations"]
 
 
 @dataclass
@@ -112,7 +104,9 @@ class OnlineLinear:
                 "OnlineLinear needs features and labels of each step: a task that exposes them as `step_features` "
                 "(SSL does, except for MAE) and labelled data."
             )
-        features, labels = _all_gather(latest.features.detach().float(), latest.labels.long())
+        features, labels = latest.features.detach().float(), latest.labels.long()
+        counts = gather_row_counts(features)
+        features, labels = gather_rows(features, counts), gather_rows(labels, counts)
         if len(features) < 2:  # too few for batch statistics
             return
         classifier, optimizer = self._get_classifier(trainer, features)
@@ -194,8 +188,3 @@ class OnlineLinear:
         assert self._optimizer is not None
         self.classifier.load_state_dict(state["classifier"])
         self._optimizer.load_state_dict(state["optimizer"])
-
-
-def _all_gather(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    counts = gather_row_counts(features)
-    return gather_rows(features, counts), gather_rows(labels, counts)

@@ -50,7 +50,10 @@ class ProgressBar:
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
         if self.console.is_jupyter and not self.console.quiet:
-            self._display = _display_for(trainer)
+            from trainformer.callbacks.notebook import NotebookDisplay
+
+            self._display = NotebookDisplay(getattr(trainer, "monitor_metric", None) or "val/loss")
+            self._display.begin(trainer.state.step, trainer.total_steps, getattr(trainer.state, "log_history", ()))
         if not self._can_draw():
             return
         self._open(transient=False)
@@ -109,7 +112,10 @@ class ProgressBar:
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         if self._display is not None:
-            self._display.end(trainer.state.step, _stop_reason(trainer))
+            control: Any = getattr(trainer, "control", None)  # missing in hf.ProgressCallback's view of a trainer
+            stopped = control is not None and control.should_stop
+            reason = f"by {control.stopped_by}: {control.stop_reason}" if stopped else None
+            self._display.end(trainer.state.step, reason)
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=trainer.state.step)
         self._close()
@@ -140,21 +146,6 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
         self._bar = self._training = self._evaluating = None
-
-
-def _display_for(trainer: TrainerLike) -> NotebookDisplay:
-    from trainformer.callbacks.notebook import NotebookDisplay
-
-    display = NotebookDisplay(getattr(trainer, "monitor_metric", None) or "val/loss")
-    display.begin(trainer.state.step, trainer.total_steps, getattr(trainer.state, "log_history", ()))
-    return display
-
-
-def _stop_reason(trainer: TrainerLike) -> str | None:
-    control = getattr(trainer, "control", None)  # missing in hf.ProgressCallback's view of a trainer
-    if control is None or not control.should_stop:
-        return None
-    return f"by {control.stopped_by}: {control.stop_reason}"
 
 
 def summary(metrics: Mapping[str, float]) -> str:

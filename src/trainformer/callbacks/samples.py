@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainformer.callbacks.base import TrainerLike
+from trainformer.callbacks.base import EveryNthEvaluation, TrainerLike
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 
@@ -20,7 +20,7 @@ _MAX_IMAGES = 16  # a record is one line of JSON: some 100 KB at most
 
 
 @dataclass
-class TextSamples:
+class TextSamples(EveryNthEvaluation):
     """After each evaluation, generate completions of some prompts and log them.
 
     Needs a task with `generate` (`CausalLM`, `Seq2Seq`, ...). `options` go to transformers' `generate` (`do_sample`,
@@ -42,21 +42,18 @@ class TextSamples:
         for name in ("max_new_tokens", "every"):
             if getattr(self, name) < 1:
                 raise BadArgument(expected(f"TextSamples's {name} to be at least 1", getattr(self, name)))
-        self._evaluations = 0
 
     def attach(self, trainer: TrainerLike) -> None:
         """Check that the task can generate."""
         generate = getattr(trainer.task, "generate", None)
         if not callable(generate) or "images" in inspect.signature(generate).parameters:
+            received = type(trainer.task).__name__
             raise BadArgument(
-                expected(
-                    "a task with generate(prompts) for TextSamples", type(trainer.task).__name__, "Remove the callback."
-                )
+                expected("a task with generate(prompts) for TextSamples", received, "Remove the callback.")
             )
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        self._evaluations += 1
-        if self._evaluations % self.every:
+        if not self.is_due():
             return
         prompts = list(self.prompts)
         with trainer.eval_mode():
@@ -67,15 +64,9 @@ class TextSamples:
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         trainer.record("text", key=self.name, samples=samples)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self._evaluations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._evaluations = state["evaluations"]
-
 
 @dataclass
-class ImageSamples:
+class ImageSamples(EveryNthEvaluation):
     """After each evaluation, record some validation images with their true and predicted class.
 
     Records `n` evenly spaced images, the same each time, as the model sees them (without normalisation) and at most
@@ -97,11 +88,9 @@ class ImageSamples:
         for name in ("size", "every"):
             if getattr(self, name) < 1:
                 raise BadArgument(expected(f"ImageSamples's {name} to be at least 1", getattr(self, name)))
-        self._evaluations = 0
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        self._evaluations += 1
-        if self._evaluations % self.every:
+        if not self.is_due():
             return
         rows = trainer.sample_predictions(self.n, _images_and_labels)
         if not trainer.is_main:
@@ -113,12 +102,6 @@ class ImageSamples:
             for place, image in enumerate(images)
         ]
         trainer.record("images", key=self.key, images=shown)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self._evaluations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._evaluations = state["evaluations"]
 
 
 def _images_and_labels(batch: Any) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ of the `CheckpointStore`, which makes it a checkpoint by writing the manifest an
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,10 +166,6 @@ class Checkpointer:
         if self.failures:
             self._give_up(f"The last save of the run failed with: {self._last_error}.")
 
-    def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation is among the best that retention keeps."""
-        return self.retention.is_worth_keeping(metrics, self.store.checkpoints())
-
     def _report_failure(self, error: OSError) -> None:
         self.failures += 1
         kept = self.store.checkpoints()
@@ -213,35 +209,25 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # Its thread is not a daemon: the interpreter waits at exit, so the last save of a program is not torn.
+        self._executor = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._job: Future[None] | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
         """Wait for the previous job, raise its error if it had one, then start this one."""
         self.wait()
-        # Not a daemon: the interpreter waits at exit, so the last save of a program that just ends is not torn.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer")
-        self._thread.start()
+        self._job = self._executor.submit(job)
 
     def wait(self) -> None:
         """Wait for the job in flight; raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            self._error = error
+        return self._job is not None and not self._job.done()
 
 
 def read_checkpoint(checkpoint: Checkpoint, files: StateFiles, rank: int = 0) -> dict[str, Any]:
@@ -260,12 +246,11 @@ def read_states(path: Path, files: StateFiles, rank: int = 0) -> dict[str, Any]:
     if not path.is_dir():
         return files.read_file(path, rank)
     if (path / MANIFEST).exists():
-        checkpoint: Checkpoint | None = Checkpoint(path, Manifest.read(path))
-        assert checkpoint is not None
+        checkpoint = Checkpoint(path, Manifest.read(path))
         checkpoint.verify()
+    elif (newest := CheckpointStore(checkpoints_folder(path)).newest()) is not None:
+        checkpoint = newest
     else:
-        checkpoint = CheckpointStore(checkpoints_folder(path)).newest()
-    if checkpoint is None:
         raise DataError(f"There is no complete checkpoint in {path}.")
     return read_checkpoint(checkpoint, files, rank)
 

@@ -18,11 +18,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Load a saved state."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,9 @@ class StatefulAdapter:
     check: Callable[[Any], None] | None = None
 
     def state_dict(self) -> Any:
-        """The state."""
         return self.get()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state."""
         self.put(state_dict)
 
     def check_state(self, state: Any) -> None:
@@ -90,27 +86,21 @@ class StateFiles(Protocol):
 
     def snapshot(self, component: StateComponent, state: Any) -> Any:
         """A copy that later steps do not change, for asynchronous saves."""
-        ...
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: ProcessGroup) -> list[str]:
         """Write a component, or this rank's shard of it; the names of its files inside the folder."""
-        ...
 
     def read(self, folder: Path, names: list[str], format: str) -> Any:
         """The state in these files."""
-        ...
 
     def read_file(self, path: Path, rank: int) -> dict[str, Any]:
         """States by component from a single file."""
-        ...
 
     def check_replicas(self, states: Mapping[StateComponent, Any], process_group: ProcessGroup) -> None:
         """Raise if replicated state differs between ranks."""
-        ...
 
     def versions(self) -> dict[str, str]:
         """Package versions to record with a checkpoint."""
-        ...
 
 
 def callback_states(callbacks: Mapping[str, Any]) -> Iterator[tuple[str, StatefulAdapter]]:
@@ -118,7 +108,5 @@ def callback_states(callbacks: Mapping[str, Any]) -> Iterator[tuple[str, Statefu
     for name, callback in callbacks.items():
         if callable(getattr(callback, "state_dict", None)):
             check = getattr(callback, "check_state", None)
-            yield (
-                "callback." + name.replace("#", "-"),
-                StatefulAdapter(callback.state_dict, callback.load_state_dict, check),
-            )
+            adapter = StatefulAdapter(callback.state_dict, callback.load_state_dict, check)
+            yield "callback." + name.replace("#", "-"), adapter

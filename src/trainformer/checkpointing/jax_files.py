@@ -117,9 +117,6 @@ def _shapes(state: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
 
-# -- arrays in files -------------------------------------------------------------------------------------------------
-
-
 class Snapshot(NamedTuple):
     """Arrays of a state by name, which no later step changes, and their dtypes and shapes."""
 
@@ -137,7 +134,12 @@ def snapshot(state: Any) -> Snapshot:
     for array in arrays.values():
         if isinstance(array, jax.Array) and array.is_fully_addressable:
             array.copy_to_host_async()
-    return Snapshot({name: _copy(array) for name, array in arrays.items()}, _kinds(leaves))
+    # np.asarray would share the memory of a CPU device.
+    copies = {
+        name: jnp.copy(array) if isinstance(array, jax.Array) and not array.is_fully_addressable else np.array(array)
+        for name, array in arrays.items()
+    }
+    return Snapshot(copies, _kinds(leaves))
 
 
 def write_state(folder: Path, state: Any) -> list[str]:
@@ -169,13 +171,24 @@ def read_state(folder: Path, like: TrainState) -> TrainState:
 
     `like` may be on another mesh than the one the state was written on. Any mismatch (name, shape, dtype) is an error.
     """
-    state: TrainState = _read(Path(folder).absolute(), like, prefix="")
+    folder, wanted = Path(folder).absolute(), _named(like)
+    _compare(folder, _index(folder), _kinds(wanted))
+    templates = {name: _template(leaf) for name, leaf in wanted.items()}
+    full = {name: template for name, template in templates.items() if template.size}
+    arguments = ocp.args.PyTreeRestore(
+        item=full, restore_args=ocp.checkpoint_utils.construct_restore_args(full), partial_restore=True
+    )
+    try:
+        with root_logger_untouched(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            arrays = checkpointer.restore(folder, args=arguments)
+    except (ValueError, KeyError, OSError) as error:
+        raise DataError(f"The arrays in {folder} cannot be read: {error}") from error
+    leaves = []
+    for name, leaf in wanted.items():
+        array = arrays[name] if name in arrays else jnp.zeros(templates[name].shape, templates[name].dtype)
+        leaves.append(jax.random.wrap_key_data(array, impl=_implementation(leaf)) if _is_key(leaf) else array)
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return state
-
-
-def read_params(folder: Path, like: Any) -> Any:
-    """The parameters alone, to initialise another run. `like` is a pytree like `TrainState.params`."""
-    return _read(Path(folder).absolute(), like, prefix="params/")
 
 
 def read_arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -198,35 +211,6 @@ def check_fits(folder: Path, like: Any) -> None:
     """Raise if the content of a folder does not match `like` exactly. No array is read."""
     folder = Path(folder).absolute()
     _compare(folder, _index(folder), _kinds(_named(like)))
-
-
-def like_of(shapes: Any, shardings: Any) -> Any:
-    """The second argument of `read_state`, from `jax.eval_shape` and shardings: allocates nothing."""
-    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------
-
-
-def _read(folder: Path, like: Any, prefix: str) -> Any:
-    wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
-    saved = {name: kind for name, kind in _index(folder).items() if name.startswith(prefix)}
-    _compare(folder, saved, _kinds(wanted))
-    templates = {name: _template(leaf) for name, leaf in wanted.items()}
-    full = {name: template for name, template in templates.items() if template.size}
-    arguments = ocp.args.PyTreeRestore(
-        item=full, restore_args=ocp.checkpoint_utils.construct_restore_args(full), partial_restore=True
-    )
-    try:
-        with root_logger_untouched(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            arrays = checkpointer.restore(folder, args=arguments)
-    except (ValueError, KeyError, OSError) as error:
-        raise DataError(f"The arrays in {folder} cannot be read: {error}") from error
-    leaves = [
-        _like(leaf, arrays[name] if name in arrays else jnp.zeros(templates[name].shape, templates[name].dtype))
-        for name, leaf in wanted.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -269,13 +253,6 @@ def _template(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-def _like(leaf: Any, array: Any) -> Any:
-    return jax.random.wrap_key_data(array, impl=_implementation(leaf)) if _is_key(leaf) else array
-
-
-# -- leaves ------------------------------------------------------------------------------------------------------
-
-
 def _named(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -308,9 +285,3 @@ def _implementation(leaf: Any) -> str:
 def _plain(leaf: Any) -> Any:
     """The array that is stored for a leaf."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _copy(array: Any) -> Any:
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return jnp.copy(array)
-    return np.array(array)  # np.asarray would share the memory of a CPU device

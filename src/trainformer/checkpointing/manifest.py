@@ -13,7 +13,6 @@ from trainformer.core.errors import DataError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-_CHUNK = 1 << 22
 
 
 class InvalidCheckpoint(DataError):
@@ -93,11 +92,8 @@ class Manifest:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file. Hashing releases the GIL, so a background save does not slow the loop."""
-    state = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:

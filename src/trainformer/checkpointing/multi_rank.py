@@ -32,9 +32,6 @@ _RANK_FILE = re.compile(r"\.rank(\d+)\.[^.]+$")
 Fill = Callable[[Path], dict[str, list[str]]]
 
 
-# -- which rank writes and reads what ------------------------------------------------------------------------------
-
-
 def is_written_here(component: StateComponent, process_group: Any) -> bool:
     """Whether this rank writes a component, or its shard of it."""
     pattern = component.sharing_pattern
@@ -69,9 +66,6 @@ def files_for_rank(names: Sequence[str], rank: int) -> list[str]:
 def is_from_another_rank(name: str) -> bool:
     """Whether a file that appears while rank 0 writes belongs to another rank: a shard, or its file list."""
     return re.search(r"^\.part-|\.shard-|\.rank\d+\.", name) is not None
-
-
-# -- writing together ----------------------------------------------------------------------------------------------
 
 
 class MultiRankWriter:
@@ -111,8 +105,12 @@ class MultiRankWriter:
         _write_json(draft / _FILE_LIST.format(self._process_group.rank), content)
         if self._process_group.is_main:
             self._complete(draft, manifest)
-        else:
-            self._wait_for_main(draft, manifest.step)
+            return
+        self._wait(lambda: not draft.exists(), [])  # until rank 0 has renamed the folder, or has given up
+        if not (self._store.path_of(manifest.step) / MANIFEST).exists():
+            marker = _failure_marker(draft)
+            known = json.loads(marker.read_text())["error"] if marker.exists() else "rank 0 could not complete it"
+            raise OSError(known)
 
     def _complete(self, draft: Path, manifest: Manifest) -> None:
         lists = [draft / _FILE_LIST.format(rank) for rank in range(self._process_group.world_size)]
@@ -139,14 +137,6 @@ class MultiRankWriter:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-
-    def _wait_for_main(self, draft: Path, step: int) -> None:
-        """Wait until rank 0 has renamed the folder, or has given up."""
-        self._wait(lambda: not draft.exists(), [])
-        if (self._store.path_of(step) / MANIFEST).exists():
-            return
-        marker = _failure_marker(draft)
-        raise OSError(json.loads(marker.read_text())["error"] if marker.exists() else "rank 0 could not complete it")
 
     def _wait(self, is_done: Callable[[], bool], lists: list[Path]) -> None:
         deadline = time.monotonic() + self._timeout

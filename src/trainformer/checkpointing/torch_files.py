@@ -20,7 +20,6 @@ from trainformer.backends.torch.state import cloned
 from trainformer.checkpointing.components import StateComponent
 from trainformer.checkpointing.multi_rank import stem_of
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, expected
-from trainformer.distributed import TorchProcessGroup
 from trainformer.distributed.sharded_state import ShardedState, write_sharded
 from trainformer.utils.files import write_atomically
 from trainformer.utils.tensor_files import read_tensors, read_weights, write_tensors, write_weights
@@ -30,39 +29,6 @@ _FILE_FORMAT = 2
 
 class ReplicasDiffer(TrainformerError):
     """Replicated state differs between ranks; a checkpoint of it would be right for one of them only."""
-
-
-class TorchFiles:
-    """`StateFiles` for torch. With `on_device`, snapshots are copied to the host."""
-
-    def __init__(self, on_device: bool = False) -> None:
-        self.on_device = on_device
-
-    def snapshot(self, component: StateComponent, state: Any) -> Any:
-        return cloned(state, to_host=self.on_device)
-
-    def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:
-        if component.format != "sharded":
-            return write_component(folder, stem_of(component, process_group), component.format, state)
-        try:
-            return write_sharded(folder, component.key, state, process_group)
-        except (SafetensorError, RuntimeError) as error:
-            raise OSError(f"writing {folder / component.key} failed: {error}") from error
-
-    def read(self, folder: Path, names: list[str], format: str) -> Any:
-        return read_component(folder, names, format)
-
-    def read_file(self, path: Path, rank: int) -> dict[str, Any]:
-        return read_single_file(path, rank)
-
-    def check_replicas(self, states: Mapping[StateComponent, Any], process_group: Any) -> None:
-        check_replicas(states, process_group)
-
-    def versions(self) -> dict[str, str]:
-        return {"torch": str(torch.__version__)}
-
-
-# -- one component ---------------------------------------------------------------------------------------------------
 
 
 def write_component(folder: Path, stem: str, format: str, state: Any) -> list[str]:
@@ -94,9 +60,6 @@ def read_component(folder: Path, names: list[str], format: str) -> Any:
         raise DataError(f"{folder / names[0]} cannot be read as JSON: it is damaged. ({error})") from error
 
 
-# -- the whole state in a single file, as `Trainer.save` writes it ---------------------------------------------------
-
-
 def write_single_file(path: Path, state: dict[str, Any], per_rank: list[dict[str, Any]] | None = None) -> None:
     """Write a state to one file, atomically. `per_rank`: the components that each rank has for itself."""
     buffer = io.BytesIO()
@@ -122,30 +85,6 @@ def read_single_file(path: Path, rank: int = 0) -> dict[str, Any]:
     own = per_rank[rank] if per_rank is not None and rank < len(per_rank) else {}
     rank_specific = {"rng"} if per_rank is None else per_rank[0].keys()
     return {key: value for key, value in components.items() if key not in rank_specific} | own
-
-
-# -- replicated state ------------------------------------------------------------------------------------------------
-
-
-def check_replicas(states: Mapping[StateComponent, Any], process_group: TorchProcessGroup) -> None:
-    """Compare replicated components over ranks before rank 0 saves its copy for all of them."""
-    if process_group.is_single_process:
-        return
-    replicated = {c.key: state for c, state in states.items() if c.validate_replication}
-    prints = process_group.all_gather_object({key: fingerprints(state) for key, state in replicated.items()})
-    for key in replicated:
-        differing = [
-            (rank, next((name for name, mark in prints[0][key].items() if other[key].get(name) != mark), "?"))
-            for rank, other in enumerate(prints)
-            if other[key] != prints[0][key]
-        ]
-        if differing:
-            where = ", ".join(f"rank {rank} ({name})" for rank, name in differing)
-            raise ReplicasDiffer(
-                f"Expected the {key} to be the same on all ranks, received another one on {where} than on rank 0. "
-                "Nothing was saved. Does a callback or the task change something on one rank only, or draw random "
-                "numbers that should be the same everywhere?"
-            )
 
 
 def fingerprints(state: Any) -> dict[str, str]:
@@ -178,3 +117,47 @@ def _collect(tree: Any, name: str, tensors: dict[str, Tensor], plain: list[str])
             _collect(value, f"{name}.{number}", tensors, plain)
     else:
         plain.append(f"{name}={tree!r}")
+
+
+class TorchFiles:
+    """`StateFiles` for torch. With `on_device`, snapshots are copied to the host."""
+
+    def __init__(self, on_device: bool = False) -> None:
+        self.on_device = on_device
+
+    def snapshot(self, component: StateComponent, state: Any) -> Any:
+        return cloned(state, to_host=self.on_device)
+
+    def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:
+        if component.format != "sharded":
+            return write_component(folder, stem_of(component, process_group), component.format, state)
+        try:
+            return write_sharded(folder, component.key, state, process_group)
+        except (SafetensorError, RuntimeError) as error:
+            raise OSError(f"writing {folder / component.key} failed: {error}") from error
+
+    read = staticmethod(read_component)
+    read_file = staticmethod(read_single_file)
+
+    def check_replicas(self, states: Mapping[StateComponent, Any], process_group: Any) -> None:
+        """Compare replicated components over ranks before rank 0 saves its copy for all of them."""
+        if process_group.is_single_process:
+            return
+        replicated = {c.key: state for c, state in states.items() if c.validate_replication}
+        prints = process_group.all_gather_object({key: fingerprints(state) for key, state in replicated.items()})
+        for key in replicated:
+            differing = [
+                (rank, next((name for name, mark in prints[0][key].items() if other[key].get(name) != mark), "?"))
+                for rank, other in enumerate(prints)
+                if other[key] != prints[0][key]
+            ]
+            if differing:
+                where = ", ".join(f"rank {rank} ({name})" for rank, name in differing)
+                raise ReplicasDiffer(
+                    f"Expected the {key} to be the same on all ranks, received another one on {where} than on rank 0. "
+                    "Nothing was saved. Does a callback or the task change something on one rank only, or draw random "
+                    "numbers that should be the same everywhere?"
+                )
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": str(torch.__version__)}

@@ -6,14 +6,14 @@ itself reads its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
-from trainformer.core.secrets import find_mask, mask
+from trainformer.core.secrets import find_mask, is_secret_name, mask
 
 
 class UnknownKey(TrainformerError, KeyError):
@@ -93,9 +93,8 @@ class PipelineConfig:
     def set_derived(self, key: str, value: Any, depends_on: Sequence[str], filterable: bool = False) -> None:
         """Record a value computed from others. Those may still be unset, but must not depend on this one in turn."""
         if isinstance(depends_on, str):
-            raise BadArgument(
-                expected("depends_on to be a tuple of keys", depends_on, f"Pass depends_on=({depends_on!r},).")
-            )
+            do = f"Pass depends_on=({depends_on!r},)."
+            raise BadArgument(expected("depends_on to be a tuple of keys", depends_on, do))
         cycle = self._path_to(key, depends_on)
         if cycle:
             raise BadArgument(
@@ -114,6 +113,8 @@ class PipelineConfig:
         if (found := find_mask(value, key)) is not None:
             do = "Pass the secret itself: files of a run do not contain it."
             raise BadArgument(expected(f"a value for {found}", "what stands in place of a secret", do))
+        if is_secret_name(key):
+            mask(value, key)  # from now on, errors and log messages do not contain it
         saved = source is not ConfigSource.ENV
         self._values[key] = ConfigValue(value, source, tuple(depends_on), filterable=filterable, checkpoint=saved)
 
@@ -148,19 +149,19 @@ class PipelineConfig:
 
     def to_wandb_config(self) -> dict[str, Any]:
         """All values, flat: what loggers show as the configuration of the run."""
-        return {key: _plain(key, entry) for key, entry in self._values.items()}
+        return self._plain()
 
     def get_filter_dimensions(self) -> dict[str, Any]:
         """The values that are useful to group and filter runs by."""
-        return {key: _plain(key, entry) for key, entry in self._values.items() if entry.filterable}
+        return self._plain(lambda entry: entry.filterable)
 
     def to_checkpoint(self) -> dict[str, Any]:
         """The values that belong to the run, not to the machine."""
-        return {key: _plain(key, entry) for key, entry in self._values.items() if entry.checkpoint}
+        return self._plain(lambda entry: entry.checkpoint)
 
     def user_overrides(self) -> dict[str, Any]:
         """The values that the user set: enough, with the secrets, to start the same run again."""
-        return {key: _plain(key, entry) for key, entry in self._values.items() if entry.source is ConfigSource.USER}
+        return self._plain(lambda entry: entry.source is ConfigSource.USER)
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """All values with their provenance, for `config.json`.
@@ -170,17 +171,35 @@ class PipelineConfig:
         >>> config.to_json()
         {'lr': {'value': 0.1, 'source': 'user', 'depends_on': []}}
         """
-        return {key: _entry_to_json(key, entry) for key, entry in self._values.items()}
+        # Short: `checkpoint` follows from the source, and most values are not filterable.
+        return {
+            key: {
+                "value": value,
+                "source": entry.source.name.lower(),
+                "depends_on": list(entry.depends_on),
+                **({"filterable": True} if entry.filterable else {}),
+            }
+            for (key, entry), value in zip(self._values.items(), self._plain().values(), strict=True)
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> PipelineConfig:
         """Read back what `to_json` returned. Values stay JSON types."""
         config = cls()
+        known = {source.name.lower(): source for source in ConfigSource}
         for key, record in data.items():
-            config._values[key] = _entry_from_json(key, record)
+            if not isinstance(record, Mapping) or "value" not in record or record.get("source") not in known:
+                what = f"{key!r} to be a record with a 'value' and a 'source' among {', '.join(known)}"
+                raise BadArgument(expected(what, record, "Pass what PipelineConfig.to_json() returned."))
+            source, filterable = known[record["source"]], bool(record.get("filterable", False))
+            config._put(key, record["value"], source, filterable, record.get("depends_on", ()))
         return config
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _plain(self, chosen: Callable[[ConfigValue], bool] = lambda entry: True) -> dict[str, Any]:
+        """Values as JSON types, without secrets."""
+        return mask({key: jsonable(entry.value) for key, entry in self._values.items() if chosen(entry)})
 
     def _entry(self, key: str) -> ConfigValue:
         if key not in self._values:
@@ -237,37 +256,3 @@ def _same(value: Any, other: Any) -> bool:
 def _short(key: str, value: Any, width: int = 80) -> str:
     text = repr(mask(jsonable(value), key))
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _plain(key: str, entry: ConfigValue) -> Any:
-    return mask(jsonable(entry.value), key)
-
-
-def _entry_to_json(key: str, entry: ConfigValue) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "value": _plain(key, entry),
-        "source": entry.source.name.lower(),
-        "depends_on": list(entry.depends_on),
-    }
-    # Short: `checkpoint` follows from the source, and most values are not filterable.
-    return record | {"filterable": True} if entry.filterable else record
-
-
-def _entry_from_json(key: str, record: Mapping[str, Any]) -> ConfigValue:
-    known = {source.name.lower(): source for source in ConfigSource}
-    if not isinstance(record, Mapping) or "value" not in record or record.get("source") not in known:
-        raise BadArgument(
-            expected(
-                f"{key!r} to be a record with a 'value' and a 'source' among {', '.join(known)}",
-                record,
-                "Pass what PipelineConfig.to_json() returned.",
-            )
-        )
-    source = known[record["source"]]
-    return ConfigValue(
-        value=record["value"],
-        source=source,
-        depends_on=tuple(record.get("depends_on", ())),
-        filterable=bool(record.get("filterable", False)),
-        checkpoint=source is not ConfigSource.ENV,
-    )

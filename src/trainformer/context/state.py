@@ -202,16 +202,13 @@ class PipelineContext:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of lifecycle `RUN`, copied, on the CPU, in types that load without executing code."""
-        state, buffers = self._state.run_entries(), self._buffers.run_entries()
-        return {
-            "config": self.config.to_checkpoint(),
-            "state": {key: _snapshot(key, entry.value) for key, entry in state.items()},
-            "buffers": {key: _snapshot(key, entry.value) for key, entry in buffers.items()},
-            "owners": {
-                "state": {key: entry.owner for key, entry in state.items()},
-                "buffers": {key: entry.owner for key, entry in buffers.items()},
-            },
+        stores = {"state": self._state, "buffers": self._buffers}
+        found = {name: store.run_entries() for name, store in stores.items()}
+        values = {
+            name: {k: _snapshot(k, entry.value) for k, entry in entries.items()} for name, entries in found.items()
         }
+        owners = {name: {key: entry.owner for key, entry in entries.items()} for name, entries in found.items()}
+        return {"config": self.config.to_checkpoint(), **values, "owners": owners}
 
     def load_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore everything of lifecycle `RUN`. The config stays as this run set it."""
@@ -263,13 +260,11 @@ class ScopedContext:
     def __init__(self, parent: PipelineContext, namespace: str) -> None:
         self._parent = parent
         self._namespace = namespace
+        self.config = parent.config
+        self.subscribe, self.unsubscribe, self.publish = parent.subscribe, parent.unsubscribe, parent.publish
 
     def _key(self, key: str) -> str:
         return f"{self._namespace}/{key}"
-
-    @property
-    def config(self) -> PipelineConfig:
-        return self._parent.config
 
     def set(self, key: str, value: Any, lifecycle: Lifecycle = Lifecycle.RUN) -> None:
         self._parent.set(self._key(key), value, lifecycle, self._namespace)
@@ -292,12 +287,3 @@ class ScopedContext:
 
     def accumulate(self, key: str, tensor: Tensor, dim: int = 0, max_size: int | None = None) -> None:
         self._parent.accumulate(self._key(key), tensor, dim, max_size, self._namespace)
-
-    def subscribe(self, event: str, callback: Subscriber) -> None:
-        self._parent.subscribe(event, callback)
-
-    def unsubscribe(self, event: str, callback: Subscriber) -> bool:
-        return self._parent.unsubscribe(event, callback)
-
-    def publish(self, event: str, data: dict[str, Any] | None = None) -> None:
-        self._parent.publish(event, data)

@@ -29,11 +29,6 @@ def _registered(kind: PluginKind) -> dict[str, EntryPoint]:
     return found
 
 
-def clear_cache() -> None:
-    """Read the metadata again at the next lookup, for packages that are installed while the program runs."""
-    _registered.cache_clear()
-
-
 def plugin_names(kind: PluginKind) -> list[str]:
     """Names registered by installed packages.
 

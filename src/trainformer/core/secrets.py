@@ -372,12 +372,12 @@ def _masked(value: Any, path: str, seen: re.Pattern[str] | None, level: int) -> 
     if level >= _MOST_LEVELS:
         return MASK
     if isinstance(value, Mapping):
-        return {
-            _masked_text(key, seen, names=False) if isinstance(key, str) else key: _masked(
-                item, _join(path, key), seen, level + 1
-            )
-            for key, item in value.items()
-        }
+        result: dict[Any, Any] = {}
+        for key, item in value.items():
+            shown = _masked_text(key, seen, names=False) if isinstance(key, str) else key
+            shown = f"{shown}#{len(result)}" if shown in result else shown  # two keys may look the same then
+            result[shown] = _masked(item, _join(path, key), seen, level + 1)
+        return result
     items = [_masked(item, path, seen, level + 1) for item in value]
     items = [_as_argument(item, before) for before, item in zip([None, *items], items, strict=False)]
     return items if isinstance(value, list) else tuple(items)

@@ -80,11 +80,9 @@ class DataSource(Protocol):
     @property
     def batches_per_epoch(self) -> int | None:
         """Number of batches, or None if it is unknown."""
-        ...
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """The rest of an epoch after `batch` batches with `position` samples."""
-        ...
 
 
 class DeviceBatch(NamedTuple):

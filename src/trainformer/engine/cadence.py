@@ -53,13 +53,8 @@ class Cadence:
                     return cls(float(number) * seconds, unit)
                 if float(number).is_integer():
                     return cls(int(float(number)), unit)
-        raise BadArgument(
-            expected(
-                f"{name} to be a positive number of {default_unit}, or a string like '500steps', '2epochs', '10min'",
-                value,
-                "Use None to switch it off.",
-            )
-        )
+        what = f"{name} to be a positive number of {default_unit}, or a string like '500steps', '2epochs', '10min'"
+        raise BadArgument(expected(what, value, "Use None to switch it off."))
 
     def due_at_step(self, step: int) -> bool:
         """Whether it is time after `step` optimizer steps."""
@@ -68,10 +63,6 @@ class Cadence:
     def due_at_epoch(self, epochs: int) -> bool:
         """Whether it is time after `epochs` whole epochs."""
         return self.unit == "epochs" and epochs % self.every == 0
-
-    def due_after(self, seconds: float) -> bool:
-        """Whether it is time when the last time was `seconds` ago."""
-        return self.unit == "seconds" and seconds >= self.every
 
     def __str__(self) -> str:
         return f"{self.every:g}{self.unit}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
@@ -52,7 +52,5 @@ class Control:
 
     def reset(self) -> None:
         """Clear every request. Called when `fit()` starts, so that a second call does not stop at once."""
-        self.should_stop = self.should_log = self.should_evaluate = self.should_save = False
-        self.should_end_epoch = self.aborted = False
-        self.stopped_by = self.stop_reason = self.signal = self.pending_signal = None
-        self.pending_save = False
+        for field in fields(self):
+            setattr(self, field.name, field.default)

@@ -40,13 +40,7 @@ def evaluate(
         if on_batch is not None:
             on_batch(batch.size)
     if keep_rows and not process_group.is_single_process:
-        pieces = _interleave(process_group.all_gather_dp(dict(pieces)))
+        ranks = process_group.all_gather_dp(dict(pieces))
+        for name in ranks[0]:  # in input order: for each batch the rows of rank 0, rank 1, and so on
+            pieces[name] = [piece for batch in zip(*(one[name] for one in ranks), strict=True) for piece in batch]
     return metrics.drain(), {name: backend.join_rows(parts) for name, parts in pieces.items()}
-
-
-def _interleave(ranks: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Rows of all ranks in input order: for each batch those of rank 0, rank 1, and so on."""
-    return {
-        name: [piece for batch in zip(*(one[name] for one in ranks), strict=True) for piece in batch]
-        for name in ranks[0]
-    }

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import DataSource, DeviceBatch, Entry, StepResult
+from trainformer.core.types import DataSource, DeviceBatch, Entry
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
@@ -124,7 +124,11 @@ class Loop:
                 return
         if state.batch == 0:
             raise DataError(f"Epoch {state.epoch} has no batches: expected at least one sample, received none.")
-        self._end_epoch()
+        state.epoch += 1
+        state.batch = state.position = 0
+        self._at_boundary(state.epoch)
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._at_boundary()  # requested by a callback in on_epoch_end
 
     def _run_step(self, window: Iterable[DeviceBatch]) -> None:
         bus, state, backend = self.bus, self.state, self.backend
@@ -165,13 +169,16 @@ class Loop:
         self._metrics.extend(result.entries)
         self._request_due()
         if bus.listeners(Event.STEP_END):
-            bus.emit(Event.STEP_END, step, self._lazy_loss(result))
+            entries = result.loss or [e for e in result.entries if e.name == "loss"]
+            loss = LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
+            bus.emit(Event.STEP_END, step, loss)
 
     def _at_boundary(self, epoch: int | None = None) -> None:
         """Log, evaluate and save what was requested. `epoch` is the number of epochs done, at the end of one."""
         plan, control = self.plan, self.control
-        if control.signal is not None:
-            self._handle_signal(control.signal)
+        if control.signal is not None:  # save and stop; the signal handler itself only sets a flag
+            control.should_save = True
+            control.stop(f"received {signal.Signals(control.signal).name}", by="a signal")
         if control.aborted:
             return
         if epoch is not None:
@@ -204,12 +211,6 @@ class Loop:
         state.bad_samples += bad
         state.samples -= bad  # samples are counted over all ranks, bad samples per rank
         self._local_tokens = self._local_bad = 0
-
-    def _end_epoch(self) -> None:
-        self.state.end_epoch()
-        self._at_boundary(self.state.epoch)
-        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
-            self._at_boundary()  # requested by a callback in on_epoch_end
 
     def _finish_run(self) -> None:
         """Final log, evaluation and checkpoint, unless the last step has done them already."""
@@ -247,10 +248,6 @@ class Loop:
             if accumulation > 1 and self.backend.wants_lookahead:
                 window = _with_lookahead(window)
             yield list(window) if self.backend.may_repeat else window
-
-    def _lazy_loss(self, result: StepResult) -> LazyScalar:
-        entries = result.loss or [e for e in result.entries if e.name == "loss"]
-        return LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
 
     # -- log, evaluate, save ------------------------------------------------------------------------
 
@@ -306,11 +303,6 @@ class Loop:
         self.bus.emit(Event.EVAL_END, metrics)
         return self.services.is_worth_keeping(metrics)
 
-    def _handle_signal(self, number: int) -> None:
-        """Save and stop at this step boundary; the signal handler itself only sets a flag."""
-        self.control.should_save = True
-        self.control.stop(f"received {signal.Signals(number).name}", by="a signal")
-
     def pending_values(self) -> list[list[Any]]:
         """Values of the steps since the last log record, to be saved with the state."""
         return self._metrics.values()
@@ -365,7 +357,7 @@ class Loop:
         if epoch is not None:
             return False  # cadences in steps and seconds were checked after the step
         if cadence.unit == "seconds":
-            due = cadence.due_after(self._now - last)
+            due = self._now - last >= cadence.every
             if due and not self.process_group.is_single_process:
                 self.requests.note_overdue(flag)
                 return False  # set on all ranks at the next request sync

@@ -10,28 +10,16 @@ import math
 import numbers
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from trainformer.core.types import Entry
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
+from trainformer.engine.protocols import Backend
 
 # This many scalars are kept per metric before they are summed on the device. At 512 bytes each (CUDA's
 # smallest block) this bounds the memory of a run that never logs to half a megabyte per metric.
 _FOLD_AT = 1024
-
-
-class Reader(Protocol):
-    """The part of a backend that metrics need."""
-
-    def read(self, scalars: Sequence[Any]) -> list[float]:
-        """Values of scalars in one transfer."""
-        ...
-
-    def fold(self, scalars: Sequence[Any]) -> Any:
-        """Their sum, still on the device."""
-        ...
 
 
 Sums = dict[str, tuple[float, float]]
@@ -49,7 +37,7 @@ class RunningMetrics:
     {'loss': 2.5}
     """
 
-    def __init__(self, reader: Reader, process_group: ProcessGroup | None = None) -> None:
+    def __init__(self, reader: Backend, process_group: ProcessGroup | None = None) -> None:
         self._reader = reader
         self._process_group = process_group or SingleProcess()
         self._entries: dict[str, list[Entry]] = defaultdict(list)
@@ -60,7 +48,9 @@ class RunningMetrics:
             kept = self._entries[entry.name]
             kept.append(entry)
             if len(kept) >= _FOLD_AT:
-                self._entries[entry.name] = [self._folded(entry.name, kept)]
+                total = self._reader.fold([e.value * e.weight if e.is_mean else e.value for e in kept])
+                weight = self._reader.fold([e.weight for e in kept])
+                self._entries[entry.name] = [Entry(entry.name, total, weight, is_mean=False)]
 
     def drain(self) -> dict[str, float]:
         """The means, in one transfer; then reset. Metrics with zero total weight are left out."""
@@ -85,13 +75,8 @@ class RunningMetrics:
         numbers = iter(self._reader.read([x for e in entries for x in (e.value, e.weight)]))
         return [[e.name, next(numbers), next(numbers), e.is_mean] for e in entries]
 
-    def _folded(self, name: str, entries: list[Entry]) -> Entry:
-        total = self._reader.fold([e.value * e.weight if e.is_mean else e.value for e in entries])
-        weight = self._reader.fold([e.weight for e in entries])
-        return Entry(name, total, weight, is_mean=False)
 
-
-def weighted_sums(entries: Mapping[str, list[Entry]], reader: Reader) -> Sums:
+def weighted_sums(entries: Mapping[str, list[Entry]], reader: Backend) -> Sums:
     """Sum of sums and sum of weights, per metric that has any weight."""
     scalars = [x for kept in entries.values() for e in kept for x in (e.value, e.weight)]
     values = iter(reader.read(scalars))
@@ -111,7 +96,7 @@ def weighted_sums(entries: Mapping[str, list[Entry]], reader: Reader) -> Sums:
     return found
 
 
-def weighted_means(entries: Mapping[str, list[Entry]], reader: Reader) -> dict[str, float]:
+def weighted_means(entries: Mapping[str, list[Entry]], reader: Backend) -> dict[str, float]:
     """Sum of sums over sum of weights, per metric."""
     return {name: total / weight for name, (total, weight) in weighted_sums(entries, reader).items()}
 
@@ -173,14 +158,10 @@ def _delegate(name: str, function: Callable[..., Any]) -> None:
     setattr(LazyScalar, name, method)
 
 
-def _swapped(function: Callable[..., Any], a: Any, b: Any) -> Any:
-    return function(b, a)
-
-
 for _name in ("lt", "le", "eq", "ne", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     _delegate(f"__{_name}__", getattr(operator, _name))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    _delegate(f"__r{_name}__", partial(_swapped, getattr(operator, _name)))
+    _delegate(f"__r{_name}__", lambda a, b, name=_name: getattr(operator, name)(b, a))
 for _name in ("neg", "pos", "abs"):
     _delegate(f"__{_name}__", getattr(operator, _name))
 _delegate("__round__", round)

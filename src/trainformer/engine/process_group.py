@@ -15,55 +15,43 @@ class ProcessGroup(Protocol):
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        ...
 
     @property
     def is_single_process(self) -> bool:
         """Whether the world size is 1."""
-        ...
 
     @property
     def rank(self) -> int:
         """Rank of this process."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        ...
 
     @property
     def monitor(self) -> Any:
         """The failure detector, whose `lost_ranks()` names ranks that are gone; None without one."""
-        ...
 
     def broadcast(self, value: Any) -> Any:
         """Broadcast the value of rank 0."""
-        ...
 
     def run_on_main(self, function: Callable[[], Any]) -> Any:
         """Call a function on rank 0 and broadcast its result. If it fails there, all ranks fail."""
-        ...
 
     def monitoring(self, timeout: float) -> AbstractContextManager[None]:
         """Run the failure detector: a rank that dies is named, and the others do not wait for it forever."""
-        ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """All-gather: the values of all ranks, in rank order."""
-        ...
 
     def all_gather_dp(self, value: Any) -> list[Any]:
         """All-gather over data-parallel ranks only: one value per part of a batch, in order."""
-        ...
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         """All-reduce (sum) over data-parallel ranks."""
-        ...
 
     def any_rank(self, flags: list[bool]) -> list[bool]:
         """All-reduce (logical or): which flags at least one rank has set."""
-        ...
 
 
 class SingleProcess:
@@ -76,31 +64,24 @@ class SingleProcess:
     monitor = None
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Its own value."""
         return [value]
 
     def all_gather_dp(self, value: Any) -> list[Any]:
-        """Its own value."""
         return [value]
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        """The values."""
         return values
 
     def any_rank(self, flags: list[bool]) -> list[bool]:
-        """The flags."""
         return flags
 
     def broadcast(self, value: Any) -> Any:
-        """The value."""
         return value
 
     def run_on_main(self, function: Callable[[], Any]) -> Any:
-        """What the function returns."""
         return function()
 
     def monitoring(self, timeout: float) -> AbstractContextManager[None]:
-        """There is nothing to monitor."""
         return nullcontext()
 
 

@@ -40,11 +40,6 @@ class RunState:
     # steps than in an uninterrupted run. Filled in when the state is saved.
     pending: list[list[Any]] = field(default_factory=list)
 
-    def end_epoch(self) -> None:
-        """Move to the beginning of the next epoch."""
-        self.epoch += 1
-        self.batch = self.position = 0
-
     def update_best(self, metrics: dict[str, float], monitor: str, mode: str) -> None:
         """Keep the metrics of the best evaluation, by the monitored metric."""
         value = metrics.get(monitor)

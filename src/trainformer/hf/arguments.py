@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
@@ -24,10 +24,11 @@ import torch
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.compat.huggingface_types import IntervalStrategy
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.secrets import mask
 from trainformer.distributed import TorchProcessGroup
-from trainformer.hf.distributed import check_arguments, read_accelerator_config, run_first, this_process
+from trainformer.hf.distributed import read_accelerator_config, run_first, this_process
 
 
 class ParallelMode(Enum):
@@ -42,10 +43,18 @@ class _ArgumentsMeta(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        kwargs = _drop_hf_defaults(read_accelerator_config(kwargs, known), known)
-        for name in kwargs.keys() - known:
-            raise BadArgument(expected(f"fields of {cls.__name__}", name, did_you_mean(name, known)))
-        return super().__call__(*args, **kwargs)
+        given = read_accelerator_config(kwargs, known)
+        for name in [name for name in given if name not in known]:
+            if name not in UNSUPPORTED_FIELDS:
+                raise BadArgument(expected(f"fields of {cls.__name__}", name, did_you_mean(name, known)))
+            default, instead = UNSUPPORTED_FIELDS[name]
+            accepted = default if isinstance(default, tuple) else (default,)
+            value = given.pop(name)
+            if str(getattr(value, "value", value)) not in map(str, accepted):
+                raise BadArgument(
+                    f"trainformer.hf does not support the argument {name} of HF (received {name}={value!r}). {instead}"
+                )
+        return super().__call__(*args, **given)
 
 
 @dataclass
@@ -163,7 +172,10 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
         if self.logging_dir is None:
             self.logging_dir = os.path.join(self.output_dir, "runs", f"{time.time_ns()}_{platform.node()}")
         self._resolve_best_metric()
-        check_arguments(self)
+        if self.ddp_backend not in (None, "gloo", "nccl"):
+            what = "ddp_backend to be 'gloo' (used on CPUs), 'nccl' (used on GPUs) or None"
+            raise BadArgument(expected(what, self.ddp_backend))
+        _check("ddp_timeout", self.ddp_timeout, lambda v: v > 0, "a positive number of seconds")
 
     def _check_numbers(self) -> None:
         whole = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
@@ -189,24 +201,15 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
             self.metric_for_best_model = "loss"
         if needs_best and self.eval_strategy == "no":
             option = "load_best_model_at_end" if self.load_best_model_at_end else "save_strategy='best'"
-            raise BadArgument(
-                expected(f"an eval_strategy with {option}", "no", "The best model is chosen by its evaluation.")
-            )
+            do = "The best model is chosen by its evaluation."
+            raise BadArgument(expected(f"an eval_strategy with {option}", "no", do))
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = is_greater_better(self.metric_for_best_model)
 
     # -- properties and methods of HF ----------------------------------------------------------------------
 
-    @property
-    def train_batch_size(self) -> int:
-        """Samples per micro-batch and process."""
-        return self.per_device_train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples per evaluation batch and process."""
-        return self.per_device_eval_batch_size
-
+    train_batch_size = property(lambda self: self.per_device_train_batch_size)
+    eval_batch_size = property(lambda self: self.per_device_eval_batch_size)
     process_index = property(lambda self: this_process().rank)
     local_process_index = property(lambda self: this_process().local_rank)
     world_size = property(lambda self: this_process().world_size)
@@ -239,7 +242,7 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-serialisable."""
-        return {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {f.name: jsonable(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """All fields as numbers and strings, for loggers. Secrets are masked."""
@@ -280,6 +283,9 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._resolve_precision()
+        if self.strategy_options is not None and not isinstance(self.strategy_options, Mapping):
+            what = "strategy_options to be a mapping, such as {'cpu_offload': True}"
+            raise BadArgument(expected(what, self.strategy_options))
         check_recipes("no", self.fp8_recipe, self.qat_recipe)
         sdpa_backends(self.sdpa_backend)
         if self.default_dtype is not None and not isinstance(getattr(torch, self.default_dtype, None), torch.dtype):
@@ -339,16 +345,6 @@ def _strategy(name: str, value: Any, more: str = "") -> IntervalStrategy:
 def _check(name: str, value: Any, is_valid: Callable[[Any], bool], what: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not is_valid(value):
         raise BadArgument(expected(f"{name} to be {what}", value))
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, (list, tuple)):
-        return [_to_json(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 _FSDP = "Use trainformer.hf.FSDPTrainer, with strategy_options such as {'cpu_offload': True, 'replicas': 2}."
@@ -411,16 +407,3 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
     "trackio_static_space_id": (None, _CALLBACK),
     "use_cache": (False, "Set model.config.use_cache."),
 }
-
-
-def _drop_hf_defaults(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Drop unsupported HF fields that have HF's default; raise for those with another value."""
-    unsupported = {name: value for name, value in given.items() if name in UNSUPPORTED_FIELDS and name not in known}
-    for name, value in unsupported.items():
-        default, instead = UNSUPPORTED_FIELDS[name]
-        accepted = default if isinstance(default, tuple) else (default,)
-        if str(getattr(value, "value", value)) not in map(str, accepted):
-            raise BadArgument(
-                f"trainformer.hf does not support the argument {name} of HF (received {name}={value!r}). {instead}"
-            )
-    return {name: value for name, value in given.items() if name not in unsupported}

@@ -25,7 +25,7 @@ from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.compat import unwrap_callback
-from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, changed_flags
+from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
@@ -35,7 +35,7 @@ from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import this_process
-from trainformer.hf.run import LogRelay, RankedBridge
+from trainformer.hf.run import LogRelay
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
 
@@ -96,10 +96,11 @@ class BaseTrainer(ScriptMixin, ABC):
         self.is_world_process_zero = CallableBool(process.rank == 0)
         self.num_processes = process.world_size
         self._callbacks = CallbackList()
-        self._bridge = RankedBridge.of(self._callbacks.shared)
+        self._bridge = Bridge.of(self._callbacks.shared)
         self._stop_requested_by: tuple[str, str, str] | None = None
         self._skips_weights = False  # while saving a checkpoint, which writes the weights itself
         state = self._bridge.state
+        state.is_world_process_zero, state.is_local_process_zero = process.rank == 0, process.local_rank == 0
         state.max_steps, state.num_train_epochs = self.args.max_steps, self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
         state.logging_steps, state.eval_steps = self.args.logging_steps, self.args.eval_steps or state.eval_steps
@@ -269,14 +270,15 @@ class BaseTrainer(ScriptMixin, ABC):
             write_component(folder, "model", "weights", self._weights() if state_dict is None else state_dict)
         save_pretrained_assets(self.make_model(), self.processing_class, folder)
 
-    def save_checkpoint_assets(self, folder: Path) -> None:
+    def save_checkpoint_assets(self, folder: Path) -> list[str]:
         """Write the files of a checkpoint besides its state, including those of an overridden `save_model`.
 
-        An override writes to a temporary folder first, so that it cannot overwrite the state of the checkpoint.
+        Returns their names. An override writes to a temporary folder first, so that it cannot overwrite the state.
         """
+        before = set(folder.iterdir())
         if type(self).save_model is BaseTrainer.save_model and type(self)._save is BaseTrainer._save:
             save_pretrained_assets(self.make_model(), self.processing_class, folder)
-            return
+            return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
         own = folder / "saved_by_user"
         own.mkdir()
         self._skips_weights = True
@@ -293,6 +295,7 @@ class BaseTrainer(ScriptMixin, ABC):
             else:
                 path.rename(folder / path.name)
         shutil.rmtree(own)
+        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def _weights(self) -> dict[str, Any]:
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
@@ -324,17 +327,12 @@ class BaseTrainer(ScriptMixin, ABC):
             keep,
             process_group=self._join(),
             timeout=self.args.ddp_timeout,
-            assets=self._assets,
+            assets=self.save_checkpoint_assets,
         )
         state = self.state
         path = checkpointer.save(state.global_step, state.raw_epoch)
         checkpointer.close()  # raises if the save failed
         return str(path)
-
-    def _assets(self, folder: Path) -> list[str]:
-        before = set(folder.iterdir())
-        self.save_checkpoint_assets(folder)
-        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         """Load a checkpoint, by default the newest in `output_dir`. Raises if it does not fit."""
@@ -346,9 +344,8 @@ class BaseTrainer(ScriptMixin, ABC):
             return Path(path)
         newest = CheckpointStore(Path(self.args.output_dir)).newest()
         if newest is None:
-            raise DataError(
-                expected("a checkpoint in output_dir", f"none in {self.args.output_dir}", "Pass the path of one.")
-            )
+            do = "Pass the path of one."
+            raise DataError(expected("a checkpoint in output_dir", f"none in {self.args.output_dir}", do))
         return newest.path
 
     def get_state_components(self) -> list[StateComponent]:
@@ -360,13 +357,9 @@ class BaseTrainer(ScriptMixin, ABC):
                 parts.append(StateComponent(key, part, required=False))
         parts.append(StateComponent("trainer", self, required=False))
         if hasattr(self.train_dataloader, "state_dict"):
-            pattern = self._get_dataset_sharing_pattern()
-            parts.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
+            parts.append(StateComponent("dataset", self.train_dataloader, required=False))
         rng = StatefulAdapter(capture_random, restore_random)
         return [*parts, StateComponent("rng", rng, SharingPattern.PER_RANK, required=False)]
-
-    def _get_dataset_sharing_pattern(self) -> SharingPattern:
-        return SharingPattern.GLOBAL
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components that are shared within one; empty for a single process."""

@@ -45,7 +45,12 @@ class Collator:
 
     def __call__(self, examples: list[Any]) -> Any:
         if self.accepted is not None:
-            examples = [_drop_unused(example, self.accepted) for example in examples]
+            examples = [
+                {name: value for name, value in example.items() if name in self.accepted}
+                if isinstance(example, Mapping)
+                else example
+                for example in examples
+            ]
         return self.collate(examples)
 
 
@@ -64,12 +69,6 @@ def inner_model(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of torch and peft."""
     inner: Any = unwrap_model(model)
     return inner.get_base_model() if is_adapted(inner) else inner
-
-
-def _drop_unused(example: Any, accepted: Collection[str]) -> Any:
-    if not isinstance(example, Mapping):
-        return example
-    return {name: value for name, value in example.items() if name in accepted}
 
 
 class Stream(IterableDataset):

@@ -65,14 +65,12 @@ def reject_hf_checkpoint(*folders: Path) -> None:
     """Raise if a checkpoint was written by the HF Trainer: its optimizer state and data position cannot be resumed."""
     for folder in folders:
         if (folder / "trainer_state.json").exists() and not (folder / MANIFEST).exists():
-            raise DataError(
-                expected(
-                    f"a checkpoint with a {MANIFEST} to resume from",
-                    f"one written by the HF Trainer: {folder}",
-                    f"You can use its weights: load them with from_pretrained({str(folder)!r}) and train in another "
-                    "output_dir without resume_from_checkpoint. Optimizer, scheduler and data start from scratch.",
-                )
+            do = (
+                f"You can use its weights: load them with from_pretrained({str(folder)!r}) and train in another "
+                "output_dir without resume_from_checkpoint. Optimizer, scheduler and data start from scratch."
             )
+            what = f"a checkpoint with a {MANIFEST} to resume from"
+            raise DataError(expected(what, f"one written by the HF Trainer: {folder}", do))
 
 
 class ScriptMixin:
@@ -155,10 +153,7 @@ class ScriptMixin:
 
     # -- aliases -------------------------------------------------------------------------------------------
 
-    @property
-    def tokenizer(self) -> Any:
-        """The old name of `processing_class`."""
-        return self.processing_class
+    tokenizer = property(lambda self: self.processing_class)  # its old name
 
     @property
     def callback_handler(self) -> CallbackHandler:

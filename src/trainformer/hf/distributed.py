@@ -13,7 +13,7 @@ from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.distributed import Launch, TorchProcessGroup, make_strategy
 
 if TYPE_CHECKING:
-    from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments
+    from trainformer.hf.arguments import BaseTrainingArguments
 
 #: Options of `accelerator_config` besides `dispatch_batches`, and the values that match what we do anyway.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
@@ -62,41 +62,19 @@ def strategy_spec(strategy: Any, args: BaseTrainingArguments) -> Any:
         return strategy
     options = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
     kind = make_strategy(options["name"]).name
+    names = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers")
+    ddp = {name: value for name in names if (value := getattr(args, f"ddp_{name}")) is not None}
     if kind == "ddp":
-        options |= {"name": kind, **_ddp_options(args)}
-    elif kind != "single" and _ddp_options(args):
-        name = next(name for name in _DDP if getattr(args, name) is not None)
+        if "broadcast_buffers" in ddp:
+            # Buffers are either broadcast from rank 0, or computed over the global batch and equal anyway.
+            ddp["sync_batchnorm"] = not ddp.pop("broadcast_buffers")
+        options |= {"name": kind, **ddp}
+    elif kind != "single" and ddp:
+        name, value = next(iter(ddp.items()))
         do = "Use DDPTrainer, or strategy_options."
-        raise BadArgument(expected(f"no {name} with the strategy {kind!r}", getattr(args, name), do))
+        raise BadArgument(expected(f"no ddp_{name} with the strategy {kind!r}", value, do))
     options |= given
     return strategy if set(options) == {"name"} else options
-
-
-_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers")
-
-
-def _ddp_options(args: BaseTrainingArguments) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if args.ddp_find_unused_parameters is not None:
-        options["find_unused_parameters"] = args.ddp_find_unused_parameters
-    if args.ddp_bucket_cap_mb is not None:
-        options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
-    if args.ddp_broadcast_buffers is not None:
-        # Buffers are either broadcast from rank 0, or computed over the global batch and equal anyway.
-        options["sync_batchnorm"] = not args.ddp_broadcast_buffers
-    return options
-
-
-def check_arguments(args: MinimalTrainingArguments) -> None:
-    """Raise for distributed arguments that cannot work."""
-    if args.ddp_backend not in (None, "gloo", "nccl"):
-        what = "ddp_backend to be 'gloo' (used on CPUs), 'nccl' (used on GPUs) or None"
-        raise BadArgument(expected(what, args.ddp_backend))
-    if not isinstance(args.ddp_timeout, (int, float)) or args.ddp_timeout <= 0:
-        raise BadArgument(expected("ddp_timeout to be a positive number of seconds", args.ddp_timeout))
-    options = getattr(args, "strategy_options", None)
-    if options is not None and not isinstance(options, Mapping):
-        raise BadArgument(expected("strategy_options to be a mapping, such as {'cpu_offload': True}", options))
 
 
 def read_accelerator_config(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

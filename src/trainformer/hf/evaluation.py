@@ -6,23 +6,26 @@ training, `get_eval_dataloader` for every evaluation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainformer.callbacks.compat.huggingface import from_hf_name
 from trainformer.core.errors import BadArgument
+from trainformer.distributed import TorchProcessGroup, make_strategy
 from trainformer.hf.base_trainer import BaseTrainer
 from trainformer.hf.collate import as_dataset
-from trainformer.hf.outputs import EvalPrediction, PredictionOutput, arrays, labels_of, logits_of
-from trainformer.hf.task import ModelTask, accepts
+from trainformer.hf.distributed import strategy_spec
+from trainformer.hf.outputs import PredictionOutput, arrays, labels_of, logits_of
+from trainformer.hf.task import ModelTask, accepts, are_class_labels, default_loss
 
 if TYPE_CHECKING:
     from trainformer.hf.run import HfRun
+
+logger = logging.getLogger("trainformer")
 
 
 class EvaluatingTrainer(BaseTrainer):
@@ -32,28 +35,36 @@ class EvaluatingTrainer(BaseTrainer):
     _eval_data: Any
     compute_metrics: Callable[[Any], Mapping[str, float]] | None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+    strategy: Any
+    _process_group: TorchProcessGroup | None = None  # once it exists
+    _warned_of_smoothing = False
     _called_by_run = False  # during an evaluation that the run asked for, and whose metrics it logs itself
 
     def _overrides(self, name: str) -> bool:
-        raise NotImplementedError
+        """Whether a subclass of the user overrides a method."""
+        return not getattr(type(self), name).__module__.startswith("trainformer.")
+
+    def _join_strategy(self) -> Any:
+        """Join the process group, and return the specification of the strategy."""
+        spec = strategy_spec(self.strategy, self.args)
+        strategy = make_strategy(spec)
+        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+        self._process_group = strategy.process_group
+        self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # contains the time
+        return spec
 
     def _num_replicas(self) -> int:
         """The number of data-parallel ranks, each of which computes a part of every batch."""
-        raise NotImplementedError
+        if self._process_group is None:
+            self._join_strategy()
+        assert self._process_group is not None
+        return self._process_group.dp_world_size
 
     def _ready_run(self, eval_dataset: Any = None) -> HfRun:
         """The current run; a new one if there is none."""
         self._prepare(None, self.eval_dataset if eval_dataset is None else eval_dataset)
         assert self._run is not None
         return self._run
-
-    def sum_over_replicas(self, samples: int) -> float:
-        """The samples that all ranks have evaluated. Ranks that shard one model compute the same samples."""
-        assert self._run is not None
-        process_group = self._run.process_group
-        return (
-            process_group.all_reduce_sum([float(samples)])[0] * process_group.dp_world_size / process_group.world_size
-        )
 
     # -- dataloaders ---------------------------------------------------------------------------------------
 
@@ -104,8 +115,14 @@ class EvaluatingTrainer(BaseTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a batch over its supervised items."""
-        raise NotImplementedError
+        """The mean loss of a batch over its `num_items_in_batch` supervised items. Override it to use your own."""
+        name, smoothing = self._label_names(model)[0], self.args.label_smoothing_factor
+        if smoothing and isinstance(inputs, Mapping) and not are_class_labels(name, inputs.get(name)):
+            if not self._warned_of_smoothing:
+                logger.warning("label_smoothing_factor has no effect: %s are not classes", name)
+            self._warned_of_smoothing = True
+        loss, outputs = default_loss(model, inputs, name, smoothing, self.loss_fn, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -126,16 +143,6 @@ class EvaluatingTrainer(BaseTrainer):
         if self.preprocess_logits_for_metrics is not None:
             logits = self.preprocess_logits_for_metrics(logits, targets)
         return loss, logits, targets
-
-    def metrics_of(self, rows: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """The metrics that `compute_metrics` returns for the rows of an evaluation."""
-        predictions, labels = arrays(rows, "logits"), arrays(rows, "labels")
-        if self.compute_metrics is None or predictions is None or labels is None:
-            return {}
-        metrics = self.compute_metrics(
-            EvalPrediction(predictions, labels, arrays(rows, "inputs"), arrays(rows, "losses"))
-        )
-        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -183,21 +190,6 @@ class EvaluatingTrainer(BaseTrainer):
         with run.task.ignoring(ignore_keys or ()):
             metrics = run.evaluate_on(source, most=limit)
         return {name.removeprefix("val/"): value for name, value in metrics.items()}
-
-    def evaluates_as_usual(self) -> bool:
-        """Whether an evaluation during training covers one whole dataset and `evaluate` is not overridden."""
-        usual = not isinstance(self.eval_dataset, dict) and self.args.max_eval_steps <= 0
-        return usual and not self._overrides("evaluate")
-
-    def evaluate_during_training(self) -> dict[str, float]:
-        """The metrics of `evaluate`, under our names, for several datasets, a limit, or an overridden `evaluate`."""
-        self._called_by_run = True
-        try:
-            found = self.evaluate()
-        finally:
-            self._called_by_run = False
-        metrics = {name: value for name, value in (found or {}).items() if isinstance(value, Real) and name != "epoch"}
-        return {from_hf_name(name): value for name, value in metrics.items()}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a dataset, and metrics if it has labels."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, add_new_entries, to_hf_metrics
-from trainformer.hf.distributed import this_process
+from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, add_new_entries, from_hf_name, to_hf_metrics
 from trainformer.run import TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
 
 if TYPE_CHECKING:
-    from trainformer.hf.arguments import BaseTrainingArguments
     from trainformer.hf.trainer import Trainer
 
 
@@ -21,17 +20,21 @@ class HfRun(TorchRun):
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on all evaluation datasets, unless `eval_delay` has not passed."""
-        front = self.owner.front
-        if self.val_source is not None and self._is_delayed(front.args):
-            return {}
-        if self.val_source is None or front.evaluates_as_usual():
-            return super().evaluate()
-        self._last_metrics = metrics = front.evaluate_during_training()
-        return metrics
-
-    def _is_delayed(self, args: BaseTrainingArguments) -> bool:
+        front, args = self.owner.front, self.owner.front.args
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
-        return done < args.eval_delay
+        if self.val_source is not None and done < args.eval_delay:
+            return {}
+        one_dataset = not isinstance(front.eval_dataset, dict) and args.max_eval_steps <= 0
+        if self.val_source is None or (one_dataset and not front._overrides("evaluate")):
+            return super().evaluate()
+        front._called_by_run = True
+        try:
+            found = front.evaluate() or {}
+        finally:
+            front._called_by_run = False
+        numbers = {name: value for name, value in found.items() if isinstance(value, Real) and name != "epoch"}
+        self._last_metrics = metrics = {from_hf_name(name): value for name, value in numbers.items()}
+        return metrics
 
     def _attach(self, callback: Any) -> None:
         # HF callbacks receive `on_init_end` once, when the trainer is built, not with every run.
@@ -42,9 +45,10 @@ class HfRun(TorchRun):
 class HfHandle(TorchTrainerApi):
     """The API of a run for native callbacks; `hf.Trainer` itself has HF's names for most of it."""
 
-    def __init__(self, front: Trainer, run: HfRun | None = None) -> None:
+    _run: HfRun  # once there is one
+
+    def __init__(self, front: Trainer) -> None:
         self.front = front
-        self._run = run  # type: ignore[assignment]
 
     args = property(lambda self: self.front.args)
     processing_class = property(lambda self: self.front.processing_class)
@@ -57,30 +61,6 @@ class HfHandle(TorchTrainerApi):
         return True
 
 
-class RankedBridge(Bridge):
-    """A bridge that knows the rank of this process before a run exists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._read_rank()
-
-    def _read_rank(self) -> None:
-        process = this_process()
-        self._is_main, self._is_local_main = process.rank == 0, process.local_rank == 0
-        self._set_rank()
-
-    def _set_rank(self) -> None:
-        self.state.is_world_process_zero, self.state.is_local_process_zero = self._is_main, self._is_local_main
-
-    def begin(self, trainer: Any) -> None:
-        super().begin(trainer)
-        self._read_rank()  # the process group exists by now
-
-    def refresh(self, trainer: Any) -> None:
-        super().refresh(trainer)
-        self._set_rank()
-
-
 class LogRelay:
     """First callback of a trainer that overrides `log`: passes every log record of the run through it."""
 
@@ -90,4 +70,10 @@ class LogRelay:
         self._front = front
 
     def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        add_new_entries(metrics, self._front.logs_of_override(to_hf_metrics(metrics)))
+        front = self._front
+        front._record = {}
+        try:
+            front.log({**to_hf_metrics(metrics), "epoch": front.state.epoch})
+            add_new_entries(metrics, front._record)
+        finally:
+            front._record = None

@@ -29,9 +29,12 @@ def settings_of(
     The arguments give the batch size per device; it is multiplied by `replicas`, the number of data-parallel ranks.
     """
     steps = planned_steps(args, batches)
+    samplers = {"random": None, "sequential": SequentialSampler, "group_by_length": "length"}
+    tf32 = None if args.tf32 is None else "high" if args.tf32 else "highest"
+    ends_by_steps = args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)
     return RunSettings(
         epochs=max(1, math.ceil(args.num_train_epochs)),
-        max_steps=steps if _ends_by_steps(args) else None,
+        max_steps=steps if ends_by_steps else None,
         batch_size=int(args.per_device_train_batch_size) * replicas,
         eval_batch_size=int(args.per_device_eval_batch_size) * replicas,
         accumulation_steps=int(args.gradient_accumulation_steps),
@@ -41,7 +44,7 @@ def settings_of(
         optimizer=optimizer_spec(args),
         scheduler=scheduler_factory(args),
         seed=args.seed,
-        sampler=_sampler(args),
+        sampler=samplers[args.train_sampling_strategy],
         drop_last=args.dataloader_drop_last,
         device="cpu" if args.use_cpu else args.device,
         strategy=strategy,
@@ -54,7 +57,7 @@ def settings_of(
         compile=_compile(args),
         gradient_checkpointing=args.gradient_checkpointing,
         activation_offload=args.enable_activation_offloading,
-        matmul_precision=_matmul(args),
+        matmul_precision=tf32 or args.float32_matmul_precision,
         num_workers=args.dataloader_num_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         pin_memory=None if args.dataloader_pin_memory else False,
@@ -97,11 +100,6 @@ def planned_steps(args: BaseTrainingArguments, batches: int | None) -> int | Non
     return math.ceil(args.num_train_epochs * math.ceil(batches / args.gradient_accumulation_steps))
 
 
-def _ends_by_steps(args: BaseTrainingArguments) -> bool:
-    """Whether the run ends after a number of steps rather than after whole epochs."""
-    return args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)
-
-
 def _cadence(strategy: str, every: float | None, total: int | None) -> int | str | None:
     """A cadence in steps or epochs; `every` below 1 is a fraction of all steps."""
     if strategy == "epoch":
@@ -110,9 +108,8 @@ def _cadence(strategy: str, every: float | None, total: int | None) -> int | str
         return None
     if every < 1:
         if total is None:
-            raise BadArgument(
-                expected("a number of steps for data without a length", every, "Pass max_steps, or a whole number.")
-            )
+            do = "Pass max_steps, or a whole number."
+            raise BadArgument(expected("a number of steps for data without a length", every, do))
         every = math.ceil(total * every)
     return f"{int(every)}steps"
 
@@ -142,15 +139,10 @@ def optimizer_spec(args: BaseTrainingArguments) -> dict[str, Any]:
         options |= {"betas": (args.adam_beta1, args.adam_beta2)}
     elif name == "sgd":
         options |= {"momentum": 0.0}
-    return options | _parse_options(args.optim_args)
-
-
-def _parse_options(text: str | None) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
+    for part in filter(None, (piece.strip() for piece in (args.optim_args or "").split(","))):
         name, equals, value = part.partition("=")
         if not equals:
-            raise BadArgument(expected("optim_args like 'momentum=0.9,nesterov=True'", text))
+            raise BadArgument(expected("optim_args like 'momentum=0.9,nesterov=True'", args.optim_args))
         try:
             options[name.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
@@ -199,21 +191,11 @@ class SequentialSampler:
         return np.arange(self._length)
 
 
-def _sampler(args: BaseTrainingArguments) -> Any:
-    return {"random": None, "sequential": SequentialSampler, "group_by_length": "length"}[args.train_sampling_strategy]
-
-
 def _compile(args: BaseTrainingArguments) -> Any:
     if not args.torch_compile:
         return False
     options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {name: value for name, value in options.items() if value is not None} or True
-
-
-def _matmul(args: BaseTrainingArguments) -> str | None:
-    if args.tf32 is None:
-        return args.float32_matmul_precision
-    return "high" if args.tf32 else "highest"
 
 
 def _loggers(args: BaseTrainingArguments) -> list[str] | str:

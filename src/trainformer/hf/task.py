@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument
 from trainformer.core.types import Mean
 from trainformer.data.sharding import batch_length
 from trainformer.hf.collate import Collator, accepted_names, inner_model
-from trainformer.hf.outputs import logits_from_outputs
+from trainformer.hf.outputs import EvalPrediction, arrays, logits_from_outputs, loss_from_outputs
 from trainformer.models.language import declare_packing
 from trainformer.tasks.base import TaskBase
 
@@ -54,7 +54,6 @@ class ModelTask(TaskBase):
 
     @property
     def collate_fn(self) -> Collator:
-        """Collates examples, without unused columns."""
         collator = self.front.data_collator
         assert collator is not None  # every trainer with data has one
         return Collator(collator, self._accepted)
@@ -63,8 +62,9 @@ class ModelTask(TaskBase):
 
     def train_step(self, batch: Any) -> Mean:
         weight = self.weight_of(batch)
+        items = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
         with _single_document(batch):
-            loss = self.front.compute_loss(self.model, _shallow_copy(batch), num_items_in_batch=_at_least_one(weight))
+            loss = self.front.compute_loss(self.model, _shallow_copy(batch), num_items_in_batch=items)
         return Mean(loss, weight)
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
@@ -82,18 +82,13 @@ class ModelTask(TaskBase):
             weight = self.weight_of(batch)
             metrics["loss"] = loss * weight, weight
         if self.collects_rows:
-            metrics |= _rows("logits", logits) | _rows("labels", labels) | self._extra_rows(batch, loss, size)
+            metrics |= _rows("logits", logits) | _rows("labels", labels)
+            wanted = self.front.args.include_for_metrics
+            if "inputs" in wanted and isinstance(batch, Mapping):
+                metrics |= _rows("inputs", batch.get(getattr(inner_model(self.model), "main_input_name", "input_ids")))
+            if "loss" in wanted and loss is not None:
+                metrics |= _rows("losses", loss.detach().repeat(size))
         return metrics
-
-    def _extra_rows(self, batch: Any, loss: Any, size: int) -> dict[str, Tensor]:
-        """Inputs and losses for `compute_metrics`, if `include_for_metrics` names them."""
-        wanted = self.front.args.include_for_metrics
-        found: dict[str, Tensor] = {}
-        if "inputs" in wanted and isinstance(batch, Mapping):
-            found |= _rows("inputs", batch.get(getattr(inner_model(self.model), "main_input_name", "input_ids")))
-        if "loss" in wanted and loss is not None:
-            found |= _rows("losses", loss.detach().repeat(size))
-        return found
 
     def weight_of(self, batch: Any) -> Any:
         """The number of items that the loss of a batch averages over: supervised tokens, or samples."""
@@ -128,18 +123,27 @@ class ModelTask(TaskBase):
             self._ignored_keys = before
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """What `compute_metrics` returns for the rows of an evaluation."""
         self.rows.clear()
         self.rows.update(rows)
-        return self.front.metrics_of(rows)
+        logits, labels, inputs, losses = (arrays(rows, name) for name in ("logits", "labels", "inputs", "losses"))
+        if self.front.compute_metrics is None or logits is None or labels is None:
+            return {}
+        metrics = self.front.compute_metrics(EvalPrediction(logits, labels, inputs, losses))
+        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Duration and throughput."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         batches, samples = self._evaluated
         self._evaluated = 0, 0
+        assert self.front._run is not None
+        ranks = self.front._run.process_group
+        # Of all ranks; those that shard one model compute the same samples.
+        total = ranks.all_reduce_sum([float(samples)])[0] * ranks.dp_world_size / ranks.world_size
         return {
             "runtime": seconds,
-            "samples_per_second": self.front.sum_over_replicas(samples) / seconds,
+            "samples_per_second": total / seconds,
             "steps_per_second": batches / seconds,
         }
 
@@ -149,7 +153,12 @@ class ModelTask(TaskBase):
         if len({piece.shape[1:] for piece in pieces}) == 1 or len(ndims) > 1:
             return torch.cat(pieces)
         longest = [max(sizes) for sizes in zip(*(piece.shape[1:] for piece in pieces), strict=True)]
-        return torch.cat([F.pad(piece, _padding(piece, longest), value=IGNORE_INDEX) for piece in pieces])
+        padded = []
+        for piece in pieces:
+            missing = [most - have for most, have in zip(longest, piece.shape[1:], strict=True)]
+            margins = [margin for extra in reversed(missing) for margin in (0, extra)]
+            padded.append(F.pad(piece, margins, value=IGNORE_INDEX))
+        return torch.cat(padded)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -165,11 +174,10 @@ class ModelTask(TaskBase):
 
     def save_assets(self, folder: Path) -> list[str]:
         """Write what `from_pretrained` needs besides the weights, and HF's trainer state and arguments."""
-        before = set(folder.iterdir())
-        self.front.save_checkpoint_assets(folder)
+        names = self.front.save_checkpoint_assets(folder)
         self.front.state.save_to_json(folder / "trainer_state.json")
         (folder / "training_args.json").write_text(self.front.args.to_json_string(), encoding="utf-8")
-        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
+        return sorted({*names, "trainer_state.json", "training_args.json"})
 
 
 def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:
@@ -198,13 +206,16 @@ def default_loss(
     smooth = smoothing and are_class_labels(labels_name, inputs.get(labels_name))
     own = function is None and not smooth and accepts(model, labels_name)
     if own and inputs.get(labels_name) is not None:
-        if accepts_num_items(model):
+        if _accepts_num_items(model):
             inputs["num_items_in_batch"] = items
         outputs = model(**inputs)
-        return _own_loss(outputs), outputs
+        return loss_from_outputs(outputs), outputs
     labels = inputs.pop(labels_name, None)
     if smooth and labels is not None:
-        _add_decoder_inputs(inputs, labels, model)
+        # Derive the decoder inputs from the labels, as encoder-decoders do if they receive labels.
+        make = getattr(inner_model(model), "prepare_decoder_input_ids_from_labels", None)
+        if make is not None and "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs:
+            inputs["decoder_input_ids"] = make(labels=labels)
     outputs = model(**inputs)
     return _loss_of(outputs, labels, model, smoothing if smooth else 0.0, function, items), outputs
 
@@ -212,26 +223,6 @@ def default_loss(
 def are_class_labels(name: str, labels: Any) -> bool:
     """Whether labels are classes: not regression targets, multi-label vectors or answer positions."""
     return name == "labels" and isinstance(labels, Tensor) and not labels.is_floating_point()
-
-
-def _add_decoder_inputs(inputs: dict[str, Any], labels: Tensor, model: nn.Module) -> None:
-    """Derive the decoder inputs from the labels, as encoder-decoders do if they receive labels."""
-    make = getattr(inner_model(model), "prepare_decoder_input_ids_from_labels", None)
-    if make is not None and "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs:
-        inputs["decoder_input_ids"] = make(labels=labels)
-
-
-def _own_loss(outputs: Any) -> Tensor:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if loss is None and isinstance(outputs, tuple):
-        loss = outputs[0]
-    loss = getattr(outputs, "loss", None) if loss is None else loss
-    if not isinstance(loss, Tensor):
-        keys = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-        raise BadArgument(
-            expected("the model to return a loss when called with labels", keys, "Pass compute_loss_func.")
-        )
-    return loss
 
 
 def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, function: Any, items: Any) -> Tensor:
@@ -272,7 +263,7 @@ def shifts_labels(model: nn.Module) -> bool:
     return LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
 
 
-def accepts_num_items(model: nn.Module) -> bool:
+def _accepts_num_items(model: nn.Module) -> bool:
     """Whether the forward of a model accepts `num_items_in_batch`, the denominator of its loss."""
     inner: Any = inner_model(model)
     declared = getattr(inner, "accepts_loss_kwargs", None)
@@ -312,10 +303,6 @@ def _shallow_copy(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _at_least_one(weight: Any) -> Any:
-    return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
-
-
 def _rows(name: str, value: Any) -> dict[str, Tensor]:
     """Flatten nested outputs to named tensors."""
     if value is None:
@@ -327,9 +314,3 @@ def _rows(name: str, value: Any) -> dict[str, Tensor]:
     for key, part in parts:
         found |= _rows(f"{name}.{key}", part)
     return found
-
-
-def _padding(piece: Tensor, longest: Sequence[int]) -> list[int]:
-    """The argument of `F.pad` that extends all dimensions but the first to `longest`."""
-    missing = [most - have for most, have in zip(longest, piece.shape[1:], strict=True)]
-    return [margin for extra in reversed(missing) for margin in (0, extra)]

@@ -21,18 +21,16 @@ from trainformer.callbacks.compat.huggingface import from_hf_name, training_summ
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.distributed import TorchProcessGroup, make_strategy
+from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
-from trainformer.hf.distributed import strategy_spec
 from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.settings import SequentialSampler, front_options, optimizer_spec, scheduler_factory, settings_of
-from trainformer.hf.task import ModelTask, are_class_labels, default_loss
+from trainformer.hf.task import ModelTask
 from trainformer.run import RunSettings
-from trainformer.run.api import train_loader, val_loader
 from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
 from trainformer.run.torch.preflight import CheckReport, check_run
@@ -92,8 +90,6 @@ class Trainer(EvaluatingTrainer):
         self._eval_data: Any = None
         self._resume: str | None = None
         self._record: dict[str, Any] | None = None  # the log record that is passing through an overridden `log`
-        self._warned: set[str] = set()
-        self._process_group: TorchProcessGroup | None = None  # once it exists
         self._sharded_by: str | None = None
         super().__init__(
             args,
@@ -159,12 +155,20 @@ class Trainer(EvaluatingTrainer):
             self._has_trained = False
 
     def _make_run(self) -> HfRun:
-        self._check_not_sharded()
+        if self._sharded_by is not None:
+            raise BadArgument(
+                f"An earlier run has sharded the model ({self._sharded_by}), and it cannot be sharded again. Create a "
+                "new trainer with a new model, and load the weights or a checkpoint."
+            )
         model = self.make_model()
         task = ModelTask(self, model, self._label_names(model))
         task.collects_rows = self.compute_metrics is not None and not self.args.prediction_loss_only
         strategy, replicas = self._join_strategy(), self._num_replicas()
-        train, evaluation = self._training_data(), self._evaluation_data()
+        overridden = self._overrides("get_train_dataloader")
+        train = self.get_train_dataloader() if overridden else as_dataset(self.train_dataset)
+        given = self.eval_dataset if self._eval_data is None else self._eval_data
+        first = next(iter(given.values())) if isinstance(given, dict) else given
+        evaluation = self.get_eval_dataloader() if self._overrides("get_eval_dataloader") else as_dataset(first)
         settings = settings_of(self.args, self._batches_of(train), self._resume, strategy, replicas)
         if train is not None and (is_loader(train) or (settings.sampler is SequentialSampler and is_stream(train))):
             settings.sampler = None  # loaders and streams define their own order
@@ -185,30 +189,8 @@ class Trainer(EvaluatingTrainer):
         self._handle._run = run
         run.connect()
         self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
-        self.train_dataloader, self.eval_dataloader = train_loader(run), val_loader(run)
+        self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
-
-    def _join_strategy(self) -> Any:
-        """Join the process group, and return the specification of the strategy."""
-        spec = strategy_spec(self.strategy, self.args)
-        strategy = make_strategy(spec)
-        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
-        self._process_group = strategy.process_group
-        self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # contains the time
-        return spec
-
-    def _num_replicas(self) -> int:
-        if self._process_group is None:
-            self._join_strategy()
-        assert self._process_group is not None
-        return self._process_group.dp_world_size
-
-    def _check_not_sharded(self) -> None:
-        if self._sharded_by is not None:
-            raise BadArgument(
-                f"An earlier run has sharded the model ({self._sharded_by}), and it cannot be sharded again. Create a "
-                "new trainer with a new model, and load the weights or a checkpoint."
-            )
 
     def _join(self) -> TorchProcessGroup:
         return self._ready_run().process_group
@@ -245,17 +227,6 @@ class Trainer(EvaluatingTrainer):
 
     # -- data and optimizer --------------------------------------------------------------------------------
 
-    def _training_data(self) -> Any:
-        if self._overrides("get_train_dataloader"):
-            return self.get_train_dataloader()
-        return as_dataset(self.train_dataset)
-
-    def _evaluation_data(self) -> Any:
-        if self._overrides("get_eval_dataloader"):
-            return self.get_eval_dataloader()
-        given = self.eval_dataset if self._eval_data is None else self._eval_data
-        return as_dataset(next(iter(given.values())) if isinstance(given, dict) else given)
-
     def _batches_of(self, data: Any) -> int | None:
         if data is None or not hasattr(data, "__len__"):
             return None
@@ -279,14 +250,6 @@ class Trainer(EvaluatingTrainer):
         elif self._overrides("create_scheduler"):
             settings.scheduler = lambda optimizer, total: self.create_scheduler(total, optimizer) or self.lr_scheduler
 
-    def _warn_once(self, message: str, *values: Any) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(message, *values)
-
-    def _overrides(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(Trainer, name)
-
     def create_optimizer(self) -> Any:
         """Create the optimizer of the arguments. Override it to use your own."""
         task = ModelTask(self, self.make_model(), [])
@@ -305,16 +268,6 @@ class Trainer(EvaluatingTrainer):
         """Create both. Override it to use your own."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean loss of a batch over its `num_items_in_batch` supervised items. Override it to use your own."""
-        name, smoothing = self._label_names(model)[0], self.args.label_smoothing_factor
-        if smoothing and isinstance(inputs, Mapping) and not are_class_labels(name, inputs.get(name)):
-            self._warn_once("label_smoothing_factor has no effect: %s are not classes", name)
-        loss, outputs = default_loss(model, inputs, name, smoothing, self.loss_fn, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
 
     # -- callbacks and state -------------------------------------------------------------------------------
 
@@ -345,15 +298,6 @@ class Trainer(EvaluatingTrainer):
         if self._run is not None and self._run.loop is not None:
             self._run.log({from_hf_name(name): value for name, value in logs.items()}, self._run.state.step)
         return super().log(logs)
-
-    def logs_of_override(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """What an overridden `log` makes of a log record of the run."""
-        self._record = {}
-        try:
-            self.log({**logs, "epoch": self.state.epoch})
-            return self._record
-        finally:
-            self._record = None
 
     def _call_callback(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
         if self._run is None:

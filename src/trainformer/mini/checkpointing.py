@@ -21,6 +21,7 @@ from trainformer.checkpointing.torch_files import read_single_file, write_single
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.mini.hooks import IntervalHook
 from trainformer.mini.utils import barrier, broadcast, check_integer
+from trainformer.run.provenance import check_unchanged
 from trainformer.utils.distributed import rank
 from trainformer.utils.processes import is_alive
 
@@ -148,6 +149,8 @@ class CheckpointingHook(IntervalHook):
         if path is not None:
             if trainer.step:
                 trainer.logger.info("replacing the state loaded before (step %d)", trainer.step)
+            if not origin and trainer.workspace is not None:
+                check_unchanged(trainer._built_run(), trainer.workspace, path)
             trainer.load_state_dict(read_single_file(path) if found is None else found[1])
             self._origin = origin
             trainer.logger.info("resuming from %s (step %d); pass load=None to start from scratch", path, trainer.step)

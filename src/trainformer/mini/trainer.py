@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from trainformer.engine import RunState
 from trainformer.mini.adapter import checked_scheduler
 from trainformer.mini.checkpointing import CheckpointingHook
 from trainformer.mini.run import MiniRun, make_run
-from trainformer.mini.utils import check_integer
+from trainformer.mini.utils import broadcast, check_integer
 from trainformer.run.fit import fit
 from trainformer.run.logging import console_messages
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.utils.distributed import rank
+from trainformer.utils.locks import FolderInUse, FolderLock
 
 #: Built in this order by `build_<name>()`, or earlier if another part uses it.
 _PARTS = ("data_loader", "model", "optimizer", "lr_scheduler", "grad_scaler", "hooks")
@@ -155,7 +156,7 @@ class BaseTrainer:
 
     def train(self) -> None:
         """Train from the current state to `max_steps`. Raise `max_steps` and call it again to continue."""
-        with console_messages(Console(), enabled=rank() == 0), _mini_errors():
+        with console_messages(Console(), enabled=rank() == 0), _mini_errors(), self._locked():
             self._build()
             run = self._built_run()
             run.settings.max_steps = check_integer("max_steps", self.max_steps, minimum=1)
@@ -171,6 +172,21 @@ class BaseTrainer:
                 fit(run)
             finally:
                 self._in_step = False
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """No other process writes to the folders of the checkpoints; if one does, the error is raised on all ranks."""
+        problem = None
+        with ExitStack() as stack:
+            try:
+                for folder in {hook.folder(self) for hook in self._checkpointing()} if rank() == 0 else ():
+                    stack.enter_context(FolderLock(folder, "saving checkpoints").held())
+            except FolderInUse as error:
+                problem = str(error)
+            problem = broadcast(problem)
+            if problem is not None:
+                raise FolderInUse(problem)
+            yield
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
         """Validate the run in seconds. Model, optimizer, RNG state and position do not change."""

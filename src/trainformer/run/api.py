@@ -44,17 +44,6 @@ class BatchLoader:
         return (batch.data for batch in self._source.batches(0))
 
 
-def train_loader(run: Run) -> BatchLoader:
-    """The training batches of a run."""
-    return BatchLoader(run.train_source, run.settings.batch_size)
-
-
-def val_loader(run: Run) -> BatchLoader | None:
-    """The validation batches of a run, if it has any."""
-    size = run.settings.eval_batch_size or run.settings.batch_size
-    return None if run.val_source is None else BatchLoader(run.val_source, size)
-
-
 class TrainerApi:
     """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), for any entry point."""
 
@@ -142,12 +131,13 @@ class TrainerApi:
     @property
     def train_dataloader(self) -> Any:
         """The training batches of this run, as an iterable with a length."""
-        return train_loader(self._run)
+        return BatchLoader(self._run.train_source, self._run.settings.batch_size)
 
     @property
     def val_dataloader(self) -> Any:
         """The validation batches, or None without validation data."""
-        return val_loader(self._run)
+        source, settings = self._run.val_source, self._run.settings
+        return None if source is None else BatchLoader(source, settings.eval_batch_size or settings.batch_size)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback after the others; also during the run."""

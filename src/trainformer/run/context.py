@@ -17,11 +17,9 @@ class RunContext(Protocol):
 
     def callbacks_for(self, run: Run) -> list[Any]:
         """Callbacks to append to those of the run."""
-        ...
 
     def folder_for(self, wanted: Path | None, title: str) -> Path:
         """The run folder to use instead of the one the user chose, if any."""
-        ...
 
 
 _CURRENT: ContextVar[RunContext | None] = ContextVar("run_context", default=None)

@@ -15,8 +15,8 @@ from trainformer.engine import Event, Loop
 from trainformer.loggers.base import BaseLogger, MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.folder import NoFolder, RunFolder, choose_folder
-from trainformer.run.logging import console_messages, log_start, log_stop
-from trainformer.run.provenance import fingerprint, record_changes
+from trainformer.run.logging import console_messages, log_start
+from trainformer.run.provenance import check_unchanged, fingerprint, record_changes
 from trainformer.run.run import Run
 from trainformer.run.signals import exit_after_signal, handling_signals
 
@@ -30,8 +30,12 @@ def fit(run: Run) -> None:
     run.control.reset()
     if run.folder is not None:
         run.state.stopped = []  # fit() was called again on purpose: an earlier stop no longer counts
-    folder = run.folder or choose_folder(run)
     with ExitStack() as stack:
+        if run.folder is None:
+            folder = choose_folder(run, stack)
+        else:
+            folder = run.folder
+            stack.enter_context(folder.locked())
         stack.enter_context(folder.log_file())
         shown = run.options.shows_messages or "console" in _as_list(run.settings.log)
         stack.enter_context(console_messages(run.console, enabled=shown and run.process_group.is_main))
@@ -98,6 +102,8 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: RunFolder) -> None:
     interrupted = settings.resume == "auto" or run.process_group.run_on_main(folder.was_interrupted)
     own = run.newest_checkpoint(checkpointer) if interrupted else None
     if own is not None:
+        if settings.resume == "auto":
+            run.process_group.run_on_main(lambda: check_unchanged(run, folder.path, own.path))
         # With a path, load_components applies to the first start only: an interrupted run resumes completely.
         checkpointer.load(own, settings.load_components if settings.resume == "auto" else None)
         run.records.resumed_from = str(own.path)
@@ -131,7 +137,9 @@ def _reporting_errors(run: Run) -> Iterator[None]:
         raise
     finally:
         run.loop = None
-    log_stop(run)
+    control = run.control
+    if control.should_stop:
+        logger.info("stopped at step %d by %s: %s", run.state.step, control.stopped_by, control.stop_reason)
 
 
 @contextmanager

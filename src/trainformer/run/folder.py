@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from trainformer.run.context import current_context
 from trainformer.run.logging import log_handler
 from trainformer.run.provenance import fingerprint
 from trainformer.utils.files import write_atomically
+from trainformer.utils.locks import FolderLock
 from trainformer.utils.processes import is_alive, process_identity
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / save_dir  # an absolute save_dir replaces the path
         self.fingerprint = ""
+        outside = [] if self.checkpoints.is_relative_to(path) else [self.checkpoints]
+        self._locks = [FolderLock(folder, "training") for folder in (*outside, path)]
 
     @classmethod
     def choose(
@@ -63,10 +67,22 @@ class RunFolder:
         if unfinished is not None and (found := _unfinished_run(task, unfinished)) is not None:
             return cls(found, save_dir)
         stem = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path, number = stem, 2
-        while path.exists():
-            path, number = stem.with_name(f"{stem.name}-{number}"), number + 1
-        return cls(path, save_dir)
+        for number in itertools.count(1):
+            path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:  # perhaps created by another process, just now
+                continue
+            return cls(path, save_dir)
+        raise AssertionError("count() has no end")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other process can train in the folder meanwhile; raises `FolderInUse` if one does."""
+        with ExitStack() as stack:
+            for lock in self._locks:
+                stack.enter_context(lock.held())
+            yield
 
     def open(self, from_scratch: bool) -> None:
         """Create the folder. With `from_scratch`, files of an earlier run are moved to ``previous/``."""
@@ -94,10 +110,8 @@ class RunFolder:
         """Write ``config.json``: every setting and where it came from, including those derived during the run."""
         path = self.path / "config.json"
         write_atomically(path, json.dumps(config.to_json(), indent=2).encode())
-        try:
+        with _writing_after(path, lambda: json.dumps(config.to_json(), indent=2).encode()):
             yield
-        finally:
-            write_atomically(path, json.dumps(config.to_json(), indent=2).encode())
 
     @contextmanager
     def status(self, outcome: Callable[[], str]) -> Iterator[None]:
@@ -105,18 +119,17 @@ class RunFolder:
 
         A process that is killed leaves "running" with the ID of a process that no longer exists.
         """
-        self._write_status("running")
-        try:
-            yield
-        except KeyboardInterrupt:
-            self._write_status("interrupted")
-            raise
-        except BaseException:
-            self._write_status("failed")
-            raise
-        self._write_status(outcome())
+        path, ended = self.path / "status.json", "failed"
+        write_atomically(path, self._status("running"))
+        with _writing_after(path, lambda: self._status(ended)):
+            try:
+                yield
+            except KeyboardInterrupt:
+                ended = "interrupted"
+                raise
+            ended = outcome()
 
-    def _write_status(self, status: str) -> None:
+    def _status(self, status: str) -> bytes:
         process = os.getpid()
         content = {
             "status": status,
@@ -125,7 +138,7 @@ class RunFolder:
             "fingerprint": self.fingerprint,
             "time": time.time(),
         }
-        write_atomically(self.path / "status.json", json.dumps(content).encode())
+        return json.dumps(content).encode()
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
@@ -138,6 +151,10 @@ class RunFolder:
 
 class NonMainFolder(RunFolder):
     """The run folder on ranks other than 0, which write their parts of checkpoints and nothing else."""
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
 
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
@@ -156,6 +173,9 @@ class NoFolder:
     """A run that writes nothing to disk."""
 
     path = None
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def recording(self, config: PipelineConfig) -> AbstractContextManager[None]:
         return nullcontext()
@@ -182,11 +202,22 @@ def _was_interrupted(status: dict[str, Any], fingerprint: str) -> bool:
     return not (status["status"] == "running" and process_identity(status["process"]) == status["identity"])
 
 
-# -- the same folder on all ranks ------------------------------------------------------------------------------------
+@contextmanager
+def _writing_after(path: Path, content: Callable[[], bytes]) -> Iterator[None]:
+    """Write a file at the end. If that fails because the disk is full, an error from inside is not hidden by it."""
+    try:
+        yield
+    except BaseException:
+        try:
+            write_atomically(path, content())
+        except OSError as error:
+            logger.error("%s could not be written: %s", path, error)
+        raise
+    write_atomically(path, content())
 
 
-def choose_folder(run: Run) -> RunFolder | NoFolder:
-    """The run folder. Rank 0 chooses and creates it; all ranks must see it."""
+def choose_folder(run: Run, stack: ExitStack) -> RunFolder | NoFolder:
+    """The run folder. Rank 0 chooses, locks (until the end of the stack) and creates it; all ranks must see it."""
     settings, process_group = run.settings, run.process_group
     if not run.options.keeps_folder:
         return NoFolder()
@@ -200,6 +231,7 @@ def choose_folder(run: Run) -> RunFolder | NoFolder:
             settings.save_dir,
             unfinished=fingerprint(run) if settings.resume == "auto" else None,
         )
+        stack.enter_context(folder.locked())
         folder.open(from_scratch=settings.resume is None and run.state.step == 0)
         created.append(folder)
         return str(folder.path.absolute())

@@ -110,7 +110,7 @@ class LiveControl:
 
     def apply_requests(self, requests: list[Request]) -> None:
         """Apply requests, on every rank; rank 0 answers the client when they are done."""
-        possible = self._possible(requests)
+        possible = [request.verb != "eval" or self._run.val_source is not None for request in requests]
         for request, is_possible in zip(requests, possible, strict=True):
             if is_possible:
                 apply(request, self._run.control)
@@ -124,9 +124,6 @@ class LiveControl:
         while not self._incoming.empty():
             tickets.append(self._incoming.get_nowait())
         return tickets
-
-    def _possible(self, requests: list[Request]) -> list[bool]:
-        return [request.verb != "eval" or self._run.val_source is not None for request in requests]
 
     def _track(self, tickets: list[Ticket], possible: list[bool]) -> None:
         """Keep the tickets until their requests are done; some already are."""
@@ -142,13 +139,9 @@ class LiveControl:
                 self._evaluated()
             elif state.saved_at == state.step:
                 self._saved(self._path_of(state.step))
-        if self._in_progress:
-            self._subscribe()
-
-    def _subscribe(self) -> None:
-        """Subscribe to saves and evaluations, on the first request only. Changing callbacks clears the bus."""
         bus = self._run.bus
-        if all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
+        # Subscribe to saves and evaluations, on the first request only. Changing callbacks clears the bus.
+        if self._in_progress and all(name != NAME for name, _ in bus.listeners(Event.SAVE)):
             bus.add(NAME, {Event.SAVE: self._saved, Event.EVAL_END: lambda metrics: self._evaluated()})
 
     # -- answers -------------------------------------------------------------------------------------------
@@ -180,9 +173,8 @@ class LiveControl:
         """At the next boundary everything is decided, except for a save in the background."""
         state = self._run.state
         for ticket in self._of("save"):
-            if (
-                ticket.path is None
-            ):  # no event: a callback was added or removed, which clears the bus, or the save failed
+            if ticket.path is None:
+                # No event: a callback was added or removed, which clears the bus, or the save failed.
                 if state.saved_at >= ticket.step:
                     ticket.path = self._path_of(state.saved_at)
                 else:

@@ -1,4 +1,4 @@
-"""What a run reports: console messages, `records.jsonl`, progress of evaluations, and memory.
+"""What a run reports: console messages, `records.jsonl`, and progress of evaluations.
 
 `records.jsonl` holds what happened in a run and is not a number over steps, one JSON object per line: start, resume,
 saves, evaluations, skipped steps, split batches, who stopped the run, how it ended, and whatever callbacks add. Unlike
@@ -9,7 +9,6 @@ a file that cannot be written causes one warning. Nothing here is called per ste
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from trainformer.checkpointing.checkpointer import versions
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.secrets import mask
-from trainformer.engine import Control, Event, Plan, RunState
+from trainformer.engine import Event
 from trainformer.loggers.jsonl import encode_record, truncate_partial_line
 
 if TYPE_CHECKING:
@@ -98,13 +97,6 @@ def log_start(run: Run) -> None:
     )  # fmt: skip
 
 
-def log_stop(run: Run) -> None:
-    """Who stopped the run and why, if it was stopped."""
-    control = run.control
-    if control.should_stop:
-        logger.info("stopped at step %d by %s: %s", run.state.step, control.stopped_by, control.stop_reason)
-
-
 # -- records.jsonl ---------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +164,17 @@ class RunRecords:
         run = self._run
         if run.process_group.is_main and folder.path is not None and self._file.path is None:
             self._file = RecordFile(folder.path / RECORDS_FILE)
-        self.add("began", _start_record(run))
+        settings = run.settings
+        start = {
+            "epochs": None if settings.max_steps is not None else settings.epochs,
+            "steps_planned": run.total_steps(),
+            **run.device_info(),
+            "world_size": run.process_group.world_size,
+            "versions": {"python": sys.version.split()[0], **versions(run.files)},
+            "command": list(sys.argv),
+            "git": current_commit(Path.cwd()),
+        }
+        self.add("began", start)
         self._faults = run.fault_counters()
         if self.resumed_from is not None:
             self.add("resumed", {"from": self.resumed_from, "from_step": run.state.step})
@@ -206,7 +208,7 @@ class RunRecords:
 
     def begin_save(self, name: str) -> Callable[[], None]:
         """Called before a checkpoint is written; returns what to call once it is complete, in any thread."""
-        began, reason = time.perf_counter(), self._run.save_reason()
+        began, reason = time.perf_counter(), save_reason(self._run)
         self._recorded_save = step = self._run.state.step
 
         def written() -> None:
@@ -218,24 +220,11 @@ class RunRecords:
     def _saved(self, path: str) -> None:
         """A checkpoint that was not written by the run itself, but by a hook of `trainformer.mini`."""
         if self._recorded_save != self._run.state.step:
-            self.add("saved", {"checkpoint": Path(path).name, "seconds": None, "reason": self._run.save_reason()})
+            self.add("saved", {"checkpoint": Path(path).name, "seconds": None, "reason": save_reason(self._run)})
 
     def _evaluated(self, metrics: Mapping[str, float]) -> None:
         self.check_faults()
         self.add("evaluated", {"metrics": dict(metrics)})
-
-
-def _start_record(run: Run) -> dict[str, Any]:
-    settings = run.settings
-    return {
-        "epochs": None if settings.max_steps is not None else settings.epochs,
-        "steps_planned": run.total_steps(),
-        **run.device_info(),
-        "world_size": run.process_group.world_size,
-        "versions": {"python": sys.version.split()[0], **versions(run.files)},
-        "command": list(sys.argv),
-        "git": current_commit(Path.cwd()),
-    }
 
 
 def current_commit(folder: Path) -> str | None:
@@ -264,13 +253,16 @@ def _head_of(git: Path) -> str | None:
     return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
 
 
-def save_reason(plan: Plan, state: RunState, control: Control, is_best: bool) -> str:
+def save_reason(run: Run) -> str | None:
     """Why a checkpoint is written at the current step. Of several reasons, the one that would not recur."""
-    if control.ending_signal is not None:
+    if run.loop is None:
+        return None
+    plan, state = run.loop.plan, run.state
+    if run.control.ending_signal is not None:
         return "signal"
-    if is_best:
+    if run.best_at_step == state.step:
         return "best"
-    if control.should_stop:
+    if run.control.should_stop:
         return "stopped"
     limits = (state.step, plan.max_steps), (state.epoch, plan.epochs)
     if any(limit is not None and done >= limit for done, limit in limits):
@@ -281,9 +273,6 @@ def save_reason(plan: Plan, state: RunState, control: Control, is_best: bool) ->
     at_epoch = state.batch == 0 and cadence.due_at_epoch(state.epoch)
     # Only the loop knows whether a cadence in minutes is due.
     return "due" if at_epoch or cadence.due_at_step(state.step) or cadence.unit == "seconds" else "requested"
-
-
-# -- evaluation progress and memory ----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -304,18 +293,3 @@ def eval_progress(callbacks: Iterable[Any], owner: Any, total: int | None) -> It
         for listener in listeners:
             if hasattr(listener, "on_validation_cleanup"):
                 listener.on_validation_cleanup(owner)
-
-
-def resident_gb() -> float | None:
-    """Resident memory of this process in GB (1e9 bytes); its peak where the system reports no more."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-    except OSError:
-        pass
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9

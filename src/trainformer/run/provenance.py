@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainformer.context import ConfigSource, PipelineConfig, record_arguments
+from trainformer.core.errors import BadArgument
+from trainformer.core.secrets import find_mask
+from trainformer.live.runs import read_config
 
 if TYPE_CHECKING:
     from trainformer.run.run import Run
@@ -22,6 +25,15 @@ FILTERABLE = ("epochs", "batch_size", "lr", "accumulation_steps", "precision", "
 _INCIDENTAL = (
     "run_dir", "log", "log_every", "project", "resume", "num_workers", "prefetch_factor", "pin_memory", "suggested_lr",
     "strategy", "dispatch_batches", "rank_timeout", "sharding_array",
+)  # fmt: skip
+
+
+# Settings that may differ when a run is resumed: its length, and what is saved and evaluated when.
+_ADJUSTABLE = (
+    "epochs", "max_steps", "name", "save_dir", "save_every", "save_strategy", "save_best", "save_last", "keep_every",
+    "save_async", "eval_on_save", "eval_every", "eval_batch_size", "monitor_metric", "monitor_mode", "load_components",
+    "exit_on_signal", "nonfinite", "oom", "bad_samples", "compile", "channels_last", "gradient_checkpointing",
+    "activation_offload", "sdpa_backend", "matmul_precision", "fp8_dim_alignment",
 )  # fmt: skip
 
 
@@ -68,6 +80,24 @@ def fingerprint(run: Run) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def check_unchanged(run: Run, folder: Path, checkpoint: Path) -> None:
+    """Refuse to resume a run of the folder with settings that would make it another run. Run by rank 0."""
+    before = read_config(folder)
+    now = json.loads(json.dumps(run.context.config.to_json()))
+    skipped = {*_INCIDENTAL, *_ADJUSTABLE}
+    names = [k for k in now if k in before and k not in skipped and now[k]["source"] not in ("env", "derived")]
+    changed = {k: (before[k]["value"], now[k]["value"]) for k in names if before[k]["value"] != now[k]["value"]}
+    changed = {k: values for k, values in changed.items() if find_mask(values[0]) is None}  # a secret may be another
+    if changed:
+        listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        proceed = run.options.continue_hint.format(folder=folder, checkpoint=checkpoint)
+        raise BadArgument(
+            f"Expected the settings that wrote {checkpoint}, received others: {listed}. To continue from it with the "
+            f"new settings, {proceed}; to start from scratch, {run.options.fresh_start_hint}; or choose another folder "
+            "or name."
+        )
+
+
 def describe_data(data: Any) -> Any:
     """Enough to tell datasets apart at no cost: a path, or a few of the rows."""
     if isinstance(data, (str, Path)):
@@ -77,9 +107,11 @@ def describe_data(data: Any) -> Any:
     if hasattr(data, "tensors"):
         return [describe_data(part) for part in data.tensors]
     if hasattr(data, "shape") and hasattr(data, "dtype") and len(data.shape) > 0:
+        # bf16 of torch, too
+        first, last = (r.double() if hasattr(r, "double") else np.asarray(r, np.float64) for r in (data[:4], data[-4:]))
         return [
             list(data.shape),
-            *(hashlib.sha256(_digits(r).encode()).hexdigest()[:16] for r in (data[:4], data[-4:])),
+            *(hashlib.sha256(str(rows.tolist()).encode()).hexdigest()[:16] for rows in (first, last)),
         ]
     # A HuggingFace dataset has its own fingerprint.
     place = getattr(data, "root", None) or getattr(data, "path", None) or getattr(data, "_fingerprint", None)
@@ -94,8 +126,3 @@ def size_of(data: Any) -> int | None:
         return len(data)
     except TypeError:
         return None
-
-
-def _digits(rows: Any) -> str:
-    values = rows.double() if hasattr(rows, "double") else np.asarray(rows, dtype=np.float64)  # bf16 of torch, too
-    return str(values.tolist())

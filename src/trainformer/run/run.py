@@ -21,8 +21,9 @@ from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
-from trainformer.run.logging import RunRecords, resident_gb, save_reason
+from trainformer.run.logging import RunRecords
 from trainformer.run.setup import RunParts
+from trainformer.utils.processes import resident_bytes
 
 logger = logging.getLogger("trainformer")
 
@@ -56,7 +57,7 @@ class Run(ABC):
         self.live_control = LiveControl(self)
         self.logger_state: dict[str, Any] = {}
         self._last_metrics: dict[str, float] = {}
-        self._best_at_step = -1
+        self.best_at_step = -1
         self.backend.schedule_for(self.total_steps())
         self.record_config()
 
@@ -116,7 +117,7 @@ class Run(ABC):
 
     def memory_gb(self) -> float | None:
         """Peak memory of the device; resident memory of the process where it has none of its own."""
-        return resident_gb()
+        return resident_bytes() / 1e9 or None
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
         """What to record about the latest evaluation besides its metrics, by kind."""
@@ -219,24 +220,22 @@ class Run(ABC):
             self.live_control.answer_finished()
 
     def has_requests(self) -> bool:
-        """Whether a live request is waiting."""
         return self.live_control.has_requests()
 
     def take_requests(self) -> list[Any]:
-        """The live requests since the last call."""
         return self.live_control.take()
 
     def apply_requests(self, requests: list[Any]) -> None:
-        """Apply live requests to the control."""
         self.live_control.apply_requests(requests)
 
     def is_worth_keeping(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is among the best. Rank 0 decides: ranks may see the folder at different times."""
         if self.checkpointer is None or not self.process_group.is_main:
             return False
-        is_best = self.checkpointer.is_worth_keeping(metrics)
+        kept = self.checkpointer.store.checkpoints()
+        is_best = self.checkpointer.retention.is_worth_keeping(metrics, kept)
         if is_best:
-            self._best_at_step = self.state.step
+            self.best_at_step = self.state.step
         return is_best
 
     def save(self) -> str | None:
@@ -251,13 +250,7 @@ class Run(ABC):
         path = self.checkpointer.save(state.step, state.epoch, metrics, on_written)
         if path is None:
             state.saved_at = previous
-            return None
-        return str(path)
-
-    def save_reason(self) -> str | None:
-        """Why a checkpoint is written at this step."""
-        is_best = self._best_at_step == self.state.step
-        return None if self.loop is None else save_reason(self.loop.plan, self.state, self.control, is_best)
+        return None if path is None else str(path)
 
     # -- state -------------------------------------------------------------------------------------------------
 

@@ -64,8 +64,7 @@ class CommonSettings:
         for name in ("epochs", "batch_size", "accumulation_steps"):
             self._whole(name, least=1)
         for name in ("max_steps", "eval_batch_size", "keep_every"):
-            if getattr(self, name) is not None:
-                self._whole(name, least=1)
+            self._whole(name, least=1, optional=True)
         for name in ("save_best", "save_last", "seed"):
             self._whole(name, least=0)
         self._choice("monitor_mode", ("min", "max"))
@@ -74,13 +73,17 @@ class CommonSettings:
         for name, unit in (("log_every", "steps"), ("save_every", self.save_strategy), ("eval_every", "epochs")):
             Cadence.parse(getattr(self, name), unit, name)  # type: ignore[arg-type]
 
-    def _whole(self, name: str, least: int) -> None:
+    def _whole(self, name: str, least: int, optional: bool = False) -> None:
         value = getattr(self, name)
+        if value is None and optional:
+            return
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise BadArgument(expected(f"{name} to be a whole number of at least {least}", value))
 
     def _number(self, name: str, fits: Any, words: str) -> None:
         value = getattr(self, name)
+        if value is None and words.endswith(", or None"):
+            return
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not fits(value):
             raise BadArgument(expected(f"{name} to be {words}", value))
 
@@ -131,7 +134,7 @@ class FrontOptions:
 
     `plan` replaces fields of the loop's plan. Without `keeps_folder` nothing is written to disk. `checkpoint_name` is
     formatted with the step. With `shows_messages` log messages go to the console whatever loggers there are.
-    `fresh_start_hint` tells the user how to start from scratch.
+    `fresh_start_hint` tells the user how to start from scratch, `continue_hint` how to resume with other settings.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -139,4 +142,5 @@ class FrontOptions:
     checkpoint_name: str = "step_{:08d}"
     shows_messages: bool = False
     fresh_start_hint: str = "pass resume=None"
+    continue_hint: str = "pass resume='{folder}'"
     signals: SignalRules = field(default_factory=SignalRules)

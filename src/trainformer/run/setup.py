@@ -26,19 +26,15 @@ class RunBackend(Backend, Protocol):
     @property
     def grad_norm(self) -> Any:
         """Gradient norm of the last step before clipping, still on the device."""
-        ...
 
     def schedule_for(self, total_steps: int | None) -> None:
         """Fit the schedules to the length of the run."""
-        ...
 
     def run_context(self) -> AbstractContextManager[Any]:
         """Global framework settings (matmul precision, mesh) for the duration of a run."""
-        ...
 
     def drop_step(self) -> None:
         """Discard a step that was not finished."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

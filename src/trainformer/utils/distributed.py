@@ -9,7 +9,6 @@ Everything here is a collective: every rank must make the same calls in the same
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -57,16 +56,6 @@ def world_size() -> int:
 def rank() -> int:
     """Rank of this process among them."""
     return dist.get_rank(_Current.group) if world_size() > 1 else 0
-
-
-def is_main_process() -> bool:
-    """Whether this is rank 0 of all processes, whatever the data-parallel group."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-def is_local_main_process() -> bool:
-    """Whether this is the first process on its machine."""
-    return is_main_process() or os.environ.get("LOCAL_RANK") == "0"
 
 
 @contextmanager

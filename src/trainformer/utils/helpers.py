@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import random
-import sys
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from trainformer.core.errors import BadArgument, expected
+from trainformer.utils.processes import peak_resident_bytes, resident_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,8 @@ def seed_everything(seed: int = 42, deterministic: bool = True) -> None:
     True
     """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise BadArgument(
-            expected("seed to be an integer from 0 to 2**32 - 1", seed, "NumPy accepts no other seeds. Pass seed=42.")
-        )
+        do = "NumPy accepts no other seeds. Pass seed=42."
+        raise BadArgument(expected("seed to be an integer from 0 to 2**32 - 1", seed, do))
     seed = int(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -63,9 +62,6 @@ def count_parameters(model: torch.nn.Module, trainable_only: bool = True) -> str
         if total >= size:
             return f"{total / size:.2f}{unit}"
     return str(total)
-
-
-# -- memory ------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -113,31 +109,11 @@ def profile_memory(label: str = "Operation") -> Iterator[MemoryRecord]:
 
 
 def _used_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.memory_allocated()
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no /proc: fall back to the growth of the peak
-        return _peak_resident_bytes()
+    return torch.cuda.memory_allocated() if device == "cuda" else resident_bytes()
 
 
 def _peak_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return max(_peak_resident_bytes(), _used_bytes(device))
-
-
-def _peak_resident_bytes() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-# -- devices -----------------------------------------------------------------------------------------------
+    return torch.cuda.max_memory_allocated() if device == "cuda" else max(peak_resident_bytes(), resident_bytes())
 
 
 def get_device() -> torch.device:

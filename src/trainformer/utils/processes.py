@@ -1,9 +1,10 @@
-"""Process identities that survive the reuse of process ids."""
+"""Processes: identities that survive the reuse of process ids, and the memory of this one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 
@@ -36,3 +37,22 @@ def is_alive(process: int) -> bool:
         except ProcessLookupError:
             return False
     return True
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; its peak where the system reports no more."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident memory of this process; 0 on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

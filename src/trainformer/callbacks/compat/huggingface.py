@@ -7,8 +7,7 @@ steps; end of epoch; log, evaluate and save if due by epochs. Each side gets its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainformer.callbacks.compat import CallbackAdapter
@@ -20,7 +19,7 @@ from trainformer.callbacks.compat.huggingface_types import (
     TrainerState,
     arguments_of,
 )
-from trainformer.engine import Control, Event
+from trainformer.engine import Event
 
 # HF control flags and their names in the engine's control.
 _FLAGS = {
@@ -63,7 +62,6 @@ class HuggingFaceCallback(CallbackAdapter):
     # -- events --------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any) -> None:
-        """Called when the trainer is built."""
         self._call(trainer, "on_init_end")
 
     def handlers(self, trainer: Any) -> dict[Event, Callable[..., None]]:
@@ -102,7 +100,8 @@ class HuggingFaceCallback(CallbackAdapter):
 
     def _epoch_begin(self, trainer: Any) -> None:
         self._epoch = trainer.state.epoch
-        self.bridge.epoch_began(trainer)
+        if trainer.state.batch == 0:
+            self.bridge.state.epoch_start_step = trainer.state.step
         self._call(trainer, "on_epoch_begin")
 
     def _substep_end(self, trainer: Any) -> None:
@@ -119,15 +118,19 @@ class HuggingFaceCallback(CallbackAdapter):
 
     def _eval_begin(self, trainer: Any) -> None:
         self._note_epoch_end(trainer)
-        self.bridge.remember_best(trainer)
+        self.bridge.best_before = self.bridge.best(trainer)
         if _strategy(trainer, "eval_strategy") is IntervalStrategy.EPOCH:
             self._flush_epoch_end(trainer)
 
     def _eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        with self.bridge.previous_best():
+        # In `on_evaluate`, `best_metric` is still that of earlier evaluations: callbacks compare with it.
+        self.bridge.shows_previous_best = True
+        try:
             logs = self.bridge.logs_of(trainer, metrics)
             self._call(trainer, "on_log", logs=logs)
             self._call(trainer, "on_evaluate", metrics=logs)
+        finally:
+            self.bridge.shows_previous_best = False
 
     def _epoch_end(self, trainer: Any) -> None:
         self._note_epoch_end(trainer)
@@ -188,7 +191,6 @@ class HuggingFaceCallback(CallbackAdapter):
         return {"own": own, "epoch_end_pending": self._epoch_end_pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
         self._epoch_end_pending = state["epoch_end_pending"]
         if callable(getattr(self.wrapped, "load_state_dict", None)):
             self.wrapped.load_state_dict(state["own"])
@@ -205,9 +207,9 @@ class Bridge:
         self.control = TrainerControl()
         self._synced = 0  # records of the run's history that were translated
         self._logs: tuple[Any, dict[str, Any]] = (None, {})
-        self._best_before: tuple[float | None, int | None] = (None, None)
+        self.best_before: tuple[float | None, int | None] = (None, None)  # before the current evaluation
         self._save_due: tuple[int, bool] = (-1, False)
-        self._shows_previous_best = False
+        self.shows_previous_best = False
         self._began = 0.0, 0  # time and step at which the run began
         self._ended = True
         self._substep: tuple[int, dict[int, int]] = (-1, {})
@@ -224,11 +226,6 @@ class Bridge:
             self._save_due, self._substep = (-1, False), (-1, {})
         self.sync_history(trainer)
 
-    def epoch_began(self, trainer: Any) -> None:
-        """Record the first step of an epoch."""
-        if trainer.state.batch == 0:
-            self.state.epoch_start_step = trainer.state.step
-
     # -- dispatch ------------------------------------------------------------------------------------------
 
     def call(self, trainer: Any, callback: Any, event: str, extra: dict[str, Any]) -> None:
@@ -241,18 +238,13 @@ class Bridge:
             setattr(control, name, value)
         returned = getattr(callback, event)(arguments_of(trainer), self.state, control, **_keywords(trainer), **extra)
         for flag in changed_flags(before, control, returned):
-            self._request(engine, type(callback).__name__, event, flag, not before[flag])
-
-    @staticmethod
-    def _request(engine: Control, callback: str, event: str, flag: str, value: bool) -> None:
-        if flag in _FLAGS:
-            setattr(engine, _FLAGS[flag], value)
-        elif not value:
-            engine.cancel_stop()
-        elif flag == "should_abort_without_save":
-            engine.abort(f"it set {flag} in {event}", by=callback)
-        else:
-            engine.stop(f"it set {flag} in {event}", by=callback)
+            if flag in _FLAGS:
+                setattr(engine, _FLAGS[flag], not before[flag])
+            elif before[flag]:
+                engine.cancel_stop()
+            else:
+                stop = engine.abort if flag == "should_abort_without_save" else engine.stop
+                stop(f"it set {flag} in {event}", by=type(callback).__name__)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -264,32 +256,18 @@ class Bridge:
         state.epoch = run.epoch + (run.batch / length if length else 0.0)
         state.max_steps = trainer.total_steps or -1
         state.num_input_tokens_seen = run.tokens
-        state.best_metric, state.best_global_step = (
-            self._best_before if self._shows_previous_best else self._best(trainer)
-        )
+        state.best_metric, state.best_global_step = self.best_before if self.shows_previous_best else self.best(trainer)
         state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_local_main
         args = arguments_of(trainer)
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps = args.logging_steps, args.eval_steps or args.logging_steps
         state.save_steps, state.train_batch_size = args.save_steps, args.per_device_train_batch_size
 
-    def _best(self, trainer: Any) -> tuple[float | None, int | None]:
+    def best(self, trainer: Any) -> tuple[float | None, int | None]:
+        """The best value of the monitored metric, and its step."""
         run = trainer.state
         value = run.best_metrics.get(trainer.monitor_metric)
         return value, (run.best_step if value is not None else None)
-
-    def remember_best(self, trainer: Any) -> None:
-        """Called before an evaluation."""
-        self._best_before = self._best(trainer)
-
-    @contextmanager
-    def previous_best(self) -> Iterator[None]:
-        """In `on_evaluate`, `best_metric` is still that of earlier evaluations: callbacks compare with it."""
-        self._shows_previous_best = True
-        try:
-            yield
-        finally:
-            self._shows_previous_best = False
 
     def save_follows(self, trainer: Any) -> bool:
         """Whether a checkpoint was due at the end of the epoch before any callback asked for one there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainformer.callbacks.compat import CallbackAdapter
@@ -64,20 +65,17 @@ class HookCallback(CallbackAdapter):
         # Stateless hooks get no state_dict, so that loading a checkpoint without their state does not warn.
         if overrides(hook, "on_state_dict") or overrides(hook, "on_load_state_dict"):
             self.state_dict = self._state_dict
-            self.load_state_dict = self._load_state_dict
+            self.load_state_dict = lambda state: hook.on_load_state_dict(self._trainer, state)
 
     def attach(self, trainer: Any) -> None:
-        """Called when the trainer is built."""
         self._trainer = self._hook_trainer(trainer)
 
     def handlers(self, trainer: Any) -> dict[Event, Callable[..., None]]:
-        """Handlers for the events the hook overrides."""
         view = self._hook_trainer(trainer)
-        handlers = {
-            event: _handler(event, getattr(self.wrapped, name), view)
-            for event, name in _METHODS.items()
-            if overrides(self.wrapped, name)
-        }
+        handlers: dict[Event, Callable[..., None]] = {}
+        for event, name in _METHODS.items():
+            if overrides(self.wrapped, name):
+                handlers[event] = partial(_call, event, getattr(self.wrapped, name), view)
         # A torch LR scheduler has already advanced when the step ends, so the learning rates are recorded before it.
         has_torch_scheduler = isinstance(view, TrainerView) and hasattr(view.native.active_scheduler, "scheduler")
         if has_torch_scheduler and Event.STEP_END in handlers:
@@ -97,9 +95,6 @@ class HookCallback(CallbackAdapter):
         state: dict[str, Any] = {}
         self.wrapped.on_state_dict(self._trainer, state)
         return state
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self.wrapped.on_load_state_dict(self._trainer, state)
 
 
 class TrainerView:
@@ -125,10 +120,7 @@ class TrainerView:
     workspace = property(lambda self: self.native.run_folder)
     is_interrupted = property(lambda self: self.native.control.ending_signal is not None)  # another process will resume
 
-    @staticmethod
-    def unwrap(model: nn.Module) -> nn.Module:
-        """The model inside wrappers."""
-        return unwrap(model)
+    unwrap = staticmethod(lambda model: unwrap(model))
 
     @property
     def hooks(self) -> list[BaseHook]:
@@ -184,15 +176,10 @@ def overrides(hook: BaseHook, name: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(BaseHook, name)
 
 
-def _handler(event: Event, method: Callable[[Any], None], trainer: Any) -> Callable[..., None]:
-    if not isinstance(trainer, TrainerView):
-        return lambda *args: method(trainer)
-
-    def handle(*args: Any) -> None:
+def _call(event: Event, method: Callable[[Any], None], trainer: Any, *args: Any) -> None:
+    if isinstance(trainer, TrainerView):
         trainer.update(event, args)
-        method(trainer)
-
-    return handle
+    method(trainer)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainformer.checkpointing.tools.listing import AnyPath, find
 from trainformer.checkpointing.tools.states import States
-from trainformer.checkpointing.tools.summary import as_text
+from trainformer.checkpointing.tools.summary import Shown
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 
@@ -54,7 +54,7 @@ class PartComparison:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """What `compare` found, by component."""
 
     a: str
@@ -79,12 +79,6 @@ class Comparison:
             for key in keys:
                 table.add_row(key, "", "", f"only in {side}")
         return table
-
-    def __rich__(self) -> Table:
-        return self.table()
-
-    def __str__(self) -> str:
-        return as_text(self.table())
 
 
 def compare(a: AnyPath, b: AnyPath, components: Collection[str] | None = None) -> Comparison:
@@ -143,8 +137,10 @@ def _difference(name: str, a: Any, b: Any) -> Difference | None:
         return _tensor_difference(name, a, b)
     if type(a) is type(b) and (a == b or (a != a and b != b)):
         return None
-    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (a, b))
-    return Difference(name, _words(a), _words(b), _finite_or_infinite(abs(a - b)) if numbers else None)
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (a, b)):
+        return Difference(name, _words(a), _words(b))
+    gap = float(abs(a - b))
+    return Difference(name, _words(a), _words(b), float("inf") if gap != gap else gap)
 
 
 def _tensor_difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
@@ -166,10 +162,6 @@ def _wide(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor.long()
-
-
-def _finite_or_infinite(gap: float) -> float:
-    return float("inf") if gap != gap else float(gap)
 
 
 def _words(value: Any) -> str:

@@ -76,21 +76,8 @@ class Request:
         return kind if isinstance(kind, str) else None
 
 
-@dataclass(frozen=True)
-class Made:
-    """What was written to a folder, beside what the request says."""
-
-    size_before: int
-    adapter: str | None = None
-    layers: Layers | None = None
-    difference: float | None = None
-    trained_difference: float | None = None
-    compared: str = "outputs"
-    notes: tuple[str, ...] = ()
-
-
-def make(request: Request, draft: Path) -> Made:
-    """Fill ``draft/whole`` with what the request asks for."""
+def make(request: Request, draft: Path) -> dict[str, Any]:
+    """Fill ``draft/whole`` with what the request asks for. Returns the fields of `Finalized` that say what was done."""
     whole, plain, kind = draft / "whole", draft / "plain", str(request.kind)
     recipe, device = request.recipe, _device(request)
     if recipe is not None:
@@ -104,7 +91,7 @@ def make(request: Request, draft: Path) -> Made:
         model.save_pretrained(str(plain if recipe else whole))
         if recipe is None:
             _check_equal(before, _outputs(_opened(whole, "cpu"), kind), whole)
-            return Made(weights_size(whole), adapter)
+            return {"size_before": weights_size(whole), "adapter": adapter}
         layers = layers_for(model, recipe)
         trained = None
         if request.trained_for:
@@ -116,13 +103,15 @@ def make(request: Request, draft: Path) -> Made:
         _mend_names(whole)
         after = _outputs(quantised, kind)
         _check_equal(after, _outputs(_opened(whole, device), kind), whole)
-    return Made(
-        weights_size(plain),
-        adapter,
-        layers,
-        difference=_largest(before, after),
-        trained_difference=None if trained is None else _as_trained(trained, after, recipe),
-    )
+    return {
+        "size_before": weights_size(plain),
+        "adapter": adapter,
+        "recipe": recipe.name,
+        "layers": len(layers.chosen),
+        "left": {reason: len(names) for reason, names in layers.skipped.items()},
+        "difference": _largest(before, after),
+        "trained_difference": None if trained is None else _as_trained(trained, after, recipe),
+    }
 
 
 # -- loading -----------------------------------------------------------------------------------------------
@@ -146,7 +135,8 @@ def _loaded(request: Request, draft: Path) -> Any:
 def _adapted(request: Request) -> tuple[Any, str]:
     """The model that an adapter's checkpoint stands for, merged; and what the adapter is called."""
     recorded = str(request.settings.get("task/adapter") or "")
-    base = request.base or _read_base(request.folder)
+    adapter_config = json.loads((request.folder / ADAPTER_CONFIG).read_text("utf-8"))
+    base = request.base or adapter_config.get("base_model_name_or_path") or None
     if base is None:
         raise BadArgument(
             "Expected the model that the adapter belongs to, received none: it was not loaded from a name or folder in "
@@ -161,10 +151,6 @@ def _adapted(request: Request) -> tuple[Any, str]:
     if request.ema is not None:
         model.load_state_dict(States(request.checkpoint)[request.ema]["model"])
     return merge_adapter(model), recorded.partition("(")[0] or "adapter"
-
-
-def _read_base(folder: Path) -> str | None:
-    return json.loads((folder / ADAPTER_CONFIG).read_text("utf-8")).get("base_model_name_or_path") or None
 
 
 def _load_options(recorded: str, request: Request) -> dict[str, Any]:
@@ -195,13 +181,9 @@ def _try_out(recipe: Recipe, device: str) -> None:
         layer(torch.zeros(16, 128, device=device, dtype=dtype))
     except Exception as error:  # missing kernels, an old GPU: torchao raises all sorts
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadArgument(
-            expected(
-                f"a machine that can quantise to {recipe.name!r}" + (" (a recent GPU)" if recipe.needs_gpu else ""),
-                f"{device}: {first}",
-                "Choose another recipe, or do it where the model is to run.",
-            )
-        ) from error
+        what = f"a machine that can quantise to {recipe.name!r}" + (" (a recent GPU)" if recipe.needs_gpu else "")
+        do = "Choose another recipe, or do it where the model is to run."
+        raise BadArgument(expected(what, f"{device}: {first}", do)) from error
 
 
 def _quantised(plain: Path, kind: str, recipe: Recipe, layers: Layers, device: str) -> Any:
@@ -213,7 +195,8 @@ def _quantised(plain: Path, kind: str, recipe: Recipe, layers: Layers, device: s
     # The kernels of a GPU take bf16 alone.
     dtype = torch.bfloat16 if recipe.needs_gpu else transformers.AutoConfig.from_pretrained(plain).dtype
     model: Any = load_model(plain, kind, dtype=dtype, quantization_config=config, **_placed(device))
-    found = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and _is_quantised(part)}
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    found = {name for name, part in linear.items() if type(part.weight.data) is not Tensor}
     if found != set(layers.chosen):
         odd = sorted(found ^ set(layers.chosen))
         raise DataError(f"transformers quantised other layers than were meant, for instance {odd[0]}. Nothing is kept.")
@@ -232,10 +215,6 @@ def _mend_names(folder: Path) -> None:
         nested = [name for name in names if "." in name]
         if nested != names:
             save_file(load_file(path), path, {**metadata, "tensor_names": json.dumps(nested)})
-
-
-def _is_quantised(layer: nn.Linear) -> bool:
-    return type(layer.weight.data) is not Tensor
 
 
 def _opened(folder: Path, device: str) -> Any:

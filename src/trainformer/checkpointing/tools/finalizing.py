@@ -23,10 +23,10 @@ from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from trainformer.backends.torch.quantize import RECIPES, Recipe, recipe_named
 from trainformer.checkpointing import Checkpoint, Retention
-from trainformer.checkpointing.tools.deployable import MODEL_CONFIGS, WEIGHTS, Made, Request, make, weights_size
+from trainformer.checkpointing.tools.deployable import MODEL_CONFIGS, WEIGHTS, Request, make, weights_size
 from trainformer.checkpointing.tools.listing import AnyPath, find, is_checkpoint, list_checkpoints
 from trainformer.checkpointing.tools.states import STATE, States, export_weights
-from trainformer.checkpointing.tools.summary import as_text, in_words
+from trainformer.checkpointing.tools.summary import Shown, in_words
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.utils.files import sync
 from trainformer.utils.processes import is_alive
@@ -37,7 +37,7 @@ _WHICH = ("last", "best")
 
 
 @dataclass(frozen=True)
-class Finalized:
+class Finalized(Shown):
     """What `finalize` made. Differences are the largest between outputs for random tokens; None: there is no other.
 
     `difference` is that of the quantised model to the same model before, `trained_difference` to the model as it
@@ -94,12 +94,6 @@ class Finalized:
             table.add_row("note", note)
         return table
 
-    def __rich__(self) -> Table:
-        return self.table()
-
-    def __str__(self) -> str:
-        return as_text(self.table())
-
 
 def finalize(
     run: AnyPath,
@@ -120,7 +114,9 @@ def finalize(
     other, the weights are written. The result is read from disk and compared before it gets its name: if anything is
     wrong, `out` does not appear.
     """
-    target = _free(Path(out))
+    target = Path(out).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadArgument(expected("a folder to make, which is empty or not there", str(out), "Choose another."))
     checkpoint, note = _checkpoint(run, which)
     states = States(checkpoint)
     if STATE in states:
@@ -136,20 +132,25 @@ def finalize(
         folder = draft / "whole"
         folder.mkdir()
         made = _weights_alone(request, quantize, folder) if request.kind is None else make(request, draft)
-        _copy_assets(request, folder)
-        result = _report(request, made, target, folder, note)
+        # The tokenizer and whatever else the task put beside the weights; the model's own files are new.
+        for record in checkpoint.manifest.components.get("assets", []):
+            if record.name not in {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+                shutil.copyfile(request.folder / record.name, folder / record.name)
+        notes = (*made.pop("notes", ()), *([note] if note else []))
+        result = Finalized(
+            out=target,
+            checkpoint=request.folder,
+            step=checkpoint.step,
+            files=tuple(sorted([*(path.name for path in folder.iterdir()), REPORT])),
+            size=weights_size(folder),
+            ema=request.ema,
+            trained_for=request.trained_for,
+            notes=notes,
+            **made,
+        )
         (folder / REPORT).write_text(json.dumps(result.as_dict(), indent=2))
         _publish(folder, target)
     return result
-
-
-# -- what is meant -----------------------------------------------------------------------------------------
-
-
-def _free(target: Path) -> Path:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadArgument(expected("a folder to make, which is empty or not there", str(target), "Choose another."))
-    return target.absolute()
 
 
 def _checkpoint(run: AnyPath, which: str) -> tuple[Checkpoint, str | None]:
@@ -187,13 +188,9 @@ def _recipe(quantize: str | None, settings: Mapping[str, Any]) -> Recipe | None:
         return RECIPES.get(str(trained_for))
     recipe = recipe_named(quantize, "quantize")
     if trained_for not in (None, quantize):
-        raise BadArgument(
-            expected(
-                f"quantize to be {trained_for!r}, for which the run was trained",
-                quantize,
-                "The weights suit that rounding and no other. Pass 'none' for a model that is not quantised.",
-            )
-        )
+        what = f"quantize to be {trained_for!r}, for which the run was trained"
+        do = "The weights suit that rounding and no other. Pass 'none' for a model that is not quantised."
+        raise BadArgument(expected(what, quantize, do))
     return recipe
 
 
@@ -211,10 +208,7 @@ def _ema(states: States, ema: bool | str | None) -> str | None:
     return averages[0]
 
 
-# -- writing -----------------------------------------------------------------------------------------------
-
-
-def _weights_alone(request: Request, quantize: str | None, folder: Path) -> Made:
+def _weights_alone(request: Request, quantize: str | None, folder: Path) -> dict[str, Any]:
     """Of a model that nothing on disk can build again: its weights under its own names."""
     wanted = request.recipe is not None and quantize is not None
     if wanted or request.is_adapter:
@@ -231,37 +225,7 @@ def _weights_alone(request: Request, quantize: str | None, folder: Path) -> Made
         raise DataError(f"{folder / WEIGHTS} was read back with other weights than were written.")
     recipe = request.recipe
     note = () if recipe is None else (f"trained for {recipe.name}, and not quantised: see docs/quantization.md",)
-    return Made(weights_size(folder), compared="weights", notes=note)
-
-
-def _copy_assets(request: Request, folder: Path) -> None:
-    """The tokenizer and whatever else the task put beside the weights; the model's own files are new."""
-    own = {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
-    for record in request.checkpoint.manifest.components.get("assets", []):
-        if record.name not in own:
-            shutil.copyfile(request.folder / record.name, folder / record.name)
-
-
-def _report(request: Request, made: Made, target: Path, folder: Path, note: str | None) -> Finalized:
-    done = made.layers is not None
-    return Finalized(
-        out=target,
-        checkpoint=request.folder,
-        step=request.checkpoint.step,
-        files=tuple(sorted([*(path.name for path in folder.iterdir()), REPORT])),
-        size_before=made.size_before,
-        size=weights_size(folder),
-        adapter=made.adapter,
-        ema=request.ema,
-        recipe=request.recipe.name if done and request.recipe else None,
-        trained_for=request.trained_for,
-        layers=len(made.layers.chosen) if made.layers else 0,
-        left={reason: len(names) for reason, names in made.layers.skipped.items()} if made.layers else {},
-        difference=made.difference,
-        trained_difference=made.trained_difference,
-        compared=made.compared,
-        notes=(*made.notes, *([note] if note else [])),
-    )
+    return {"size_before": weights_size(folder), "compared": "weights", "notes": note}
 
 
 @contextmanager

@@ -41,9 +41,8 @@ def unprotect(path: AnyPath) -> Checkpoint:
 def _mark(path: AnyPath, on: bool) -> Checkpoint:
     found = find(path)
     if not isinstance(found, Checkpoint):
-        raise BadArgument(
-            expected("the folder of a checkpoint", str(found), "Single files are never deleted by a run's rules.")
-        )
+        do = "Single files are never deleted by a run's rules."
+        raise BadArgument(expected("the folder of a checkpoint", str(found), do))
     mark(found, on)
     return found
 
@@ -58,13 +57,8 @@ def find(path: AnyPath) -> Checkpoint | Path:
     if is_draft(path):
         raise InvalidCheckpoint(f"{path} is not a complete checkpoint: it has no {MANIFEST}.")
     if not (found := list_checkpoints(path)):
-        raise DataError(
-            expected(
-                "the folder of a run, of its checkpoints, or of one checkpoint",
-                str(path),
-                "There is no complete checkpoint in it.",
-            )
-        )
+        what = "the folder of a run, of its checkpoints, or of one checkpoint"
+        raise DataError(expected(what, str(path), "There is no complete checkpoint in it."))
     return found[-1]
 
 
@@ -72,9 +66,8 @@ def existing(path: AnyPath) -> Path:
     """The path, if it exists."""
     path = Path(path)
     if not path.exists():
-        raise DataError(
-            expected("a checkpoint, the folder of a run, or a file", str(path), "There is nothing at this path.")
-        )
+        do = "There is nothing at this path."
+        raise DataError(expected("a checkpoint, the folder of a run, or a file", str(path), do))
     return path
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,6 @@ def read_file(path: Path) -> dict[str, Any]:
     raise DataError(expected("a file written by Trainer.save, or one of weights by name", f"{path} with other content"))
 
 
-# -- arrays of JAX runs ----------------------------------------------------------------------------------------------
-
-
 def read_arrays(folder: Path) -> dict[str, Any]:
     """The train state of a JAX run by name, as tensors."""
     require("orbax.checkpoint", "jax", "to read a checkpoint of a run on JAX")
@@ -109,9 +106,6 @@ def _tensor(array: np.ndarray) -> Any:
     return torch.from_numpy(np.array(array))
 
 
-# -- export ------------------------------------------------------------------------------------------------------------
-
-
 def export_weights(path: AnyPath, out: AnyPath, ema: bool | str = False) -> Path:
     """Export the weights alone, under the model's own names and in their dtypes; returns the path.
 
@@ -119,15 +113,18 @@ def export_weights(path: AnyPath, out: AnyPath, ema: bool | str = False) -> Path
     weights of the EMA callback instead; if a run had several, pass the component's key (``"callback.EMA-2"``).
     """
     target = Path(out)
-    write = _WRITERS.get(target.suffix)
-    if write is None:
-        raise BadArgument(expected(f"a file that ends in {' or '.join(_WRITERS)}", str(out)))
+    if target.suffix not in (".safetensors", ".pt"):
+        raise BadArgument(expected("a file that ends in .safetensors or .pt", str(out)))
     states = States(find(path))
     weights = _average(states, ema) if ema else _model(states)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        write(weights, draft)
+        if target.suffix == ".pt":
+            torch.save(dict(weights), draft)
+        else:
+            # Under all names, so that readers need not know which weights are tied; safetensors forbids shared memory.
+            save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, draft, {"format": "pt"})
         sync(draft)
         draft.replace(target)
     finally:
@@ -156,18 +153,3 @@ def _average(states: States, ema: bool | str) -> Mapping[str, Tensor]:
         )
     weights: Mapping[str, Tensor] = states[averages[0]]["model"]
     return weights
-
-
-def _write_safetensors(weights: Mapping[str, Tensor], path: Path) -> None:
-    # Under all names, so that readers need not know which weights are tied; safetensors forbids shared memory.
-    save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
-
-
-def _write_state_dict(weights: Mapping[str, Tensor], path: Path) -> None:
-    torch.save(dict(weights), path)
-
-
-_WRITERS: dict[str, Callable[[Mapping[str, Tensor], Path], None]] = {
-    ".safetensors": _write_safetensors,
-    ".pt": _write_state_dict,
-}

@@ -27,6 +27,21 @@ _DTYPES = {
 _KIND = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
+class Shown:
+    """What is shown as a table, by rich or as text without colours."""
+
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        file = io.StringIO()
+        Console(file=file, width=120).print(self.table())
+        return file.getvalue()
+
+
 @dataclass(frozen=True)
 class Part:
     """One component: how it is written, in how many bytes, in which files."""
@@ -38,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Shown):
     """What `inspect` found. `parameters` counts the numbers in the weights: buffers included, tied ones once."""
 
     path: Path
@@ -85,12 +100,6 @@ class Summary:
             files = f"{part.key}/ ({len(part.files)} files)" if part.format == "orbax" else ", ".join(part.files)
             table.add_row(part.key, in_words(part.size), files or part.format)
         return table
-
-    def __rich__(self) -> Table:
-        return self.table()
-
-    def __str__(self) -> str:
-        return as_text(self.table())
 
 
 def inspect(path: AnyPath) -> Summary:
@@ -177,7 +186,10 @@ def _of_file(path: Path) -> Summary:
         step=step,
         epoch=run.get("epoch"),
         time=path.stat().st_mtime,
-        parts=tuple(Part(key, "in the file", _bytes_of(state)) for key, state in components.items()),
+        parts=tuple(
+            Part(key, "in the file", sum(t.numel() * t.element_size() for t in tensors_in(state)))
+            for key, state in components.items()
+        ),
         parameters=counts.total(),
         dtypes=dict(counts.most_common()),
         metrics={name: v for record in records for name, v in record.items() if name.startswith("val/")},
@@ -196,10 +208,6 @@ def tensors_in(tree: Any) -> Iterable[Any]:
         yield tree
 
 
-def _bytes_of(tree: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
-
-
 def in_words(size: int) -> str:
     """
     >>> in_words(512), in_words(45_300_000)
@@ -207,10 +215,3 @@ def in_words(size: int) -> str:
     """
     unit, factor = next((u, f) for u, f in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if size >= f or f == 1)
     return f"{size / factor:.1f} {unit}" if factor > 1 else f"{size} B"
-
-
-def as_text(table: Table) -> str:
-    """A table as text, without colours."""
-    file = io.StringIO()
-    Console(file=file, width=120).print(table)
-    return file.getvalue()

@@ -22,9 +22,6 @@ def trainer_api(trainer: Any) -> Any:
     return getattr(trainer, "_handle", trainer)
 
 
-# -- names of metrics ---------------------------------------------------------------------------------------
-
-
 def is_evaluation(logs: Mapping[str, Any]) -> bool:
     """Whether a log record holds the metrics of an evaluation.
 
@@ -60,9 +57,6 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
 def _split(name: str) -> tuple[str, str]:
     prefix, _, rest = name.partition("_")
     return (prefix, rest) if prefix in ("eval", "test") and rest else ("train", name)
-
-
-# -- arguments ----------------------------------------------------------------------------------------------
 
 
 def all_arguments(args: Any) -> dict[str, Any]:

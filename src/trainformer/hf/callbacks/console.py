@@ -83,8 +83,7 @@ class ProgressCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._evaluation_ended(state)
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._evaluation_ended(state)
+    on_predict = on_evaluate
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = False
@@ -135,14 +134,19 @@ class InfoCallback(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        changed = changed_arguments(args, kwargs.get("trainer"))
+        changed = {name: str(value) for name, value in changed_arguments(args, kwargs.get("trainer")).items()}
+        shown = {
+            name: text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+            for name, text in changed.items()
+        }
+        loaders = {"train": kwargs.get("train_dataloader"), "eval": kwargs.get("eval_dataloader")}
         lines = {
             "model": _describe_model(model),
-            "data": _describe_data(kwargs.get("train_dataloader"), kwargs.get("eval_dataloader")),
+            "data": ", ".join(f"{name} {_size(loader)}" for name, loader in loaders.items() if loader),
             "device": _describe_device(model, args),
             "steps": _describe_steps(args, state, kwargs.get("train_dataloader")),
             "batch": _describe_batch(args, kwargs.get("trainer")),
-            "arguments": ", ".join(f"{name}={_shorten(value)}" for name, value in sorted(changed.items())),
+            "arguments": ", ".join(f"{name}={text}" for name, text in sorted(shown.items())),
         }
         width = max(map(len, lines))
         text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items() if line)
@@ -161,15 +165,6 @@ def _describe_model(model: Any) -> str:
     share = "all trainable" if trained == total else f"{trained:,} trainable ({trained / max(total, 1):.2%})"
     dtypes = ", ".join(f"{name} {count:,}" if len(kinds) > 1 else name for name, count in kinds.most_common())
     return f"{type(model).__name__}, {total:,} parameters, {share}; {dtypes}"
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
-
-
-def _describe_data(train: Any, evaluation: Any) -> str:
-    return ", ".join(f"{name} {_size(loader)}" for name, loader in (("train", train), ("eval", evaluation)) if loader)
 
 
 def _size(loader: Any) -> str:

@@ -131,15 +131,12 @@ class _EventFile(JsonlLogger):
         if not self.path.exists():
             return
         if step == 0:
-            self._rename_existing()
+            number = 1
+            while (other := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
+                number += 1
+            self.path.rename(other)
             return
         kept = [line for line, record in valid_lines(self.path) if record.get("global_step", 0) <= step]
         content = b"".join(line + b"\n" for line in kept)
         if content != self.path.read_bytes():
             write_atomically(self.path, content)
-
-    def _rename_existing(self) -> None:
-        number = 1
-        while (other := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
-            number += 1
-        self.path.rename(other)

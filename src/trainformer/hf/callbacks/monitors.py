@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from trainformer.callbacks.compat.huggingface_types import TrainerCallback, Trai
 from trainformer.callbacks.monitors import gradient_norm, named_gradients
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.common import is_evaluation, trainer_api
-from trainformer.hf.callbacks.tensorboard import WriterHandle
-from trainformer.utils.helpers import _peak_resident_bytes
+from trainformer.hf.callbacks.tensorboard import WritingCallback
+from trainformer.utils.processes import peak_resident_bytes
 
 logger = logging.getLogger("trainformer")
 
@@ -80,7 +80,9 @@ class DivergenceDetector(TrainerCallback):
         if not math.isfinite(value):
             self._diverged(control, state, f"{self.metric} is {value}")
             return control
-        average = self._update_average(float(value))
+        self._records += 1
+        self._sum = self.smoothing * self._sum + (1 - self.smoothing) * float(value)
+        average = self._sum / (1 - self.smoothing**self._records)
         limit = self._best + max((self.factor - 1) * abs(self._best), self.min_rise)
         if self._records > self.warmup and average > limit:
             self._above += 1
@@ -92,11 +94,6 @@ class DivergenceDetector(TrainerCallback):
             self._reported = False
         self._best = min(self._best, average)
         return control
-
-    def _update_average(self, value: float) -> float:
-        self._records += 1
-        self._sum = self.smoothing * self._sum + (1 - self.smoothing) * value
-        return self._sum / (1 - self.smoothing**self._records)
 
     def _diverged(self, control: TrainerControl, state: TrainerState, what: str) -> None:
         flag = _DIVERGENCE_FLAGS[self.action]
@@ -118,7 +115,7 @@ class DivergenceDetector(TrainerCallback):
         self._best = math.inf if state["best"] is None else state["best"]
 
 
-class GradLogger(TrainerCallback):
+class GradLogger(WritingCallback):
     """Every `log_frequency` steps, logs the total gradient norm and the largest, smallest and mean norm of a layer.
 
     A layer is a module with parameters of its own; its norm is that of all of them together. The metrics are
@@ -133,8 +130,6 @@ class GradLogger(TrainerCallback):
     They cost one device synchronisation per record. A warning names layers whose norm is below `vanishing_threshold`
     or above `exploding_threshold`: at the first such record, then at the second, fourth, eighth, ...
     """
-
-    sets_control = False
 
     def __init__(
         self,
@@ -154,7 +149,7 @@ class GradLogger(TrainerCallback):
         names = [track_layers] if isinstance(track_layers, str) else list(track_layers or ())
         self.track_layers = [] if self.tracks_all else names
         self.vanishing_threshold, self.exploding_threshold = vanishing_threshold, exploding_threshold
-        self._writer = WriterHandle(summary_writer, "GradLogger")
+        super().__init__(summary_writer)
         self._record: dict[str, float] = {}
         self._seen = {"vanishing": 0, "exploding": 0}  # number of records with such layers
 
@@ -166,7 +161,8 @@ class GradLogger(TrainerCallback):
         layers = sorted({layer_of(name) for name, _ in model.named_parameters()})
         for name in self.track_layers:
             if not any(path_contains(name, layer) for layer in layers):
-                known = [part for layer in layers for part in _subpaths(layer)]
+                paths = [layer.split(".") for layer in layers]
+                known = [".".join(p[i:j]) for p in paths for i in range(len(p)) for j in range(i + 1, len(p) + 1)]
                 hint = did_you_mean(name, known) or f"The model has {', '.join(layers[:8])}, ..."
                 raise BadArgument(expected("track_layers to name modules of the model", name, hint))
 
@@ -211,9 +207,6 @@ class GradLogger(TrainerCallback):
             if api is not None:
                 api.log_metrics(record)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._writer.close()
-
     def _tracked(self, norms: dict[str, float]) -> dict[str, float]:
         if self.tracks_all:
             return {f"grad_norm/{layer}": norm for layer, norm in norms.items()}
@@ -256,7 +249,10 @@ def layer_norms(
     if not found:
         return {}, 0.0
     before = norm_before_clipping
-    numbers = _to_host([*(gradient_norm(grad) for _, grad in found), *([] if before is None else [before.detach()])])
+    scalars = [*(gradient_norm(grad) for _, grad in found), *([] if before is None else [before.detach()])]
+    device = scalars[0].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    numbers = torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
     by_layer: dict[str, list[float]] = {}
     for (layer, _), number in zip(found, numbers, strict=False):
         by_layer.setdefault(layer, []).append(number)
@@ -267,12 +263,6 @@ def layer_norms(
     # Clipping scaled all gradients by one factor; the ratio of the total norms undoes it.
     undo_clipping = numbers[-1] / total if total > 0 and math.isfinite(total) else 1.0
     return {layer: norm * undo_clipping for layer, norm in norms.items()}, numbers[-1]
-
-
-def _to_host(scalars: list[Tensor]) -> list[float]:
-    device = scalars[0].device
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    return torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
 
 
 def layer_of(parameter: str) -> str:
@@ -293,12 +283,7 @@ def path_contains(name: str, layer: str) -> bool:
     return bool(name) and f".{name}." in f".{layer}."
 
 
-def _subpaths(path: str) -> Iterable[str]:
-    words = path.split(".")
-    return (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
-
-
-class PeakMemory(TrainerCallback):
+class PeakMemory(WritingCallback):
     """Adds the peak memory since the last log record to each training record, in GiB.
 
     On CUDA: ``peak_memory_allocated`` (by tensors) and ``peak_memory_reserved`` (by the caching allocator). Reading
@@ -307,11 +292,9 @@ class PeakMemory(TrainerCallback):
     (a writer or a folder) they are also written there, under ``memory/``.
     """
 
-    sets_control = False
-
     def __init__(self, summary_writer: Any = None, reset: bool = True) -> None:
         self.reset = reset
-        self._writer = WriterHandle(summary_writer, "PeakMemory")
+        super().__init__(summary_writer)
         self._device = torch.device("cpu")
 
     def on_train_begin(
@@ -326,21 +309,14 @@ class PeakMemory(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs or is_evaluation(logs):
             return
-        peaks = self._peaks()
+        peaks = {"peak_memory_resident": peak_resident_bytes() / _GIB}
+        if self._device.type == "cuda":
+            peaks = {
+                "peak_memory_allocated": torch.cuda.max_memory_allocated(self._device) / _GIB,
+                "peak_memory_reserved": torch.cuda.max_memory_reserved(self._device) / _GIB,
+            }
+            if self.reset:
+                torch.cuda.reset_peak_memory_stats(self._device)
         logs.update(peaks)
         if state.is_world_process_zero:
             self._writer.add_scalars({f"memory/{name}": value for name, value in peaks.items()}, state.global_step)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._writer.close()
-
-    def _peaks(self) -> dict[str, float]:
-        if self._device.type != "cuda":
-            return {"peak_memory_resident": _peak_resident_bytes() / _GIB}
-        peaks = {
-            "peak_memory_allocated": torch.cuda.max_memory_allocated(self._device) / _GIB,
-            "peak_memory_reserved": torch.cuda.max_memory_reserved(self._device) / _GIB,
-        }
-        if self.reset:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        return peaks

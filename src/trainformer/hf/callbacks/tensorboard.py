@@ -19,7 +19,22 @@ from trainformer.core.optional import require
 from trainformer.hf.callbacks.common import all_arguments, numbers, to_tags
 
 
-class TBLogger(TrainerCallback):
+class WritingCallback(TrainerCallback):
+    """Base class of callbacks with a `summary_writer`: opened when training begins, closed when it ends."""
+
+    sets_control = False
+
+    def __init__(self, summary_writer: Any) -> None:
+        self._writer = WriterHandle(summary_writer, type(self).__name__)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._writer.open(state)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._writer.close()
+
+
+class TBLogger(WritingCallback):
     """Logs metrics, arguments, the model config and information about the experiment to TensorBoard.
 
     `summary_writer` is a `SummaryWriter` or a folder. Scalars have the names that transformers uses (``train/loss``,
@@ -28,11 +43,9 @@ class TBLogger(TrainerCallback):
     hides what was written after the step it resumes from. A writer that you pass is only flushed.
     """
 
-    sets_control = False
-
     def __init__(self, summary_writer: Any, **experiment_info: Any) -> None:
+        super().__init__(summary_writer)
         self.experiment_info = experiment_info
-        self._writer = WriterHandle(summary_writer, "TBLogger")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -54,9 +67,6 @@ class TBLogger(TrainerCallback):
         for name, value in tags.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, state.global_step)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._writer.close()
 
 
 @dataclass

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from trainformer.backends.torch import capture_random, restore_random
-from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
+from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.data.text.collate import pad
 from trainformer.hf.callbacks.common import trainer_api
-from trainformer.hf.callbacks.tensorboard import WriterHandle
+from trainformer.hf.callbacks.tensorboard import WritingCallback
 from trainformer.models.modes import eval_mode
 
 _DEFAULT_NEW_TOKENS = 64
@@ -23,7 +23,7 @@ _DEFAULT_NEW_TOKENS = 64
 _SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
-class TextgenCallback(TrainerCallback):
+class TextgenCallback(WritingCallback):
     """Every `generation_steps` steps, generates completions of all prompts in one batch, and logs them.
 
     Texts go to `summary_writer` (a `SummaryWriter` or a folder) and to the loggers of the run, as
@@ -34,8 +34,6 @@ class TextgenCallback(TrainerCallback):
     decoding unless you set a sampling option such as `temperature`, `top_p` or `top_k`. The tokenizer is the
     `processing_class` of the trainer. A trial when training begins shows errors early.
     """
-
-    sets_control = False
 
     def __init__(
         self,
@@ -56,7 +54,7 @@ class TextgenCallback(TrainerCallback):
         self.generation_steps = generation_steps
         self.generation_config = {} if generation_config is None else generation_config
         self.name = name
-        self._writer = WriterHandle(summary_writer, "TextgenCallback")
+        super().__init__(summary_writer)
 
     def on_train_begin(
         self,
@@ -92,9 +90,6 @@ class TextgenCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.generation_steps is None:
             self._show(state, **kwargs)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._writer.close()
 
     def _show(
         self, state: TrainerState, model: Any = None, processing_class: Any = None, trainer: Any = None, **_: Any

@@ -196,10 +196,7 @@ class JaxRun(Run):
 
     def validate(self) -> dict[str, float]:
         assert self.val_source is not None
-        return self.evaluate_on(self.val_source)
-
-    def evaluate_on(self, source: DataSource) -> dict[str, float]:
-        """Metrics named ``val/...`` over a source."""
+        source = self.val_source
         with eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance, self.backend.run_context():
             metrics, _ = evaluate(
                 self.backend, source.batches(0), self.backend.eval_step, False, advance, self.process_group

@@ -60,13 +60,8 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
         if is_loader(train) or isinstance(train, IterableDataset | DataSource):
-            raise BadArgument(
-                expected(
-                    "val_split with a dataset that has a length",
-                    type(train).__name__,
-                    "Pass a second loader or dataset as val_data.",
-                )
-            )
+            do = "Pass a second loader or dataset as val_data."
+            raise BadArgument(expected("val_split with a dataset that has a length", type(train).__name__, do))
         train, val = split_dataset(train, val_split, seed)
         info = extract_info(train)
     val = align_classes(val, info.class_names, is_open(task))
@@ -81,7 +76,14 @@ def is_open(task: Any) -> bool:
 def load(task: Any, data: Any) -> Any:
     """A dataset, loader or data source from a path or name, arrays, a dataset, a loader or a data source."""
     if isinstance(data, (str, Path)):
-        return _load_path(task, str(data))
+        if (registered := load_registered(str(data))) is not None:
+            return load(task, registered)
+        if not provides(task, "load_data"):
+            raise BadArgument(
+                f"{type(task).__name__} cannot load data by path (received {str(data)!r}). Pass a Dataset or "
+                "DataLoader, or define load_data(self, path) on the task."
+            )
+        return task.load_data(str(data))
     if isinstance(data, (torch.Tensor, np.ndarray)):
         data = (data,)
     if isinstance(data, tuple) and data and all(isinstance(d, (torch.Tensor, np.ndarray)) for d in data):
@@ -95,24 +97,8 @@ def load(task: Any, data: Any) -> Any:
         or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     ):
         return data
-    raise BadArgument(
-        expected(
-            "data to be a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a "
-            "DataSource",
-            type(data).__name__,
-        )
-    )
-
-
-def _load_path(task: Any, path: str) -> Any:
-    if (loaded := load_registered(path)) is not None:
-        return load(task, loaded)
-    if not provides(task, "load_data"):
-        raise BadArgument(
-            f"{type(task).__name__} cannot load data by path (received {path!r}). Pass a Dataset or DataLoader, "
-            "or define load_data(self, path) on the task."
-        )
-    return task.load_data(path)
+    kinds = "a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a DataSource"
+    raise BadArgument(expected(f"data to be {kinds}", type(data).__name__))
 
 
 def is_loader(data: Any) -> bool:
@@ -129,13 +115,9 @@ def make_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         return _own_source(task, data, options, train)
     whole = _own_source(task, data, replace(options, shard=WHOLE), train)
     if getattr(whole, "is_sharded", False):
-        raise BadArgument(
-            expected(
-                "data that rank 0 reads for all ranks (dispatch_batches=True)",
-                "a loader that gives each rank data of its own",
-                "Leave out its DistributedSampler, or dispatch_batches.",
-            )
-        )
+        what = "data that rank 0 reads for all ranks (dispatch_batches=True)"
+        do = "Leave out its DistributedSampler, or dispatch_batches."
+        raise BadArgument(expected(what, "a loader that gives each rank data of its own", do))
     return DispatchedSource(whole, options.dispatch)
 
 
@@ -164,11 +146,17 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
             num_workers=workers,
             shard=options.shard,
         )
+    sampler = None
+    if train and options.sampler is not None:
+        from trainformer.data.samplers import make_sampler
+
+        size, accumulation = options.batch_size, options.accumulation
+        sampler = make_sampler(options.sampler, data, batch_size=size, seed=options.seed, accumulation=accumulation)
     return DatasetSource(
         data,
         options.batch_size,
         shuffle=train,
-        sampler=_sampler_for(data, options) if train else None,
+        sampler=sampler,
         drop_last=options.drop_last and train,
         seed=options.seed,
         collate=collate,
@@ -177,16 +165,6 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         prefetch_factor=options.prefetch_factor,
         skip_bad=options.skip_bad,
         shard=options.shard,
-    )
-
-
-def _sampler_for(data: Any, options: LoadOptions) -> Any:
-    if options.sampler is None:
-        return None
-    from trainformer.data.samplers import make_sampler
-
-    return make_sampler(
-        options.sampler, data, batch_size=options.batch_size, seed=options.seed, accumulation=options.accumulation
     )
 
 

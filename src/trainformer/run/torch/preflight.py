@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -246,8 +245,14 @@ def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckRepo
     backend, settings = run.backend, run.settings
     cuda = backend.device.type == "cuda"
     dry_run.step(batch)
-    saved = _SavedBytes()
-    with saved:
+    saved: dict[int, int] = {}  # bytes that autograd keeps for the backward pass, by storage: the activations
+
+    def pack(tensor: Tensor) -> Tensor:
+        for part in _with_memory(tensor):
+            saved.setdefault(part.untyped_storage().data_ptr(), part.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         dry_run.step(batch)
     if cuda:
         torch.cuda.synchronize()
@@ -257,8 +262,10 @@ def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckRepo
     if cuda:
         torch.cuda.synchronize()
     report.seconds_per_step = (time.perf_counter() - began) * settings.accumulation_steps
-    report.peak_bytes = torch.cuda.max_memory_allocated() if cuda else saved.total + _state_bytes(run)
-    text = f"{report.seconds_per_step * 1e3:,.1f} ms per step, about {_bytes(report.peak_bytes)} of memory"
+    report.peak_bytes = torch.cuda.max_memory_allocated() if cuda else sum(saved.values()) + _state_bytes(run)
+    unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if report.peak_bytes >= s or u == "kB")
+    memory = f"{report.peak_bytes / size:.2f} {unit}"
+    text = f"{report.seconds_per_step * 1e3:,.1f} ms per step, about {memory} of memory"
     total = run.total_steps()
     if total is not None:
         report.estimated_seconds = report.seconds_per_step * (total - run.state.step)
@@ -312,29 +319,6 @@ def _of_all_ranks(run: TorchRun, problems: list[str]) -> list[str]:
     return [t if len(n) == len(gathered) else f"{t} (on rank {', '.join(n)})" for t, n in where.items()]
 
 
-class _SavedBytes(AbstractContextManager[None]):
-    """Counts what autograd keeps for the backward pass: the activations. Works on any device."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._seen: set[int] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        for part in _with_memory(tensor):
-            storage = part.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
-                self.total += storage.nbytes()
-        return tensor
-
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
-
 def _with_memory(tensor: Any) -> list[Tensor]:
     """What is inside of a tensor that only wraps others: one that is divided, or still on its way from other ranks."""
     if not is_traceable_wrapper_subclass(tensor):
@@ -362,11 +346,6 @@ def _words(error: Exception) -> str:
 
 def _some(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _bytes(n: int) -> str:
-    unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if n >= s or u == "kB")
-    return f"{n / size:.2f} {unit}"
 
 
 def _duration(seconds: float) -> str:

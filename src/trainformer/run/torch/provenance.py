@@ -34,7 +34,8 @@ def _record_task(run: TorchRun) -> None:
     task, config, declared = run.task, run.context.config, run.parts.declared
     if not provides(task, "config_dict"):
         return
-    defaults = {f.name: _default(f) for f in dataclasses.fields(task)} if declared else {}
+    fields = dataclasses.fields(task) if declared else ()
+    defaults = {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields}
     passed = getattr(task, "_passed", None)  # of tasks that set some of their arguments themselves (a recipe)
     for key, value in task.config_dict().items():
         name = f"task/{key}"
@@ -45,10 +46,6 @@ def _record_task(run: TorchRun) -> None:
             config.set_default(name, value, filterable=True)
         else:
             config.set_user(name, value, filterable=True)
-
-
-def _default(field: Any) -> Any:
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _differs(value: Any, other: Any) -> bool:

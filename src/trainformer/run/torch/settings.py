@@ -9,7 +9,6 @@ from typing import Any
 from trainformer.backends.torch.memory import SdpaChoice, sdpa_backends
 from trainformer.backends.torch.nonfinite import parse_policy
 from trainformer.backends.torch.quantize import check_recipes
-from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed import check_strategy
 from trainformer.run.settings import CommonSettings
 
@@ -59,28 +58,19 @@ class RunSettings(CommonSettings):
         """Reject settings that cannot work, before anything is built."""
         super().validate()
         self._whole("fp8_dim_alignment", least=1)
-        if self.prefetch_factor is not None:
-            self._whole("prefetch_factor", least=1)
-        if self.num_workers is not None:
-            self._whole("num_workers", least=0)
+        self._whole("prefetch_factor", least=1, optional=True)
+        self._whole("num_workers", least=0, optional=True)
         self._number("lr", lambda v: v > 0, "a positive number")
         self._number("weight_decay", lambda v: v >= 0, "a number of at least 0")
-        if self.weight_decay_end is not None:
-            self._number("weight_decay_end", lambda v: v >= 0, "a number of at least 0, or None")
-        if self.layer_decay is not None:
-            self._number("layer_decay", lambda v: 0 < v <= 1, "a number above 0 and up to 1, or None")
-        if self.ema is not None:
-            self._number("ema", lambda v: 0 <= v < 1, "a number from 0 and below 1, or None")
+        self._number("weight_decay_end", lambda v: v >= 0, "a number of at least 0, or None")
+        self._number("layer_decay", lambda v: 0 < v <= 1, "a number above 0 and up to 1, or None")
+        self._number("ema", lambda v: 0 <= v < 1, "a number from 0 and below 1, or None")
         self._number("warmup_ratio", lambda v: 0 <= v <= 1, "a number from 0 to 1")
-        if self.gradient_clip is not None:
-            self._number("gradient_clip", lambda v: v >= 0, "a number of at least 0, or None")
+        self._number("gradient_clip", lambda v: v >= 0, "a number of at least 0, or None")
         check_strategy(self.strategy)
-        for name, choices in (("oom", ("split", "raise")), ("bad_samples", ("raise", "skip"))):
-            if getattr(self, name) not in choices:
-                raise BadArgument(expected(f"{name} to be {' or '.join(map(repr, choices))}", getattr(self, name)))
-        if self.matmul_precision not in (None, "highest", "high", "medium"):
-            words = "matmul_precision to be 'highest', 'high', 'medium' or None"
-            raise BadArgument(expected(words, self.matmul_precision))
+        self._choice("oom", ("split", "raise"))
+        self._choice("bad_samples", ("raise", "skip"))
+        self._choice("matmul_precision", ("highest", "high", "medium", None))
         parse_policy(self.nonfinite)
         sdpa_backends(self.sdpa_backend)
         check_recipes(self.precision, self.fp8_recipe, self.qat_recipe)

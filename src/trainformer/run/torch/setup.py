@@ -121,9 +121,8 @@ def check_task(task: Any) -> None:
     missing = [name for name in ("train_step", "eval_step") if not callable(getattr(task, name, None))]
     if missing or isinstance(task, type):
         what = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
-        raise BadArgument(
-            expected("a task: an object with `model`, `train_step` and `eval_step`", what, "See trainformer.tasks.")
-        )
+        do = "See trainformer.tasks."
+        raise BadArgument(expected("a task: an object with `model`, `train_step` and `eval_step`", what, do))
 
 
 def configure_task(task: Any, loaded: TrainingData) -> None:
