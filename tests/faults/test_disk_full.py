@@ -116,3 +116,19 @@ def test_a_really_full_disk(tmp_path, references, name, disk):
     newest = store.newest()
     assert newest.step == 36
     newest.verify()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_survives_if_the_status_cannot_be_written_either(tmp_path, disk, name):
+    """The whole run folder is on the full disk."""
+    (disk.path / "run").mkdir()
+    (tmp_path / "run").symlink_to(disk.path / "run")
+    code = finish(launch(CASES[name], tmp_path), tmp_path)
+    assert code == 1
+    assert "SaveFailed: 3 saves in a row failed" in output(tmp_path)
+    store = CheckpointStore(disk.path / "run/checkpoints")
+    for checkpoint in store.checkpoints():
+        checkpoint.verify()
+    assert disk.mount("20m", remount=True)
+    complete(CASES[name], tmp_path)
+    assert store.newest().step == 36

@@ -131,7 +131,7 @@ def test_a_failure_and_the_resume_after_it():
     assert (records()[-1]["status"], records()[-1]["error"]) == ("failed", "RuntimeError: the data is gone")
     before = len(records())
     saved = CheckpointStore(Path("run/checkpoints")).newest()
-    trainer_for().fit()
+    trainer_for(Fails(99)).fit()
     began, resumed, *_ = records()[before:]
     assert began["kind"] == "began"
     assert resumed == {**resumed, "kind": "resumed", "from": str(saved.path), "from_step": 8, "step": 8}
@@ -173,7 +173,9 @@ def test_skipped_steps_are_all_counted(caplog):
     assert all(r["reason"] for r in records("skipped"))
     before = len(records("skipped"))
     assert before > 1
-    trainer_for(epochs=3, nonfinite="skip").fit()  # which knows of the four from its checkpoint
+    good = Bad()
+    good.calls = 99
+    trainer_for(good, epochs=3, nonfinite="skip").fit()  # which knows of the four from its checkpoint
     assert len(records("skipped")) == before
     trainer_for(Bad(), nonfinite="skip", log_every=1000, run_dir="b").fit()
     assert [(r["step"], r["steps"]) for r in records("skipped", "b")] == [(8, 3), (16, 1)]  # at the evaluations

@@ -150,7 +150,9 @@ class CheckpointingHook(IntervalHook):
             if trainer.step:
                 trainer.logger.info("replacing the state loaded before (step %d)", trainer.step)
             if not origin and trainer.workspace is not None:
-                check_unchanged(trainer._built_run(), trainer.workspace, path)
+                check_unchanged(
+                    trainer._built_run(), trainer.workspace, path, ignore=("seed",)
+                )  # drawn by each process
             trainer.load_state_dict(read_single_file(path) if found is None else found[1])
             self._origin = origin
             trainer.logger.info("resuming from %s (step %d); pass load=None to start from scratch", path, trainer.step)

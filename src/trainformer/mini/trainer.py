@@ -156,8 +156,9 @@ class BaseTrainer:
 
     def train(self) -> None:
         """Train from the current state to `max_steps`. Raise `max_steps` and call it again to continue."""
-        with console_messages(Console(), enabled=rank() == 0), _mini_errors(), self._locked():
+        with console_messages(Console(), enabled=rank() == 0), _mini_errors(), ExitStack() as stack:
             self._build()
+            stack.enter_context(self._locked())
             run = self._built_run()
             run.settings.max_steps = check_integer("max_steps", self.max_steps, minimum=1)
             if not self._restored:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +80,13 @@ def fingerprint(run: Run) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def check_unchanged(run: Run, folder: Path, checkpoint: Path) -> None:
+def check_unchanged(run: Run, folder: Path, checkpoint: Path, ignore: Collection[str] = ()) -> None:
     """Refuse to resume a run of the folder with settings that would make it another run. Run by rank 0."""
-    before = read_config(folder)
-    now = json.loads(json.dumps(run.context.config.to_json()))
-    skipped = {*_INCIDENTAL, *_ADJUSTABLE}
+    config, before = run.context.config, read_config(folder)
+    now = json.loads(json.dumps(config.to_json()))
+    skipped = {*_INCIDENTAL, *_ADJUSTABLE, *ignore}
     names = [k for k in now if k in before and k not in skipped and now[k]["source"] not in ("env", "derived")]
+    names = [k for k in names if _is_plain(config.get(k))]  # the text of an optimizer changes while it trains
     changed = {k: (before[k]["value"], now[k]["value"]) for k in names if before[k]["value"] != now[k]["value"]}
     changed = {k: values for k, values in changed.items() if find_mask(values[0]) is None}  # a secret may be another
     if changed:
@@ -96,6 +97,14 @@ def check_unchanged(run: Run, folder: Path, checkpoint: Path) -> None:
             f"new settings, {proceed}; to start from scratch, {run.options.fresh_start_hint}; or choose another folder "
             "or name."
         )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float, Path))
 
 
 def describe_data(data: Any) -> Any:

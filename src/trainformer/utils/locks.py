@@ -52,9 +52,11 @@ class FolderLock:
         self.path = folder / LOCK
         self.purpose = purpose
         self._stopped: threading.Event | None = None
+        self._created = False
 
     def acquire(self) -> None:
         """Take the lock. Raises `FolderInUse` if its owner is alive; waits some seconds where only heartbeats tell."""
+        self._created = not self.path.parent.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         seen: int | None = None
         deadline = 0.0
@@ -91,7 +93,9 @@ class FolderLock:
         try:
             with self._opened() as file:
                 if _is_mine(_read(file)):
-                    os.ftruncate(file, 0)
+                    self.path.unlink()
+            if self._created and not any(self.path.parent.iterdir()):
+                self.path.parent.rmdir()  # nothing was written
         except OSError as error:  # the folder was deleted, or is no longer writable
             logger.warning("the lock of %s could not be released: %s", self.path.parent, error)
 
@@ -116,16 +120,19 @@ class FolderLock:
     @contextmanager
     def _opened(self) -> Iterator[int]:
         """The file, which nobody else reads or writes meanwhile (on file systems without flock, hardly anybody)."""
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                except OSError:
-                    logger.debug("no flock on %s", self.path)
-            yield file
-        finally:
-            os.close(file)
+        while True:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if fcntl is not None:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX)
+                    except OSError:
+                        logger.debug("no flock on %s", self.path)
+                if os.fstat(file).st_nlink:  # else its owner has deleted it meanwhile
+                    yield file
+                    return
+            finally:
+                os.close(file)
 
     def _write(self, file: int) -> None:
         process = os.getpid()
