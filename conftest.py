@@ -26,6 +26,8 @@ import hypothesis
 import pytest
 import torch
 
+from trainformer.core.secrets import forget_all
+
 if not torch.cuda.is_available():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch wants some of the GPU's memory, too
@@ -58,6 +60,7 @@ def _in_a_clean_place(tmp_path, monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
+    forget_all()  # the secrets of one test are harmless words of the next
 
 
 @pytest.fixture

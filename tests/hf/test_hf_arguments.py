@@ -49,6 +49,17 @@ def test_unsupported_fields_are_errors_unless_they_have_their_default(name):
         hf.TrainingArguments("out", **{name: "something else"})
 
 
+def test_secrets_are_masked_in_errors_and_in_json():
+    with pytest.raises(BadArgument, match="hub_token of HF") as caught:
+        hf.TrainingArguments("out", hub_token="hunter2")
+    assert "hunter2" not in str(caught.value)
+    args = hf.TrainingArguments("out", strategy_options={"api_key": "hunter2", "url": "redis://:swordfish@host"})
+    for text in (args.to_json_string(), str(args.to_sanitized_dict())):
+        assert "hunter2" not in text
+        assert "swordfish" not in text
+    assert args.to_dict()["strategy_options"]["api_key"] == "hunter2"
+
+
 def test_every_field_of_forgather_is_supported():
     words = """default_dtype max_eval_steps preserve_best_model best_model_metric best_model_greater_is_better
     preserve_n_best eval_on_save enable_activation_offloading detect_anomaly sdpa_backend sdpa_set_priority

@@ -17,6 +17,7 @@ from toys import MeanTask, classes, mlp
 from trainformer import Trainer
 from trainformer.callbacks import ProgressBar
 from trainformer.core.errors import BadArgument
+from trainformer.core.secrets import MASK
 from trainformer.hf.callbacks import InfoCallback, JsonLogger, ProgressCallback, TBLogger
 from trainformer.hf.callbacks.common import changed_arguments
 
@@ -185,7 +186,7 @@ def test_info_callback_in_a_native_run_shows_changed_settings(caplog):
 
 def test_changed_arguments():
     changed = changed_arguments(Arguments(num_train_epochs=3.0, hub_token="secret", kwargs={"a": 1}))
-    assert changed == {"num_train_epochs": 3.0, "hub_token": "<not shown>", "kwargs": {"a": 1}}
+    assert changed == {"num_train_epochs": 3.0, "hub_token": MASK, "kwargs": {"a": 1}}
 
 
 def test_datasets_of_a_trainer_are_not_settings():

@@ -374,3 +374,12 @@ def test_a_missing_package_is_named_with_the_pip_command(package, monkeypatch):
         trainformer.jax.__getattr__("TrainingArguments")
     with pytest.raises(AttributeError, match="no_such_name"):
         trainformer.jax.no_such_name  # noqa: B018
+
+
+def test_secrets_are_not_in_the_json_and_must_be_passed_again():
+    args = TrainingArguments(model_name="m", resume="s3://me:hunter2@host/run")
+    text = args.to_json()
+    assert "hunter2" not in text
+    with pytest.raises(BadArgument, match=r"the secret resume.*from_json\(text, resume=\.\.\.\)"):
+        TrainingArguments.from_json(text)
+    assert TrainingArguments.from_json(text, resume=args.resume).resume == args.resume

@@ -49,6 +49,21 @@ def test_metrics_texts_and_configuration(tmp_path: Path, wandb_records: Reader) 
     ]
 
 
+def test_no_secret_of_the_command_line_or_the_configuration_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--var", "token=hunter2", "--db", "redis://:swordfish@host"])
+    before = sys.argv
+    logger = MultiLogger([WandbLogger(dir=tmp_path)])
+    logger.init({"task": {"api_key": "open-sesame"}, "lr": 0.5})
+    logger.log_text("sample", "from hf_" + "aB3" * 11, step=1)
+    logger.finish()
+    assert sys.argv is before
+    files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"***masked***" in files
+    assert [s for s in (b"hunter2", b"swordfish", b"open-sesame", b"aB3aB3") if s in files] == []
+
+
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 0), ("interrupted", 255), ("failed", 1)])
 def test_status_becomes_an_exit_code(tmp_path: Path, wandb_records: Reader, status: str, code: int) -> None:
     logger = WandbLogger(dir=tmp_path)

@@ -156,6 +156,20 @@ def test_a_resumed_run_marks_the_step(tmp_path):
     assert run["versions"]["torch"] == "2.13.0"
 
 
+def test_secrets_in_the_files_of_a_run_do_not_reach_its_report(tmp_path):
+    """A run of another version, or one that was edited."""
+    config = {"task/api_key": ("hunter2", "user"), "lr": (0.1, "user"), "db": ("redis://:swordfish@host", "user")}
+    records = [{"time": START, "step": 1, "kind": "began", "command": ["train", "--var", "token=open-sesame"]}]
+    folder = write_run(
+        tmp_path / "run", [{"step": 1, "train/loss": 0.5}], records, config=config, log="hunter2 was refused"
+    )
+    text = write_report(folder).read_text()
+    assert [secret for secret in ("hunter2", "swordfish", "open-sesame") if secret in text] == []
+    assert content_of(folder / "report.html")["runs"][0]["config"]["task/api_key"] == {
+        "value": "***masked***", "source": "user", "depends_on": [],
+    }  # fmt: skip
+
+
 def test_an_error_is_shown_until_the_run_starts_again(tmp_path):
     failed = [
         {"time": START, "step": 0, "kind": "began"},

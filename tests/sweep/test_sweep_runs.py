@@ -16,7 +16,9 @@ import pytest
 import torch
 from sweep_victims import QUIET, trials_of
 
+from trainformer.cli import app
 from trainformer.core.errors import BadArgument
+from trainformer.core.secrets import MASK
 from trainformer.sweep import (
     choice,
     current_trial,
@@ -253,6 +255,65 @@ def test_a_journal_file_as_storage_and_secrets():
         fn.run(storage="shared/study.log", resume=False, **QUIET)
     with pytest.raises(BadArgument, match=r"sqlite:///study\.txt"):
         fn.run(storage="study.txt", name="other", **QUIET)
+
+
+def files_with(*secrets):
+    found = [(path, path.read_bytes()) for path in Path().rglob("*") if path.is_file()]
+    return [(str(path), secret) for path, content in found for secret in secrets if secret.encode() in content]
+
+
+def test_no_secret_reaches_a_file_or_the_console(capfd):
+    received = []
+
+    @sweep(x=uniform(0, 1), hub_token="hunter2", db=["redis://:swordfish@host"])
+    def fn(x, hub_token, db):
+        received.append((hub_token, db))
+        if len(received) == 2:
+            raise RuntimeError(f"{db[0]} refused {hub_token}")
+        return x
+
+    Path("shared").mkdir()
+    storage = f"sqlite:///file:{Path('shared/study.db').absolute()}?uri=true&password=open-sesame"
+    results = fn.run(n_trials=3, storage=storage)
+    assert received == [("hunter2", ["redis://:swordfish@host"])] * 3  # the function gets them
+    assert results[0]["config"]["hub_token"] == "hunter2"
+    assert Path("sweeps/fn/trials/0001/error.txt").read_text().endswith(f"redis://:{MASK}@host refused {MASK}\n")
+    assert json.loads(Path("sweeps/fn/sweep.json").read_text())["constants"]["hub_token"] == MASK
+    assert app.main(["sweep", "show", "fn", "--storage", storage]) == 0
+    assert app.main(["sweep", "show", "fn", "--storage", storage, "--json"]) == 0
+    assert files_with("hunter2", "swordfish", "open-sesame") == []
+    shown = "".join(capfd.readouterr())
+    assert [secret for secret in ("hunter2", "swordfish", "open-sesame") if secret in shown] == []
+    assert MASK in shown
+
+    fn.spaces["hub_token"] = "another-2"  # another secret is the same sweep
+    assert fn.run(n_trials=4, storage=storage, **QUIET)
+    assert received[-1][0] == "another-2"
+    with pytest.raises(BadArgument, match=r"the storage of the sweep with its password.*--storage"):
+        read_sweep("fn")
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:sword@fish@host/db", "mysql://host/db?user=me&passwd=sword@fish"])
+def test_the_error_of_a_storage_does_not_contain_its_password(url):
+    @sweep(x=uniform(0, 1))
+    def fn(x):
+        return x
+
+    with pytest.raises(BadArgument, match="a storage that can be opened") as caught:
+        fn.run(storage=url, **QUIET)
+    assert "sword" not in str(caught.value)
+    assert "fish" not in str(caught.value)
+    assert files_with("fish") == []
+
+
+def test_secrets_are_not_searched():
+    @sweep(api_key=choice("one-1", "two-2"))
+    def fn(api_key):
+        return 1
+
+    with pytest.raises(BadArgument, match="api_key to be no secret") as caught:
+        fn.run(**QUIET)
+    assert "one-1" not in str(caught.value)
 
 
 def test_a_trial_whose_process_died_is_retried_once():

@@ -20,6 +20,7 @@ from typing import Any
 from trainformer.checkpointing.components import StateComponent
 from trainformer.checkpointing.manifest import MANIFEST, FileRecord, Manifest
 from trainformer.checkpointing.store import CheckpointStore, records_of
+from trainformer.core.secrets import mask_text
 from trainformer.core.types import SharingPattern
 from trainformer.engine.process_group import ProcessGroup
 
@@ -128,7 +129,7 @@ class MultiRankWriter:
             self._store.complete(draft, manifest, records)
         except OSError as error:
             try:
-                _write_json(_failure_marker(draft), {"error": str(error)})
+                _write_json(_failure_marker(draft), {"error": mask_text(str(error))})
             except OSError:
                 pass  # most likely the disk is full; the other ranks see the folder disappear
             shutil.rmtree(draft, ignore_errors=True)

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainformer import __version__
+from trainformer.core.secrets import mask_text
 
 #: The module and the purpose of each command.
 COMMANDS = {
@@ -59,6 +60,13 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int | None]
     parse: Callable[[argparse.ArgumentParser, list[str]], argparse.Namespace] = argparse.ArgumentParser.parse_args
+
+
+class _Parser(argparse.ArgumentParser):
+    """Masks secrets in its errors."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(mask_text(message))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +162,7 @@ def paragraph(error: BaseException) -> str:
     from trainformer.core.errors import TrainformerError
 
     known = isinstance(error, TrainformerError | OSError)
-    text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows the traceback)"
+    text = mask_text(str(error) if known else f"{type(error).__name__}: {error} (--debug shows the traceback)")
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     return textwrap.fill(f"error: {' '.join(text.split())}", width, break_long_words=False, break_on_hyphens=False)
 
@@ -162,9 +170,7 @@ def paragraph(error: BaseException) -> str:
 def _parse(name: str, words: list[str]) -> tuple[argparse.Namespace, Command]:
     command = find_command(name)
     # No abbreviations: an option that is added later would change their meaning.
-    parser = argparse.ArgumentParser(
-        prog=f"trainformer {name}", description=_sentence(COMMANDS[name][1]), allow_abbrev=False
-    )
+    parser = _Parser(prog=f"trainformer {name}", description=_sentence(COMMANDS[name][1]), allow_abbrev=False)
     _add_arguments(parser, command)
     return command.parse(parser, words), command
 

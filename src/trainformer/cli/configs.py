@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.cli import recipes
 from trainformer.cli.app import Command, add_action
+from trainformer.cli.output import add_variable_argument, variables_of
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.secrets import mask_text
 
 if TYPE_CHECKING:
     from trainformer.config import Config
@@ -19,8 +21,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a .yaml, .json, .toml or .py file; only .py is executed")
     change = "change a value (a.b=3) or add one (+a.b=3); the value is YAML"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=change)
-    variable = "the value of a variable of a template or of !var"
-    parser.add_argument("--var", action="append", default=[], metavar="NAME=VALUE", dest="variables", help=variable)
+    add_variable_argument(parser, "the value of a variable of a template, of !var or of !secret")
     folder = "a folder of templates, searched after the config's own"
     parser.add_argument("--search", action="append", default=[], metavar="FOLDER", help=folder)
 
@@ -31,14 +32,8 @@ def _read_config(args: argparse.Namespace, trust: list[str] | None = None) -> Co
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    variables = _variables(args)
+    variables = variables_of(args)
     return load_config(args.config, args.overrides, search=args.search, trust=trust or (), variables=variables)
-
-
-def _variables(args: argparse.Namespace) -> dict[str, Any]:
-    from trainformer.config.loading import parse_assignment
-
-    return dict(parse_assignment(text, "a variable such as --var width=8") for text in args.variables)
 
 
 # -- run -------------------------------------------------------------------------------------------------------------
@@ -131,13 +126,14 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> None:
     """Print the config; nothing that it names is imported or built."""
     from trainformer import config as configs
+    from trainformer.config.nodes import hide_secrets
 
     if args.action == "show" and args.preprocessed:
         from trainformer.config.loading import preprocessed_text
 
-        text = preprocessed_text(args.config, _variables(args), args.search)
+        text = mask_text(preprocessed_text(args.config, variables_of(args), args.search))
     else:
-        config = _read_config(args)
+        config = hide_secrets(_read_config(args))
         if args.action == "show":
             text = configs.to_json(config) if args.json else configs.to_yaml(config)
         elif args.action == "graph":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, expected
+from trainformer.core.secrets import mask, mask_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,18 @@ def whole_number(least: int) -> Any:
 positive = whole_number(1)
 
 
+def add_variable_argument(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Variables of a config, which are also its secrets."""
+    parser.add_argument("--var", action="append", default=[], metavar="NAME=VALUE", dest="variables", help=purpose)
+
+
+def variables_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The variables by name, read as YAML."""
+    from trainformer.config.loading import parse_assignment
+
+    return dict(parse_assignment(text, "a variable such as --var width=8") for text in args.variables)
+
+
 def check_free(path: Path, force: bool) -> None:
     """Refuse to overwrite a file without `force`."""
     if path.is_dir():
@@ -51,7 +64,7 @@ def print_json(value: Any) -> None:
     """Print one JSON document on one line; values that JSON does not have (NaN, paths) become text."""
     from trainformer.context.jsonable import jsonable
 
-    print(json.dumps(jsonable(value), ensure_ascii=False, default=str))
+    print(json.dumps(mask(jsonable(value)), ensure_ascii=False, default=str))
 
 
 def print_result(args: argparse.Namespace, value: Any, text: str) -> None:
@@ -59,7 +72,7 @@ def print_result(args: argparse.Namespace, value: Any, text: str) -> None:
     if args.json:
         print_json(value)
     else:
-        print(text)
+        print(mask_text(text))
 
 
 def print_rich(thing: Any) -> None:
@@ -93,7 +106,7 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title
         justify: Any = "right" if setting == "right" else "left"
         table.add_column(name, justify=justify, overflow="fold", no_wrap=setting != "fold")
     for row in rows:
-        table.add_row(*(Text(number(cell)) for cell in row))
+        table.add_row(*(Text(mask_text(number(cell))) for cell in row))
     print_rich(table)
 
 
@@ -133,4 +146,4 @@ def duration(seconds: float | None) -> str:
 
 def note(text: str) -> None:
     """Print something that is not part of the result, to stderr."""
-    print(text, file=sys.stderr)
+    print(mask_text(text), file=sys.stderr)

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from trainformer.config import Call, Config, build_from_cfg, load_config
-from trainformer.config.nodes import as_call, everything_in
+from trainformer.config.nodes import as_call, everything_in, hide_secrets
 from trainformer.core.errors import BadArgument, DataError
 
 if TYPE_CHECKING:
@@ -41,8 +41,16 @@ def keep(trainer: Trainer, config: Config, key: str = "trainer") -> None:
         logger.info("no %s is kept: the config holds a %s, which cannot be written as YAML", FILE, unwritable)
 
 
-def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Trainer:
-    """The trainer of a run, rebuilt from its recipe in the run's folder. `changes` override settings of the recipe.
+def trainer_of(
+    run: str,
+    *,
+    trust: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Trainer:
+    """The trainer of a run, rebuilt from its recipe in the run's folder.
+
+    `changes` override settings of the recipe. `variables` are its secrets, which the file does not contain.
 
     Paths of data are relative to the current folder, as when the run was started.
     """
@@ -57,7 +65,7 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    recipe = load_config(file, trust=trust)
+    recipe = load_config(file, trust=trust, variables=variables)
     if "trainer" not in recipe:
         raise BadArgument(
             f"Expected {file} to have a key trainer, received {', '.join(map(str, recipe)) or 'nothing'}."
@@ -71,10 +79,14 @@ def trainer_of(run: str, *, trust: Sequence[str] = (), changes: Mapping[str, Any
         raise type(error)(f"{error} {where}") from error
 
 
-def settings_in(folder: Path, trust: Sequence[str] = ()) -> Mapping[str, Any]:
+def settings_in(
+    folder: Path, trust: Sequence[str] = (), variables: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """The settings in the recipe of a run; none if there is no recipe."""
     file = folder / FILE
-    call = as_call(load_config(file, trust=trust).get("trainer")) if file.is_file() else None
+    if not file.is_file():
+        return {}
+    call = as_call(load_config(file, trust=trust, variables=variables).get("trainer"))
     return {} if call is None else call.kwargs
 
 
@@ -107,10 +119,10 @@ def seed(part: Any, changes: Mapping[str, Any] | None = None) -> None:
 
 
 def text_of(config: Mapping[str, Any]) -> str:
-    """A recipe as it is written to the file."""
+    """A recipe as it is written to the file: secrets are `!secret` variables."""
     from trainformer.config import to_yaml
 
-    return f"{_HEAD}{to_yaml(config)}"
+    return f"{_HEAD}{to_yaml(hide_secrets(config))}"
 
 
 def _unwritable(config: Any) -> str | None:

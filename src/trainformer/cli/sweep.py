@@ -12,6 +12,7 @@ from typing import Any
 from trainformer.cli.app import Command
 from trainformer.cli.output import duration, lines_of, note, print_json, print_table
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.secrets import mask
 
 #: Options that are passed to `Sweep.run` unchanged.
 _PASSED = (
@@ -131,7 +132,12 @@ def _print_trials(trials: list[Any]) -> None:
         number = str(trial.number) if trial.attempt == 1 else f"{trial.number} (attempt {trial.attempt})"
         seconds = trial.seconds
         time = "" if seconds is None else f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-        cells = [number, trial.status, trial.metric, *(format_setting(trial.config.get(name)) for name in settings)]
+        cells = [
+            number,
+            trial.status,
+            trial.metric,
+            *(format_setting(mask(trial.config.get(name), name)) for name in settings),
+        ]
         rows.append([*cells, time, *([trial.run] if has_runs else []), *([trial.error] if has_errors else [])])
     print_table(before | own | after, rows)
 

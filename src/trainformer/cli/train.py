@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.cli import options, recipes
 from trainformer.cli.app import Command
-from trainformer.cli.output import positive, print_json, print_table, stdout_to_stderr
+from trainformer.cli.output import positive, print_json, print_table, stdout_to_stderr, variables_of
 from trainformer.config import load_config
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
@@ -82,7 +82,7 @@ def _resume(args: argparse.Namespace) -> None:
         raise BadArgument(f"{info.path} is running (process {info.process}{where}): there is nothing to resume. {do}")
     changes = _changes(args)
     if info.status != "finished" or changes.keys() & {"epochs", "max_steps"}:
-        _continue(info, args.trust, changes)
+        _continue(info, args.trust, changes, variables_of(args))
     elif os.environ.get("RANK", "0") == "0":  # once, also under `trainformer launch`
         print(f"{info.path} has finished at step {info.step}: there is nothing to resume.")
         print(f"To train it for longer: trainformer resume {args.run} --epochs N")
@@ -104,20 +104,21 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     return changes
 
 
-def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any]) -> None:
+def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any], variables: dict[str, Any]) -> None:
     from trainformer.run import RunSettings
 
-    written, defaults = recipes.settings_in(info.path, trust), RunSettings.defaults()
+    written, defaults = recipes.settings_in(info.path, trust, variables), RunSettings.defaults()
     settings = {
         name: value
         for name, value in {**changes, **_start(info)}.items()
         # A default that the user has not set stays one: `config.json` tells which settings the user set.
         if name in written or name not in _IMPLIED_BY_RESUME or value != defaults[name]
     }
-    trainer = recipes.trainer_of(str(info.path), trust=trust, changes=settings)
+    trainer = recipes.trainer_of(str(info.path), trust=trust, changes=settings, variables=variables)
     if changes:  # keep them for the next time the run is interrupted
         lasting = [f"+trainer.{name}={json.dumps(settings[name])}" for name in changes if name in settings]
-        recipes.keep(trainer, load_config(info.path / recipes.FILE, lasting, trust=trust))
+        recipe = load_config(info.path / recipes.FILE, lasting, trust=trust, variables=variables)
+        recipes.keep(trainer, recipe)
     trainer.fit()
 
 

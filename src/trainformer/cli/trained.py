@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command
-from trainformer.cli.output import check_free, lines_of, positive, print_result, stdout_to_stderr
+from trainformer.cli.output import (
+    add_variable_argument,
+    check_free,
+    lines_of,
+    positive,
+    print_result,
+    stdout_to_stderr,
+    variables_of,
+)
 from trainformer.cli.recipes import trainer_of
 from trainformer.core.errors import BadArgument, DataError, expected
 
@@ -64,9 +72,10 @@ def add_batch_size_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Packages that a recipe may import."""
+    """Packages that a recipe may import, and its secrets."""
     trust = "a package that may be imported for the run's recipe, besides the usual ones and the project's own"
     parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
+    add_variable_argument(parser, "a secret of the run, which its recipe does not contain")
 
 
 def load_trained(args: argparse.Namespace) -> Trained:
@@ -77,7 +86,7 @@ def load_trained(args: argparse.Namespace) -> Trained:
     if getattr(args, "batch_size", None) is not None:
         changes["eval_batch_size"] = args.batch_size
     try:
-        trainer = trainer_of(str(run), trust=args.trust, changes=changes)
+        trainer = trainer_of(str(run), trust=args.trust, changes=changes, variables=variables_of(args))
     except DataError as error:  # on another machine, perhaps
         do = "The data of the run are needed too: the task reads them when it builds the model."
         raise DataError(f"{error} {do}") from error

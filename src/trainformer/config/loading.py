@@ -21,12 +21,14 @@ from trainformer.config.nodes import (
     Place,
     Source,
     adopt,
+    check_secrets,
     find_step,
     parts,
     place_at,
     unknown_part,
 )
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.secrets import is_secret_name, remember
 
 _YAML = (".yaml", ".yml")
 _PLAIN = (str, int, float, bool, bytes, list, tuple, dict, set, frozenset, PurePath, type(None))
@@ -49,10 +51,13 @@ def load_config(
         overrides: `"a.b=3"` changes a value, `"+a.b=3"` adds one; or a mapping of such paths.
         search: Folders of templates, searched after the file's own.
         trust: Packages that may be imported when parts of this config are built.
-        variables: Values for templates and `!var`; keyword arguments are the same.
+        variables: Values for templates, `!var` and `!secret`; keyword arguments are the same.
     """
     file = _existing(Path(path))
     given = {**(variables or {}), **more_variables}
+    for name, value in given.items():
+        if is_secret_name(name):
+            remember(value, name)
     source = Source(file=str(path), trust=checked_trust(trust))
     suffix = file.suffix.lower()
     if suffix in _YAML:
@@ -69,6 +74,7 @@ def load_config(
     config = values if isinstance(values, Config) else adopt(values, source, Place(str(path)))
     source.root = config
     _apply_overrides(config, overrides, given)
+    check_secrets(config)
     return config
 
 

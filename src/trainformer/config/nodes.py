@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.secrets import find_mask, is_secret_name, mask, name_of, remember, variable_name
 
 Kind = Literal["singleton", "factory", "partial"]
 
@@ -164,6 +165,21 @@ class Call:
         return self.target if isinstance(self.target, str) else dotted_name(self.target)
 
 
+@dataclass(frozen=True)
+class Secret:
+    """`!secret name` in a config that is written: what is read gets its value from a variable."""
+
+    name: str
+
+    @property
+    def how_to_pass(self) -> str:
+        """
+        >>> Secret("token").how_to_pass
+        'Pass --var token=..., or set the environment variable TRAINFORMER_VAR_TOKEN.'
+        """
+        return f"Pass --var {self.name}=..., or set the environment variable {variable_name(self.name)}."
+
+
 def dotted_name(thing: Any) -> str:
     """Module and qualified name of a class or function, or of an object's class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
@@ -215,6 +231,66 @@ def everything_in(value: Any, _seen: set[int] | None = None) -> Iterator[Any]:
         seen.add(id(value))
     for _, part in parts(value):
         yield from everything_in(part, seen)
+
+
+def check_secrets(value: Any, path: str = "", _done: set[int] | None = None) -> None:
+    """Remember the secrets in a config, and refuse what stands in place of one."""
+    done = set() if _done is None else _done
+    if isinstance(value, str):
+        if find_mask(value) is not None:
+            do = f"Files do not contain secrets: write !secret {path.rpartition('.')[2]}, or pass --set {path}=..."
+            raise BadArgument(expected(f"a value for {path}", value, do))
+        if is_secret_name(path) and mask(value, path) != value and name_of(value) is None:
+            remember(value, path.rpartition(".")[2])
+    elif isinstance(value, Call | Mapping | list | tuple) and id(value) not in done:
+        done.add(id(value))
+        for step, part in parts(value):
+            check_secrets(part, f"{path}.{step}".lstrip("."), done)
+
+
+def hide_secrets(value: Any) -> Any:
+    """A copy of a config in which secrets are replaced by `Secret`."""
+    copies: dict[int, Any] = {}
+    names: dict[str, Any] = {}
+
+    def hidden(value: Any, path: str) -> Any:
+        if not isinstance(value, Call | Mapping | list | tuple):
+            plain = value if isinstance(value, str | int) else str(value)
+            return _as_secret(value, path, names) if mask(plain, path) != plain else value
+        if id(value) not in copies:
+            items = {step: hidden(part, f"{path}.{step}".lstrip(".")) for step, part in parts(value)}
+            copies[id(value)] = _with_parts(value, items)
+        return copies[id(value)]
+
+    return hidden(value, "")
+
+
+def _as_secret(value: Any, path: str, names: dict[str, Any]) -> Secret:
+    steps = [step for step in path.split(".") if not step.isdigit()] or ["value"]
+    name = name_of(value) or steps[-1] if isinstance(value, str) else steps[-1]
+    if names.setdefault(name, value) != value:  # another secret has this name
+        name = free_name(".".join(steps), names)
+        names[name] = value
+    return Secret(name)
+
+
+def _with_parts(value: Any, items: Mapping[Any, Any]) -> Any:
+    """A copy of a node with other children."""
+    if isinstance(value, Call):
+        args = _with_parts(value.args, {step: items[step] for step in range(len(value.args))})
+        kwargs = _with_parts(value.kwargs, {step: items[step] for step in value.kwargs})
+        return replace(value, args=args, kwargs=kwargs)
+    if isinstance(value, Mapping):
+        if not isinstance(value, Config):
+            return dict(items)
+        twin = Config(items, source=value.source, place=value.place, places=value._places)
+        twin.name, twin.tagged = value.name, value.tagged
+        return twin
+    if isinstance(value, ConfigList):
+        copied = ConfigList(items.values(), place=value.place, places=value._places)
+        copied.name, copied.tagged = value.name, value.tagged
+        return copied
+    return list(items.values()) if isinstance(value, list) else tuple(items.values())
 
 
 def holds_calls(value: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from trainformer.config.nodes import (
     Call,
     Config,
+    Secret,
     as_call,
     at,
     free_name,
@@ -29,6 +30,7 @@ from trainformer.config.nodes import (
 )
 from trainformer.config.yaml_format import plain_value
 from trainformer.core.errors import BadArgument
+from trainformer.core.secrets import variable_name
 
 _WIDTH = 100
 
@@ -56,6 +58,8 @@ def _jsonable(value: Any, names: Mapping[int, str], seen: set[str]) -> Any:
         return {str(key): _jsonable(item, names, seen) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_jsonable(item, names, seen) for item in value]
+    if isinstance(value, Secret):
+        return {"!secret": value.name}
     plain = plain_value(value)
     if isinstance(plain, list):
         return [_jsonable(item, names, seen) for item in plain]
@@ -149,7 +153,7 @@ def to_python(config: Config) -> str:
 class _Program:
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.taken = {*dir(builtins), *keyword.kwlist, "datetime"}
+        self.taken = {*dir(builtins), *keyword.kwlist, "datetime", "os"}
         self.variables = {key: self.name(str(key)) for key in config}
         self.shared_names = names_of_shared(config)
         self.at_top = {id(value): self.variables[key] for key, value in config.items() if is_shared(value)}
@@ -239,6 +243,9 @@ class _Program:
             return f'float("{value}")'
         if value is None or type(value) in (str, int, float, bool, bytes, complex):
             return repr(value)
+        if isinstance(value, Secret):
+            self.modules.add("os")
+            return f"os.environ[{variable_name(value.name)!r}]"
         if isinstance(value, datetime.date):
             self.modules.add("datetime")
             return repr(value)

@@ -6,6 +6,7 @@ three points: `1e-4` is a number, a duplicate key is an error, and an alias to p
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from trainformer.config.nodes import (
     ConfigList,
     Kind,
     Place,
+    Secret,
     Source,
     at,
     dotted_name,
@@ -27,6 +29,7 @@ from trainformer.config.nodes import (
 from trainformer.config.templates import literal
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.core.secrets import remember, variable_name
 
 yaml: Any = require("yaml", "config", "to read YAML")
 
@@ -191,8 +194,19 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
         hint = did_you_mean(name, self.variables) or f"Pass it as a keyword or with --var {name}=value."
         self.refuse(node, "a variable that has a value", name, hint)
 
+    def secret(self, node: Any) -> Any:
+        """`!secret name`: a variable, which may also come from the environment. It is masked in all files."""
+        name = getattr(node, "value", None)
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+            self.refuse(node, "!secret name", name)
+        value = self.variables.get(name) or os.environ.get(variable_name(name))
+        if value is None:
+            self.refuse(node, f"a value for the secret {name}", "none", Secret(name).how_to_pass)
+        remember(value, name)
+        return value
+
     def unknown(self, node: Any) -> NoReturn:
-        known = [*(f"!{kind}:module:Class" for kind in KINDS), "!list", "!dict", "!var"]
+        known = [*(f"!{kind}:module:Class" for kind in KINDS), "!list", "!dict", "!var", "!secret"]
         word = node.tag.split(":")[0]
         close = [usage for usage in known if did_you_mean(word, [usage.split(":")[0]])]
         self.refuse(node, "a known tag", node.tag, f"There is: {', '.join(close[:1] or known)}.")
@@ -207,6 +221,7 @@ def _add_tags() -> None:
             f"!{kind}:", lambda self, suffix, node, kind=kind: self.collection(kind, suffix, node)
         )
     Reader.add_constructor("!var", Reader.variable)
+    Reader.add_constructor("!secret", Reader.secret)
     Reader.add_constructor("tag:yaml.org,2002:map", Reader.mapping)
     Reader.add_constructor("tag:yaml.org,2002:seq", Reader.sequence)
     Reader.add_constructor(None, Reader.unknown)
@@ -315,6 +330,7 @@ _Writer.add_representer(ConfigList, _Writer.sequence)
 _Writer.add_representer(Call, _Writer.call)
 _Writer.add_representer(dict, lambda self, data: self._mapping("tag:yaml.org,2002:map", data))
 _Writer.add_representer(str, _Writer.text)
+_Writer.add_representer(Secret, lambda self, data: self.represent_scalar("!secret", data.name))
 _Writer.add_multi_representer(object, _Writer.other)
 read_numbers_like_python(_Writer)
 

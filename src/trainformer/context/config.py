@@ -6,13 +6,14 @@ itself reads its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
+from trainformer.core.secrets import find_mask, is_secret_name, mask
 
 
 class UnknownKey(TrainformerError, KeyError):
@@ -59,7 +60,7 @@ class PipelineConfig:
     """Every value of a run's configuration, with its source.
 
     `get` and ``[]`` return values as they were set. Exports (`to_json`, `to_wandb_config`, `to_checkpoint`, ...)
-    contain JSON types only.
+    contain JSON types only, and secrets are masked in them.
 
     >>> config = PipelineConfig()
     >>> config.set_user("epochs", 3)
@@ -109,6 +110,11 @@ class PipelineConfig:
     def _put(
         self, key: str, value: Any, source: ConfigSource, filterable: bool, depends_on: Sequence[str] = ()
     ) -> None:
+        if (found := find_mask(value, key)) is not None:
+            do = "Pass the secret itself: files of a run do not contain it."
+            raise BadArgument(expected(f"a value for {found}", "what stands in place of a secret", do))
+        if is_secret_name(key):
+            mask(value, key)  # from now on, errors and log messages do not contain it
         saved = source is not ConfigSource.ENV
         self._values[key] = ConfigValue(value, source, tuple(depends_on), filterable=filterable, checkpoint=saved)
 
@@ -134,28 +140,28 @@ class PipelineConfig:
         origin = _PHRASES[entry.source]
         if entry.depends_on:
             origin += " from " + ", ".join(
-                f"{name} = {_short(self._values[name].value)}" if name in self._values else f"{name} (not set)"
+                f"{name} = {_short(name, self._values[name].value)}" if name in self._values else f"{name} (not set)"
                 for name in entry.depends_on
             )
-        return f"{key} = {_short(entry.value)} ({origin})"
+        return f"{key} = {_short(key, entry.value)} ({origin})"
 
     # -- writing out -----------------------------------------------------------------------------------------
 
     def to_wandb_config(self) -> dict[str, Any]:
         """All values, flat: what loggers show as the configuration of the run."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items()}
+        return self._plain()
 
     def get_filter_dimensions(self) -> dict[str, Any]:
         """The values that are useful to group and filter runs by."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.filterable}
+        return self._plain(lambda entry: entry.filterable)
 
     def to_checkpoint(self) -> dict[str, Any]:
         """The values that belong to the run, not to the machine."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.checkpoint}
+        return self._plain(lambda entry: entry.checkpoint)
 
     def user_overrides(self) -> dict[str, Any]:
-        """The values that the user set: enough to start the same run again."""
-        return {key: jsonable(entry.value) for key, entry in self._values.items() if entry.source is ConfigSource.USER}
+        """The values that the user set: enough, with the secrets, to start the same run again."""
+        return self._plain(lambda entry: entry.source is ConfigSource.USER)
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """All values with their provenance, for `config.json`.
@@ -168,12 +174,12 @@ class PipelineConfig:
         # Short: `checkpoint` follows from the source, and most values are not filterable.
         return {
             key: {
-                "value": jsonable(entry.value),
+                "value": value,
                 "source": entry.source.name.lower(),
                 "depends_on": list(entry.depends_on),
                 **({"filterable": True} if entry.filterable else {}),
             }
-            for key, entry in self._values.items()
+            for (key, entry), value in zip(self._values.items(), self._plain().values(), strict=True)
         }
 
     @classmethod
@@ -190,6 +196,10 @@ class PipelineConfig:
         return config
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _plain(self, chosen: Callable[[ConfigValue], bool] = lambda entry: True) -> dict[str, Any]:
+        """Values as JSON types, without secrets."""
+        return mask({key: jsonable(entry.value) for key, entry in self._values.items() if chosen(entry)})
 
     def _entry(self, key: str) -> ConfigValue:
         if key not in self._values:
@@ -243,6 +253,6 @@ def _same(value: Any, other: Any) -> bool:
         return False
 
 
-def _short(value: Any, width: int = 80) -> str:
-    text = repr(jsonable(value))
+def _short(key: str, value: Any, width: int = 80) -> str:
+    text = repr(mask(jsonable(value), key))
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -9,9 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from trainformer.core.secrets import mask, mask_text
+
 
 class TrainformerError(Exception):
-    """Base class of all errors that trainformer raises on purpose."""
+    """Base class of all errors that trainformer raises on purpose. Secrets in the message are masked."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(mask_text(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class BadArgument(TrainformerError, ValueError):
@@ -39,8 +44,10 @@ def expected(what: str, received: object, do: str = "") -> str:
 
     >>> expected("batch_size to be a positive integer", 0, "Pass batch_size=32, for instance.")
     'Expected batch_size to be a positive integer, received 0. Pass batch_size=32, for instance.'
+    >>> expected("hub_token to be None", "abc")
+    "Expected hub_token to be None, received '***masked***'."
     """
-    text = f"Expected {what}, received {received!r}."
+    text = f"Expected {what}, received {mask(received, what.partition(' ')[0])!r}."
     return f"{text} {do}" if do else text
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from trainformer.core.errors import BadArgument, TrainformerError, expected
+from trainformer.core.secrets import mask_text
 from trainformer.distributed.heartbeats import (
     DIED,
     FAILED,
@@ -269,7 +270,7 @@ class RankMonitor:
         text = f"{message}{where}\n"
         if logger.hasHandlers():
             self._log(logging.ERROR, text.rstrip())
-        os.write(2, f"trainformer: rank {self.rank} of {self.world_size}: {text}".encode())
+        os.write(2, f"trainformer: rank {self.rank} of {self.world_size}: {mask_text(text)}".encode())
         self._beats.stop(FAILED, Failure(message[:_MAX_FAILURE_TEXT], is_symptom=True))  # so nobody blames this rank
         os._exit(HUNG_EXIT_CODE)
 

@@ -26,6 +26,7 @@ from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.compat.huggingface_types import IntervalStrategy
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.secrets import mask
 from trainformer.distributed import TorchProcessGroup
 from trainformer.hf.distributed import read_accelerator_config, run_first, this_process
 
@@ -244,12 +245,12 @@ class MinimalTrainingArguments(metaclass=_ArgumentsMeta):
         return {f.name: jsonable(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """All fields as numbers and strings, for loggers."""
-        return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in self.to_dict().items()}
+        """All fields as numbers and strings, for loggers. Secrets are masked."""
+        return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in mask(self.to_dict()).items()}
 
     def to_json_string(self) -> str:
-        """All fields as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
+        """All fields as JSON. Secrets are masked."""
+        return json.dumps(mask(self.to_dict()), indent=2)
 
 
 @dataclass(kw_only=True)

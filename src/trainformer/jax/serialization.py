@@ -13,6 +13,7 @@ import optax
 
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
+from trainformer.core.secrets import find_mask, mask
 from trainformer.jax.aliases import resolve_aliases
 
 FILE_NAME = "training_arguments.json"
@@ -43,8 +44,8 @@ class JsonArguments:
         return {**{name: _plain(getattr(self, name)) for name in self.field_names()}, "passed": sorted(self.passed)}
 
     def to_json(self) -> str:
-        """`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        """`to_dict` as JSON text. Secrets are masked: pass them again to `from_json`."""
+        return json.dumps(mask(self.to_dict()), indent=2) + "\n"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], **changes: Any) -> Self:
@@ -62,6 +63,9 @@ class JsonArguments:
         chosen = {name: value for name, value in own.items() if name in passed or value != defaults[name]}
         chosen |= resolve_aliases(changes, names, kind)
         for name, value in chosen.items():
+            if find_mask(value) is not None:
+                do = f"It is not kept in files. Pass it again: from_json(text, {name}=...)."
+                raise BadArgument(expected(f"the secret {name}", value, do))
             if isinstance(value, Mapping) and _OBJECT in value:
                 do = f"Pass it again: from_json(text, {name}=...)."
                 raise BadArgument(expected(f"{name} as a JSON value", value[_OBJECT], do))

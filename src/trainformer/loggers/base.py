@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, TrainformerError, expected
+from trainformer.core.secrets import mask, mask_text
 
 Handle = TypeVar("Handle")
 Scalar = bool | int | float | str | None
@@ -117,7 +118,7 @@ class NoOpLogger(BaseLogger):
 
 
 class MultiLogger(BaseLogger):
-    """Forwards every call to each of several loggers, in order.
+    """Forwards every call to each of several loggers, in order. Secrets in the configuration and in texts are masked.
 
     Errors in `init` are raised: nothing is lost yet, and a run that silently logs nowhere helps nobody. Later, an error
     of a remote logger (a network outage) must not end the training run: it causes one warning and is counted in
@@ -146,6 +147,7 @@ class MultiLogger(BaseLogger):
 
     def init(self, config: dict[str, Any]) -> None:
         self.failures = {}
+        config = mask(config)
         try:
             for logger in self.loggers:
                 logger.init(config)
@@ -158,7 +160,8 @@ class MultiLogger(BaseLogger):
         self._call_each("log", lambda logger: logger.log(metrics, step))
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        self._call_each("log_text", lambda logger: logger.log_text(key, text, step))
+        masked = mask_text(text, names=False)
+        self._call_each("log_text", lambda logger: logger.log_text(key, masked, step))
 
     def flush(self) -> None:
         if self._running:
@@ -210,8 +213,9 @@ class MultiLogger(BaseLogger):
                 raise
             self.failures[key] = self.failures.get(key, 0) + 1
             if self.failures[key] == 1:
+                reason = f"{type(error).__name__}: {mask_text(str(error))}"
                 warnings.warn(
-                    f"{key}.{what} failed: {type(error).__name__}: {error}. Training continues; further failures of "
+                    f"{key}.{what} failed: {reason}. Training continues; further failures of "
                     "this logger are counted, not shown. metrics.jsonl is complete.",
                     RuntimeWarning,
                     stacklevel=4,

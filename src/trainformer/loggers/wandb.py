@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import netrc
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -17,6 +20,7 @@ from urllib.parse import urlsplit
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
+from trainformer.core.secrets import mask
 from trainformer.loggers.base import BaseLogger, LoggerError, as_numbers
 
 MODES = ("online", "offline", "disabled", "shared")
@@ -107,18 +111,19 @@ class WandbLogger(BaseLogger):
         if mode == "offline" and "x_transaction_log_flush_interval" in getattr(wandb.Settings, "model_fields", ()):
             # Without it, a killed offline run loses its last 15 seconds.
             options["settings"] = wandb.Settings(x_transaction_log_flush_interval=1.0)
-        return wandb.init(
-            project=self.project,
-            name=self.name,
-            entity=self.entity,
-            tags=self.tags,
-            dir=None if self.dir is None else str(self.dir),
-            mode=mode,
-            config=config,
-            id=resume_id,
-            resume="allow" if resume_id else None,
-            **options,
-        )
+        with _masked_command():
+            return wandb.init(
+                project=self.project,
+                name=self.name,
+                entity=self.entity,
+                tags=self.tags,
+                dir=None if self.dir is None else str(self.dir),
+                mode=mode,
+                config=config,
+                id=resume_id,
+                resume="allow" if resume_id else None,
+                **options,
+            )
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         run = self._started(self._run)
@@ -145,6 +150,16 @@ class WandbLogger(BaseLogger):
             temporary = self._step_file.with_suffix(".tmp")
             temporary.write_text(str(step))
             os.replace(temporary, self._step_file)
+
+
+@contextmanager
+def _masked_command() -> Iterator[None]:
+    """Without secrets in `sys.argv`, which wandb records."""
+    before, sys.argv = sys.argv, mask(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _has_credentials(settings: Any) -> bool:

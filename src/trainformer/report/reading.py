@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.checkpointing.store import CheckpointStore, checkpoints_folder
+from trainformer.core.secrets import mask
 from trainformer.engine.state import is_better
 from trainformer.live.runs import RunInfo, describe, read_config
 from trainformer.loggers.jsonl import read_jsonl
@@ -27,7 +28,7 @@ def read_run(folder: Path, points: int = MAX_POINTS) -> dict[str, Any]:
     info, notes = describe(folder), list[str]()
     config = {
         name: {
-            "value": shortened(entry["value"], _MAX_VALUE_LENGTH),
+            "value": shortened(mask(entry["value"], name), _MAX_VALUE_LENGTH),
             "source": str(entry.get("source", "")),
             "depends_on": [str(other) for other in entry.get("depends_on") or ()],
         }
@@ -62,9 +63,9 @@ def read_run(folder: Path, points: int = MAX_POINTS) -> dict[str, Any]:
             if event["kind"] in ("resumed", "split", "skipped") and isinstance(_step_of(event), int)
         ],
         "checkpoints": _checkpoints(folder, best, notes),
-        "log": _log(folder),
+        "log": mask(_log(folder)),
         "notes": notes,
-        **events,
+        **mask(events),
     }
 
 
@@ -179,4 +180,4 @@ def read_sweep_trials(folder: Path) -> dict[str, Any]:
         trial["intermediate"] = sorted(trial["intermediate"].items())
         trial["run"] = None if trial["run"] is None else str(Path(trial["run"]).resolve())
         del trial["earlier"]
-    return {"path": str(content.pop("folder")), **content}
+    return {"path": str(content.pop("folder")), **mask(content)}

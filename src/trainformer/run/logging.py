@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainformer.checkpointing.checkpointer import versions
+from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
+from trainformer.core.secrets import mask
 from trainformer.engine import Event
 from trainformer.loggers.jsonl import encode_record, truncate_partial_line
 
@@ -110,7 +112,8 @@ class RecordFile:
         """Append one record. If that fails, the run continues without it."""
         if self.path is None:
             return
-        line = encode_record({"time": round(time.time(), 3), "step": step, "kind": kind, **content})
+        record = {"time": round(time.time(), 3), "step": step, "kind": kind, **content}
+        line = encode_record(mask(jsonable(record)))
         with self._lock:
             try:
                 if not self._is_repaired:  # a killed process may have left a partial line

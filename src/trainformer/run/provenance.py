@@ -12,6 +12,7 @@ import numpy as np
 
 from trainformer.context import ConfigSource, PipelineConfig, record_arguments
 from trainformer.core.errors import BadArgument
+from trainformer.core.secrets import find_mask
 from trainformer.live.runs import read_config
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def check_unchanged(run: Run, folder: Path, checkpoint: Path, ignore: Collection
     names = [k for k in now if k in before and k not in skipped and now[k]["source"] not in ("env", "derived")]
     names = [k for k in names if _is_plain(config.get(k))]  # the text of an optimizer changes while it trains
     changed = {k: (before[k]["value"], now[k]["value"]) for k in names if before[k]["value"] != now[k]["value"]}
+    changed = {k: values for k, values in changed.items() if find_mask(values[0]) is None}  # a secret may be another
     if changed:
         listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
         proceed = run.options.continue_hint.format(folder=folder, checkpoint=checkpoint)

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from trainformer.core.secrets import mask, mask_text
 from trainformer.sweep.spaces import format_metric, format_setting
 from trainformer.sweep.study import Job, SweepStudy
 from trainformer.sweep.trials import CurrentTrial, Outcome, SweepStopped, run_trial
@@ -123,8 +124,10 @@ class SweepRunner:
             executor.submit(job)
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            outcome.error = mask_text(outcome.error)
         if outcome.traceback is not None:
-            write_atomically(job.folder / "error.txt", outcome.traceback.encode())
+            write_atomically(job.folder / "error.txt", mask_text(outcome.traceback).encode())
         with deferred_signals():
             del self._running[job.trial.number]
             try:
@@ -306,4 +309,4 @@ def _format_config(config: Mapping[str, Any]) -> str:
     >>> _format_config({"lr": 0.000123456, "r": 8})
     'lr=0.0001235, r=8'
     """
-    return ", ".join(f"{name}={format_setting(value)}" for name, value in config.items())
+    return ", ".join(f"{name}={format_setting(mask(value, name))}" for name, value in config.items())

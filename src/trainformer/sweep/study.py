@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import socket
 import time
 import warnings
@@ -30,6 +29,7 @@ from optuna.storages import BaseStorage, journal
 from optuna.trial import FrozenTrial, TrialState
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.secrets import find_mask, mask
 from trainformer.sweep.reading import ACTIVE_CALLS, SPEC, is_stale, read_spec, trial_numbers
 from trainformer.sweep.spaces import PLAIN, Space, combinations, describe_spaces, format_value, suggest
 from trainformer.sweep.trials import Outcome
@@ -49,7 +49,6 @@ _JOURNAL_SUFFIXES = (".log", ".journal", ".jsonl")
 
 #: An SQLite file in the folder of the sweep, a URL, a journal file, or an Optuna storage.
 Storage = str | Path | BaseStorage | None
-_PASSWORD = re.compile(r"(://[^:/@]*):[^@]*@")
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,12 @@ class SweepSpec:
 
     @classmethod
     def create(cls, name: str, method: str, seed: int, direction: str, spaces: Mapping[str, Any]) -> SweepSpec:
-        """Constants that JSON cannot represent are kept as text."""
+        """Constants that JSON cannot represent are kept as text, and secrets are masked."""
+        _refuse_secrets(spaces)
         constants = {key: value for key, value in spaces.items() if not isinstance(value, Space)}
         kept = {key: value if isinstance(value, PLAIN) else format_value(value) for key, value in constants.items()}
-        return cls(name, method, seed, direction, describe_spaces(spaces), kept)
+        described = {key: mask(text, key) for key, text in describe_spaces(spaces).items()}
+        return cls(name, method, seed, direction, described, mask(kept))
 
     def check_same(self, stored: Mapping[str, Any]) -> None:
         """Refuse to resume a sweep that was started with a different spec."""
@@ -86,6 +87,17 @@ class SweepSpec:
             raise BadArgument(
                 f"Expected the sweep {stored['name']!r} to resume with its original settings, received different ones: "
                 f"{'; '.join(changed)}. Choose another name, or start over with resume=False (--no-resume)."
+            )
+
+
+def _refuse_secrets(spaces: Mapping[str, Any]) -> None:
+    """Refuse to search among secrets: Optuna stores every value that it chooses."""
+    for name, space in spaces.items():
+        values = getattr(space, "values", None)
+        if isinstance(space, Space) and values is not None and mask(values, name) != values:
+            do = "Search among names, and let the function read the secrets from the environment."
+            raise BadArgument(
+                expected(f"{name} to be no secret, as the storage keeps what is searched", str(space), do)
             )
 
 
@@ -394,6 +406,9 @@ def open_storage(storage: Storage, folder: Path, create: bool = True) -> BaseSto
     if not isinstance(storage, str | Path):
         raise BadArgument(expected("storage to be a URL, a path, or an Optuna storage", storage))
     text = str(storage)
+    if find_mask(text) is not None:
+        do = "Its password is not kept in files: pass storage=... (--storage), for instance from the environment."
+        raise BadArgument(expected("the storage of the sweep with its password", text, do))
     if text.startswith("redis") and "://" in text:
         return optuna.storages.JournalStorage(journal.JournalRedisBackend(text))
     if "://" in text:
@@ -440,12 +455,12 @@ def _sqlite_lock(storage: Storage, folder: Path) -> Iterator[None]:
 def redact(storage: Storage) -> str | None:
     """A storage as it is written to files: without its password.
 
-    >>> redact("postgresql://me:secret@host/db")
-    'postgresql://me:***@host/db'
+    >>> redact("postgresql://me:p@ss@host/db?sslkey=a&password=b")
+    'postgresql://me:***masked***@host/db?sslkey=a&password=***masked***'
     """
     if storage is None:
         return None
     if not isinstance(storage, str | Path):
         return type(storage).__name__
     text = str(storage)
-    return _PASSWORD.sub(r"\1:***@", text) if "://" in text else str(Path(text).absolute())
+    return mask(text) if "://" in text else str(Path(text).absolute())

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainformer.callbacks.compat.huggingface import from_hf_name
+from trainformer.core.secrets import mask
 
-_HIDDEN = "<not shown>"
 _PLAIN = (bool, int, float, str, os.PathLike, enum.Enum, type(None))
 
 
@@ -60,16 +60,16 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def all_arguments(args: Any) -> dict[str, Any]:
-    """Every argument by name, of a dataclass or of an object with `to_dict`. Tokens are hidden."""
+    """Every argument by name, of a dataclass or of an object with `to_dict`. Secrets are masked."""
     if callable(getattr(args, "to_dict", None)):
-        return _without_secrets(args.to_dict())
+        return mask(args.to_dict())
     if dataclasses.is_dataclass(args):
-        return _without_secrets({field.name: getattr(args, field.name) for field in dataclasses.fields(args)})
-    return _without_secrets(vars(args))
+        return mask({field.name: getattr(args, field.name) for field in dataclasses.fields(args)})
+    return mask(vars(args))
 
 
 def changed_arguments(args: Any, trainer: Any = None) -> dict[str, Any]:
-    """Arguments (of a `trainformer.Trainer`: settings) that differ from their defaults. Tokens are hidden."""
+    """Arguments (of a `trainformer.Trainer`: settings) that differ from their defaults. Secrets are masked."""
     record = args if dataclasses.is_dataclass(args) else trainer
     if not dataclasses.is_dataclass(record):
         return all_arguments(args)
@@ -82,7 +82,7 @@ def changed_arguments(args: Any, trainer: Any = None) -> dict[str, Any]:
         is_setting = field.init and (record is args or field.kw_only)
         if is_setting and is_plain(value) and (not is_plain(default) or _differs(value, default)):
             changed[field.name] = value
-    return _without_secrets(changed)
+    return mask(changed)
 
 
 def is_plain(value: Any) -> bool:
@@ -101,7 +101,3 @@ def is_plain(value: Any) -> bool:
 def _differs(value: Any, default: Any) -> bool:
     is_normalised_none = default is None and value in ({}, [])
     return value != default and not is_normalised_none
-
-
-def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _HIDDEN if value and name.endswith("_token") else value for name, value in values.items()}
