@@ -7,6 +7,7 @@ warms up: the log history, for example, is full after it.) After an interruption
 
     python benchmarks/soak.py --steps 2000000
     python benchmarks/soak.py --steps 200000 --save-async --folder /some/disk
+    python benchmarks/soak.py --report          # of the steps so far, also while they run
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from trainformer import Trainer
-from trainformer.checkpoint import inspect
 from trainformer.engine.state import MAX_LOG_RECORDS
 from trainformer.run import run_of
 from trainformer.utils.processes import resident_bytes
@@ -68,16 +67,16 @@ QUANTITIES = (
 )
 
 
-class Classification:
-    """A task with 27 parameters."""
+class Regression:
+    """A task with five parameters."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.model = nn.Linear(4, 1)
 
     def train_step(self, batch: Any) -> torch.Tensor:
         x, y = batch
-        return F.cross_entropy(self.model(x), y)
+        return F.mse_loss(self.model(x), y)
 
     def eval_step(self, batch: Any) -> dict[str, torch.Tensor]:
         return {"loss": self.train_step(batch)}
@@ -132,11 +131,11 @@ class Sampler:
 def train(args: argparse.Namespace) -> None:
     """Train to the end, from the newest checkpoint on."""
     x = torch.randn(4096, 4, generator=torch.Generator().manual_seed(0))
-    y = x[:, :3].argmax(-1)
+    y = x[:, :1].tanh()
     trainer = Trainer(
-        Classification(),
-        data=TensorDataset(x, y),
-        val_data=TensorDataset(x[:64], y[:64]),
+        Regression(),
+        data=(x, y),
+        val_data=(x[:64], y[:64]),
         max_steps=args.steps,
         batch_size=4,
         num_workers=0,
@@ -160,26 +159,22 @@ def read_samples(folder: Path) -> list[dict[str, float]]:
     return [samples[step] for step in sorted(samples)]
 
 
-def summarize(samples: list[dict[str, float]], steps: int) -> dict[str, Any]:
+def summarize(samples: list[dict[str, float]]) -> dict[str, Any]:
     """For each quantity: the medians of the tenths, the slope per million steps after the first, and whether it grows."""
-    tenths: list[list[dict[str, float]]] = [[] for _ in range(10)]
-    for sample in samples:
-        tenths[min(9, int((sample["step"] - 1) * 10 // steps))].append(sample)
-    if not tenths[1] or not tenths[9]:
-        raise SystemExit("The run is too short to compare its second tenth with its last. Run the same command again.")
+    if len(samples) < 10:
+        raise SystemExit(f"Expected at least 10 samples, received {len(samples)}. Run the same command again.")
+    tenths = [samples[len(samples) * i // 10 : len(samples) * (i + 1) // 10] for i in range(10)]
     later = [sample for tenth in tenths[1:] for sample in tenth]
     result = {}
     for q in QUANTITIES:
-        medians = [statistics.median(s[q.key] for s in tenth) if tenth else None for tenth in tenths]
+        medians = [statistics.median(s[q.key] for s in tenth) for tenth in tenths]
         slope = statistics.linear_regression([s["step"] / 1e6 for s in later], [s[q.key] for s in later]).slope
-        before, after = medians[1], medians[9]
-        assert before is not None and after is not None
         result[q.key] = {
             "first": samples[0][q.key],
             "tenths": medians,
             "last": samples[-1][q.key],
             "slope_per_million_steps": slope,
-            "grows": after > before * q.factor + q.offset,
+            "grows": medians[9] > medians[1] * q.factor + q.offset,
         }
     return result
 
@@ -192,8 +187,8 @@ def show(result: dict[str, Any], steps: int, title: str) -> None:
         table.add_column(q.title, justify="right", style="red" if result[q.key]["grows"] else None)
 
     def cells(name: str, sign: str = "", tenth: int | None = None) -> list[str]:
-        found = [(result[q.key][name] if tenth is None else result[q.key]["tenths"][tenth], q.digits) for q in QUANTITIES]
-        return ["" if value is None else f"{value:{sign},.{digits}f}" for value, digits in found]
+        found = [(result[q.key][name] if tenth is None else result[q.key][name][tenth], q.digits) for q in QUANTITIES]
+        return [f"{value:{sign},.{digits}f}" for value, digits in found]
 
     table.add_row("first sample", *cells("first"))
     for tenth in range(10):
@@ -210,6 +205,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save-async", action="store_true", help="write checkpoints in the background")
     parser.add_argument("--log", default="none", help="console, tensorboard, ...; metrics.jsonl is always written")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="of the run, which resumes from it")
+    parser.add_argument("--report", action="store_true", help="train nothing; report what the folder holds")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results go")
     args = parser.parse_args()
     if args.steps < RECORDS or args.steps % RECORDS:
@@ -220,18 +216,19 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    train(args)
+    if not args.report:
+        train(args)
     samples = read_samples(args.folder)
-    quantities = summarize(samples, args.steps)
+    steps = int(samples[-1]["step"])
+    quantities = summarize(samples)
     growing = [q.title for q in QUANTITIES if quantities[q.key]["grows"]]
     processes = len({sample["process"] for sample in samples})
     saves = "asynchronous" if args.save_async else "synchronous"
-    show(quantities, args.steps, f"{args.steps:,} steps, {saves} saves, {processes} process(es), {len(samples)} samples")
+    show(quantities, steps, f"{steps:,} steps, {saves} saves, {processes} process(es), {len(samples)} samples")
     result = {
         "what": "memory, open files, checkpoints and times of a long run",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "steps": args.steps,
-        "trained": inspect(args.folder).step,
+        "steps": steps,
         "save_async": args.save_async,
         "log": args.log,
         "processes": processes,
