@@ -105,7 +105,7 @@ class Sampler:
         checkpointer = run_of(trainer).checkpointer
         assert checkpointer is not None
         self._saves.append(checkpointer.blocked_seconds)  # since the last log record, so of this save
-        if trainer.state.step % self.every == 0:
+        if trainer.state.step % self.every == 0 and self._steps:  # there are none right after a resume
             checkpointer.wait()
             with self.path.open("a") as file:
                 file.write(json.dumps(self._sample(trainer.state.step, Path(path))) + "\n")
