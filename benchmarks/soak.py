@@ -2,7 +2,7 @@
 
 Millions of steps with thousands of epochs, a hundred thousand log records, hundreds of evaluations and saves. Memory,
 Python objects, open files, threads, checkpoint size, and the time of steps and saves are sampled a hundred times
-into `soak.jsonl`. Exits with 1 if the last tenth of the run needs more of anything than the second tenth. (The first one
+into `soak.jsonl`. Exits with 1 if the last tenth of the run needs more of anything than the second tenth. (The first
 warms up: the log history, for example, is full after it.) After an interruption the same command resumes.
 
     python benchmarks/soak.py --steps 2000000
@@ -160,7 +160,7 @@ def read_samples(folder: Path) -> list[dict[str, float]]:
 
 
 def summarize(samples: list[dict[str, float]]) -> dict[str, Any]:
-    """For each quantity: the medians of the tenths, the slope per million steps after the first, and whether it grows."""
+    """For each quantity: the medians of the tenths, the slope per million steps after the first, whether it grows."""
     if len(samples) < 10:
         raise SystemExit(f"Expected at least 10 samples, received {len(samples)}. Run the same command again.")
     tenths = [samples[len(samples) * i // 10 : len(samples) * (i + 1) // 10] for i in range(10)]

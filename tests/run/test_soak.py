@@ -56,7 +56,9 @@ def usage(checkpoint, history):
 def assert_flat(early, late):
     for name in ("objects", "open files", "threads", "history"):
         assert late[name] == early[name], name
-    assert late["others"] < early["others"] + 100  # 500 steps and 60 records are in between; weak references come and go
+    assert (
+        late["others"] < early["others"] + 100
+    )  # 500 steps and 60 records are in between; weak references come and go
     assert late["bytes"] < early["bytes"] + 2000  # numbers have more digits
 
 
@@ -78,8 +80,8 @@ def test_a_long_run_does_not_grow(save_async, no_messages):
     sampler = Sampler()
     options = {"log_every": 10, "eval_every": "50steps", "save_every": 50, "save_async": save_async, "run_dir": "run"}
     trainer = Trainer(
-        MeanTask(mlp(hidden=2)), classes(), val_data=classes(8), max_steps=1000, batch_size=2, log="none", num_workers=0,
-        callbacks=[sampler], **options,
+        MeanTask(mlp(hidden=2)), classes(), val_data=classes(8), max_steps=1000, batch_size=2, log="none",
+        num_workers=0, callbacks=[sampler], **options,
     )  # fmt: skip
     trainer.fit()
     assert_flat(sampler.seen[500], sampler.seen[1000])

@@ -6,8 +6,8 @@ import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-#: How many of the newest records `log_history` keeps. All of them are in metrics.jsonl. Writing 10,000 records takes 0.1 s
-#: and 3 MB of every checkpoint; without a limit, both would grow with the length of the run.
+#: How many of the newest records `log_history` keeps; metrics.jsonl has all of them. Writing 10,000 records takes 0.1 s
+#: and 3 MB of every checkpoint. Without a limit, both would grow with the length of the run.
 MAX_LOG_RECORDS = 10_000
 
 
