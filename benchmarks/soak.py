@@ -159,27 +159,30 @@ def read_samples(folder: Path) -> list[dict[str, float]]:
     return [samples[step] for step in sorted(samples)]
 
 
-def summarize(samples: list[dict[str, float]]) -> dict[str, Any]:
+def summarize(samples: list[dict[str, float]], planned: int) -> dict[str, Any]:
     """For each quantity: the medians of the tenths, the slope per million steps after the first, whether it grows."""
-    if len(samples) < 10:
-        raise SystemExit(f"Expected at least 10 samples, received {len(samples)}. Run the same command again.")
-    tenths = [samples[len(samples) * i // 10 : len(samples) * (i + 1) // 10] for i in range(10)]
+    size = SAMPLES // 10
+    tenths = [[s for s in samples if i < s["step"] * 10 / planned <= i + 1] for i in range(10)]
+    tenths = [tenth for tenth in tenths if tenth]
+    if len(samples) < 3 * size:
+        raise SystemExit(f"Expected at least {3 * size} samples, received {len(samples)}. Run the same command again.")
     later = [sample for tenth in tenths[1:] for sample in tenth]
     result = {}
     for q in QUANTITIES:
-        medians = [statistics.median(s[q.key] for s in tenth) for tenth in tenths]
+        medians = [statistics.median(s[q.key] for s in tenth) for tenth in (*tenths, samples[-size:])]
         slope = statistics.linear_regression([s["step"] / 1e6 for s in later], [s[q.key] for s in later]).slope
         result[q.key] = {
             "first": samples[0][q.key],
-            "tenths": medians,
+            "tenths": medians[:-1],
             "last": samples[-1][q.key],
             "slope_per_million_steps": slope,
-            "grows": medians[9] > medians[1] * q.factor + q.offset,
+            "last_tenth": medians[-1],
+            "grows": medians[-1] > medians[1] * q.factor + q.offset,
         }
     return result
 
 
-def show(result: dict[str, Any], steps: int, title: str) -> None:
+def show(result: dict[str, Any], planned: int, title: str) -> None:
     """The table: one row per tenth, and the slopes."""
     table = Table(title=title)
     table.add_column("steps", justify="right", no_wrap=True)
@@ -191,8 +194,8 @@ def show(result: dict[str, Any], steps: int, title: str) -> None:
         return [f"{value:{sign},.{digits}f}" for value, digits in found]
 
     table.add_row("first sample", *cells("first"))
-    for tenth in range(10):
-        table.add_row(f"to {steps * (tenth + 1) // 10:,}", *cells("tenths", tenth=tenth))
+    for tenth in range(len(result["rss_mb"]["tenths"])):
+        table.add_row(f"to {planned * (tenth + 1) // 10:,}", *cells("tenths", tenth=tenth))
     table.add_row("last sample", *cells("last"))
     table.add_section()
     table.add_row("per million", *cells("slope_per_million_steps", sign="+"))
@@ -220,15 +223,16 @@ def main() -> None:
         train(args)
     samples = read_samples(args.folder)
     steps = int(samples[-1]["step"])
-    quantities = summarize(samples)
+    quantities = summarize(samples, args.steps)
     growing = [q.title for q in QUANTITIES if quantities[q.key]["grows"]]
     processes = len({sample["process"] for sample in samples})
     saves = "asynchronous" if args.save_async else "synchronous"
-    show(quantities, steps, f"{steps:,} steps, {saves} saves, {processes} process(es), {len(samples)} samples")
+    show(quantities, args.steps, f"{steps:,} steps, {saves} saves, {processes} process(es), {len(samples)} samples")
     result = {
         "what": "memory, open files, checkpoints and times of a long run",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "steps": steps,
+        "planned": args.steps,
         "save_async": args.save_async,
         "log": args.log,
         "processes": processes,
