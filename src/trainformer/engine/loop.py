@@ -269,7 +269,7 @@ class Loop:
             metrics["train/bad_samples"] = state.bad_samples
         metrics |= self._speed()
         self.bus.emit(Event.LOG, metrics)
-        state.log_history.append({"step": state.step, **metrics})
+        state.add_record({"step": state.step, **metrics})
         self.services.log(metrics, state.step)
 
     def _drain(self) -> dict[str, float]:
@@ -298,7 +298,7 @@ class Loop:
             return False
         self._epoch_metrics = metrics
         state.update_best(metrics, self.plan.monitor, self.plan.monitor_mode)
-        state.log_history.append({"step": state.step, "epoch": self._progress(), **metrics})
+        state.add_record({"step": state.step, "epoch": self._progress(), **metrics})
         self.services.log(metrics, state.step)
         self.bus.emit(Event.EVAL_END, metrics)
         return self.services.is_worth_keeping(metrics)

@@ -6,6 +6,10 @@ import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+#: How many of the newest records `log_history` keeps; metrics.jsonl has all of them. Writing 10,000 records takes 0.1 s
+#: and 3 MB of every checkpoint. Without a limit, both would grow with the length of the run.
+MAX_LOG_RECORDS = 10_000
+
 
 @dataclass(slots=True)
 class RunState:
@@ -13,7 +17,8 @@ class RunState:
 
     `step` counts optimizer steps done, `epoch` whole epochs done (so it is also the index of the running one),
     `batch` and `position` the micro-batches and samples already consumed of the running epoch. `bad_samples` were
-    consumed too, but could not be read and were left out.
+    consumed too, but could not be read and were left out. `log_history` holds the newest `MAX_LOG_RECORDS` of the
+    `log_records` records so far; metrics.jsonl has all of them.
 
     >>> state = RunState(step=7, epoch=1)
     >>> RunState().load_state_dict(state.state_dict()).step
@@ -36,9 +41,15 @@ class RunState:
     best_step: int = -1
     stopped: list[str] = field(default_factory=list)  # who stopped the run early, and why
     log_history: list[dict[str, float]] = field(default_factory=list)
+    log_records: int = 0  # also those that log_history no longer holds
     # Values of the steps since the last log record. Without them the first record after a resume would average fewer
     # steps than in an uninterrupted run. Filled in when the state is saved.
     pending: list[list[Any]] = field(default_factory=list)
+
+    def add_record(self, record: dict[str, float]) -> None:
+        """Add to the log history."""
+        append_record(self.log_history, record)
+        self.log_records += 1
 
     def update_best(self, metrics: dict[str, float], monitor: str, mode: str) -> None:
         """Keep the metrics of the best evaluation, by the monitored metric."""
@@ -49,14 +60,31 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy that later steps do not change."""
-        return {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self)}
+        state = {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "log_history"}
+        # Records are flat: this copies 10,000 of them in 1 ms, deepcopy in 40.
+        return state | {"log_history": [dict(record) for record in self.log_history]}
 
     def load_state_dict(self, state: dict[str, Any]) -> RunState:
         """Load a saved state in place; fields that it lacks get their defaults."""
         fresh = RunState()
         for f in fields(self):
             setattr(self, f.name, copy.deepcopy(state.get(f.name, getattr(fresh, f.name))))
+        if "log_records" not in state:  # written before the history had a limit
+            self.log_records = len(self.log_history)
+        del self.log_history[:-MAX_LOG_RECORDS]
         return self
+
+
+def append_record(history: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Add a record to a log history, and drop the oldest one if it is full.
+
+    >>> history = [{"step": step} for step in range(MAX_LOG_RECORDS)]
+    >>> append_record(history, {"step": 10_000})
+    >>> len(history), history[0], history[-1]
+    (10000, {'step': 1}, {'step': 10000})
+    """
+    history.append(record)
+    del history[:-MAX_LOG_RECORDS]
 
 
 def is_better(value: float, than: float | None, mode: str, min_delta: float = 0.0) -> bool:

@@ -32,6 +32,7 @@ from trainformer.checkpointing.checkpointer import Checkpointer, load_components
 from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
+from trainformer.engine.state import append_record
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import this_process
@@ -216,7 +217,7 @@ class BaseTrainer(ScriptMixin, ABC):
 
     def log(self, logs: dict[str, float]) -> TrainerControl:
         """Add metrics to the log history, and dispatch `on_log`."""
-        self.state.log_history.append({**logs, "step": self.state.global_step})
+        append_record(self.state.log_history, {**logs, "step": self.state.global_step})
         return self._dispatch_event("on_log", logs=logs)
 
     def _dispatch_event(self, event: str, **kwargs: Any) -> TrainerControl:

@@ -22,6 +22,7 @@ from trainformer.callbacks.compat.huggingface_types import TrainerControl, Train
 from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
+from trainformer.engine.state import append_record
 from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
@@ -206,7 +207,7 @@ class Trainer(EvaluatingTrainer):
         fit(run)
         metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
         metrics["epoch"] = self.state.epoch
-        self.state.log_history.append({**metrics, "step": run.state.step})
+        append_record(self.state.log_history, {**metrics, "step": run.state.step})
         control = run.control
         if control.should_stop:
             metrics |= {"stopped_by": control.stopped_by, "stop_reason": control.stop_reason}

@@ -20,6 +20,7 @@ from trainformer.callbacks.compat.huggingface_types import (
     arguments_of,
 )
 from trainformer.engine import Event
+from trainformer.engine.state import append_record
 
 # HF control flags and their names in the engine's control.
 _FLAGS = {
@@ -291,12 +292,14 @@ class Bridge:
 
     def sync_history(self, trainer: Any) -> None:
         """Translate the log history of the run; a resumed run has one from the start."""
-        records = trainer.state.log_history
-        if self._synced > len(records):
+        run = trainer.state
+        if self._synced > run.log_records:  # an earlier state was loaded
             self._synced = 0
             self.state.log_history.clear()
-        self.state.log_history.extend(to_hf_metrics(record) for record in records[self._synced :])
-        self._synced = len(records)
+        new = min(run.log_records - self._synced, len(run.log_history))
+        for record in run.log_history[len(run.log_history) - new :]:
+            append_record(self.state.log_history, to_hf_metrics(record))
+        self._synced = run.log_records
 
     def logs_of(self, trainer: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Metrics under HF names, as one dict that all callbacks share and may add to. Also added to the history."""
@@ -309,7 +312,7 @@ class Bridge:
             history = self.state.log_history
             if not any(name.startswith("eval_") for name in logs):
                 self._synced += 1  # the run adds this record to its own history after the callbacks
-                history.append({**logs, "step": trainer.state.step})
+                append_record(history, {**logs, "step": trainer.state.step})
             elif history:
                 history[-1] = {**logs, "step": trainer.state.step}
         return logs

@@ -66,7 +66,8 @@ class TrainerState:
 
     def save_to_json(self, json_path: str | Path) -> None:
         """Write all fields to a JSON file."""
-        Path(json_path).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        # Not to_dict(): copying a full log history takes longer than writing it.
+        Path(json_path).write_text(json.dumps(vars(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
