@@ -71,6 +71,7 @@ class Folder:
         self.path.mkdir(parents=True)
         self.reader.make(self.path)
         self.valid = {str(path.relative_to(self.path)): path.read_bytes() for path in self._files()}
+        self.stamps = self._stamps()
         found = {str(p.relative_to(self.path)) for pattern in self.reader.targets for p in self.path.glob(pattern)}
         self.targets = sorted(found & self.valid.keys())
         assert self.targets, name
@@ -91,16 +92,35 @@ class Folder:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
-    def changed(self) -> dict[str, bytes | None]:
-        """The files that are not as they were: their content now, None if they are gone."""
-        now = {str(path.relative_to(self.path)): path.read_bytes() for path in self._files()}
-        names = now.keys() | self.valid.keys()
-        return {name: now.get(name) for name in names if now.get(name) != self.valid.get(name)}
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        """Size and time of every file."""
+        found, left = {}, [str(self.path)]
+        while left:
+            for entry in os.scandir(left.pop()):
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    status = entry.stat()
+                    found[os.path.relpath(entry.path, self.path)] = status.st_size, status.st_mtime_ns
+        return found
 
-    def restore(self, changed: dict[str, bytes | None]) -> None:
+    def changed(self) -> list[str]:
+        """The files that are not as they were, new, or gone."""
+        now = self._stamps()
+        return [name for name in now.keys() | self.stamps.keys() if now.get(name) != self.stamps.get(name)]
+
+    def inputs(self) -> dict[str, str | None]:
+        """The changed files as text; None for one that is gone."""
+        paths = {name: self.path / name for name in self.changed()}
+        return {n: base64.b64encode(p.read_bytes()).decode() if p.exists() else None for n, p in paths.items()}
+
+    def restore(self) -> None:
+        changed = self.changed()
         for name in changed:
             if name in self.valid:
                 self.write(name, self.valid[name])
+                status = (self.path / name).stat()
+                self.stamps[name] = status.st_size, status.st_mtime_ns
             else:
                 (self.path / name).unlink()
 
@@ -138,21 +158,23 @@ def _work(name: str, seed: int, numbers: range, root: str, reports: Any, seconds
     # Once without a change: a valid file is accepted, and everything is imported before memory is limited.
     for target in folder.targets:
         assert folder.reader.read(folder.path, target) is not False, f"{name}: {target} is valid"
-    folder.restore(folder.changed())
+    folder.restore()
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY, resource.RLIM_INFINITY))
     reset_peak()
     base = peak_memory()
     for number in numbers:
         target = folder.change(rng_of(seed, name, number))
-        inputs = {key: None if data is None else base64.b64encode(data).decode() for key, data in folder.changed().items()}
+        inputs = folder.inputs()
         faulthandler.dump_traceback_later(seconds, exit=True)
         began = time.process_time()
         outcome, error = outcome_of(folder.reader, folder.path, target)
         taken = time.process_time() - began
         faulthandler.cancel_dump_traceback_later()
-        case = {"reader": name, "seed": seed, "number": number, "file": target, "error": error, "files": inputs}
-        reports.send((number, outcome, error, taken, peak_memory() - base, case if outcome == "failed" else None))
-        folder.restore(folder.changed())
+        case = None
+        if outcome == "failed":
+            case = {"reader": name, "seed": seed, "number": number, "file": target, "error": error, "files": inputs}
+        reports.send((number, outcome, error, taken, peak_memory() - base, case))
+        folder.restore()
     reports.send(None)
 
 
@@ -273,16 +295,22 @@ def main() -> int:
     if args.replay is not None:
         return replay(args.replay)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("reader", *(("cases", *OUTCOMES, "slowest", "peak memory")), title=f"{args.cases:,} cases, seed {args.seed}")
+    table = Table(
+        "reader", *(("cases", *OUTCOMES, "slowest", "peak memory")), title=f"{args.cases:,} cases, seed {args.seed}"
+    )
     tallies: dict[str, Tally] = {}
     for name, cases in shares(args.cases, args.only).items():
         began = time.monotonic()
         tally = tallies[name] = fuzz(name, cases, args.seed, args.keep)
-        console.print(f"{name}: {tally.cases:,} cases, {tally.outcomes['failed']} failed, {time.monotonic() - began:.0f} s")
+        console.print(
+            f"{name}: {tally.cases:,} cases, {tally.outcomes['failed']} failed, {time.monotonic() - began:.0f} s"
+        )
         for error, count in tally.errors.most_common(30):
             console.print(f"  {count} x {error}: {tally.examples[error]}", markup=False, highlight=False)
         row = [f"{tally.outcomes[outcome]:,}" for outcome in OUTCOMES]
-        table.add_row(name, f"{tally.cases:,}", *row, f"{tally.slowest * 1e3:,.0f} ms", f"+{tally.memory / 1e6:,.0f} MB")
+        table.add_row(
+            name, f"{tally.cases:,}", *row, f"{tally.slowest * 1e3:,.0f} ms", f"+{tally.memory / 1e6:,.0f} MB"
+        )
     total = Counter[str]()
     for tally in tallies.values():
         total += tally.outcomes

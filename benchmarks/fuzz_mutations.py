@@ -105,7 +105,9 @@ def mutate_tree(tree: Any, rng: random.Random) -> Any:
             other, place = rng.choice(places)
             holder[key] = copy.deepcopy(other[place])
         elif kind == 4 and isinstance(holder[key], int | float):
-            holder[key] = rng.choice((-holder[key], holder[key] + 1, str(holder[key]), float(holder[key]), [holder[key]]))
+            holder[key] = rng.choice(
+                (-holder[key], holder[key] + 1, str(holder[key]), float(holder[key]), [holder[key]])
+            )
         elif kind == 5:
             holder[key] = rng.choice(([holder[key]], {"x": holder[key]}, str(holder[key])))
         else:
@@ -180,14 +182,36 @@ def mutate_yaml(content: bytes, rng: random.Random) -> bytes:
         elif kind == 2:
             lines[at : at + 1] = [" " * rng.randrange(9) + line.strip()]
         elif kind == 3:
-            bombs = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'] * 9)}]" for n in range(rng.choice((3, 9, 30)))]
+            bombs = [
+                f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'] * 9)}]"
+                for n in range(rng.choice((3, 9, 30)))
+            ]
             lines[at:at] = bombs
         elif kind == 4:
             depth = rng.choice((50, 2_000, 100_000))
             lines.append("deep: " + rng.choice(("[" * depth + "]" * depth, "{a: " * depth)))
         elif kind == 5:
             key = line.partition(":")[0]
-            tag = rng.choice(("!!python/object/apply:os.system", "!singleton:os:system", "!factory:x:y", "!var", "!list", "!dict:@x", "!", "!!binary", "!!set", "!!timestamp", "!!omap", "!!int", "!!float", "!!merge", "!singleton:", "!partial:builtins:dict"))
+            tag = rng.choice(
+                (
+                    "!!python/object/apply:os.system",
+                    "!singleton:os:system",
+                    "!factory:x:y",
+                    "!var",
+                    "!list",
+                    "!dict:@x",
+                    "!",
+                    "!!binary",
+                    "!!set",
+                    "!!timestamp",
+                    "!!omap",
+                    "!!int",
+                    "!!float",
+                    "!!merge",
+                    "!singleton:",
+                    "!partial:builtins:dict",
+                )
+            )
             lines[at : at + 1] = [f"{key}: {tag} {rng.choice(STRINGS[:20] + ['[1, 2]', '{a: 1}', '2001-99-99'])!r}"]
         elif kind == 6:
             bad = rng.choice(("<<: *nowhere", "<<: 1", "<<: [1]", "x: &x {y: *x}", "? [a, b]\n: 1", "? {a: 1}\n: 2", "---\nb: 1", "...", "%YAML 9.9", "{% for i in range(10**9) %}x{% endfor %}", "{{ x }}", "{% include '/etc/passwd' %}", "{{ 'x' * 10**10 }}", "{{ ().__class__ }}", "n: 0x" + "f" * 5000, "n: " + "9" * 5000, "n: 1:99:99:99", "n: 2001-02-30", "n: .inf", "n: 1e999999", "{% if %}", "{{ range(10**9)|list }}", "{{ 9 ** 9 ** 9 }}"))  # fmt: skip
@@ -215,21 +239,69 @@ def mutate_tar(content: bytes, rng: random.Random) -> bytes:
     member = copy.copy(member)
     kind = rng.randrange(6)
     if kind == 0:
-        member.name = rng.choice(("/etc/x.png", "../../x.png", "a/../../x.png", "", ".", "/", ".png", "a\nb.png", "é" * 200 + ".png", "x" * 5_000 + ".png", "n.cls", "0.jpg", "\udc80.png"))
+        member.name = rng.choice(
+            (
+                "/etc/x.png",
+                "../../x.png",
+                "a/../../x.png",
+                "",
+                ".",
+                "/",
+                ".png",
+                "a\nb.png",
+                "é" * 200 + ".png",
+                "x" * 5_000 + ".png",
+                "n.cls",
+                "0.jpg",
+                "\udc80.png",
+            )
+        )
     elif kind == 1:
-        member.type = rng.choice((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE, tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE, b"Z"))
+        member.type = rng.choice(
+            (
+                tarfile.SYMTYPE,
+                tarfile.LNKTYPE,
+                tarfile.CHRTYPE,
+                tarfile.BLKTYPE,
+                tarfile.FIFOTYPE,
+                tarfile.DIRTYPE,
+                tarfile.CONTTYPE,
+                tarfile.GNUTYPE_SPARSE,
+                b"Z",
+            )
+        )
         member.linkname = rng.choice(("/etc/passwd", "../../x", "0.png", ""))
     elif kind == 2:
-        member.pax_headers = {rng.choice(("size", "path", "GNU.sparse.map", "GNU.sparse.size", "GNU.sparse.major", "mtime", "hdrcharset", "x")): rng.choice(("-1", "9" * 30, "x", "1,2", "", "\x00", "../../up", "BINARY"))}
+        member.pax_headers = {
+            rng.choice(
+                ("size", "path", "GNU.sparse.map", "GNU.sparse.size", "GNU.sparse.major", "mtime", "hdrcharset", "x")
+            ): rng.choice(("-1", "9" * 30, "x", "1,2", "", "\x00", "../../up", "BINARY"))
+        }
     elif kind == 3:
         data = rng.choice((b"", mutate_bytes(data, rng), mutate_png(data, rng) if data[:4] == b"\x89PNG" else b"-1"))
     elif kind == 4:
         members.insert(rng.randrange(len(members)), members[at])
     else:
-        data = rng.choice((b"9" * 5_000, b"\xff", b"-1", b"[" * 100_000, b"{}", b'{"label": [1]}', b"1.5", b"nan", b"\x00", b"true", b"cat"))
+        data = rng.choice(
+            (
+                b"9" * 5_000,
+                b"\xff",
+                b"-1",
+                b"[" * 100_000,
+                b"{}",
+                b'{"label": [1]}',
+                b"1.5",
+                b"nan",
+                b"\x00",
+                b"true",
+                b"cat",
+            )
+        )
     members[at] = (member, data)
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)), errors="surrogateescape") as tar:
+    with tarfile.open(
+        fileobj=out, mode="w", format=rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)), errors="surrogateescape"
+    ) as tar:
         for member, data in members:
             member.size = len(data) if member.isreg() else 0
             tar.addfile(member, io.BytesIO(data))
@@ -239,8 +311,27 @@ def mutate_tar(content: bytes, rng: random.Random) -> bytes:
 def _tar_header(data: bytearray, rng: random.Random) -> bytes:
     headers = [at for at in range(0, len(data) - 512, 512) if data[at + 257 : at + 262] == b"ustar"]
     at = rng.choice(headers)
-    place, length = rng.choice(((0, 100), (100, 8), (124, 12), (124, 12), (124, 12), (136, 12), (156, 1), (157, 100), (257, 8), (345, 155)))
-    value = rng.choice((b"", b"7" * length, b"-1", b"\x80" + b"\x7f" * 11, b"\xff" * 12, b"\x80" + b"\0" * 6 + b"\x10", b"xL"[:length], rng.randbytes(length), b"77777777777", b"L", b"K", b"x", b"g", b"S"))
+    place, length = rng.choice(
+        ((0, 100), (100, 8), (124, 12), (124, 12), (124, 12), (136, 12), (156, 1), (157, 100), (257, 8), (345, 155))
+    )
+    value = rng.choice(
+        (
+            b"",
+            b"7" * length,
+            b"-1",
+            b"\x80" + b"\x7f" * 11,
+            b"\xff" * 12,
+            b"\x80" + b"\0" * 6 + b"\x10",
+            b"xL"[:length],
+            rng.randbytes(length),
+            b"77777777777",
+            b"L",
+            b"K",
+            b"x",
+            b"g",
+            b"S",
+        )
+    )
     data[at + place : at + place + length] = value[:length].ljust(length, b"\0")
     data[at + 148 : at + 156] = b" " * 8
     data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
@@ -295,11 +386,50 @@ def mutate_safetensors(content: bytes, rng: random.Random) -> bytes:
         if kind == 3:
             entry = tree[rng.choice([name for name in tree if name != "__metadata__"])]
             field = rng.choice(("dtype", "shape", "data_offsets"))
-            entry[field] = rng.choice(("F32", "F64", "I8", "BOOL", "F8_E4M3", "C64", "X", [0], [], [2**62, 2], [2**40], [0, 2**60], [4, 0], [-1], [1] * 100, [3, 2], None, {}))
+            entry[field] = rng.choice(
+                (
+                    "F32",
+                    "F64",
+                    "I8",
+                    "BOOL",
+                    "F8_E4M3",
+                    "C64",
+                    "X",
+                    [0],
+                    [],
+                    [2**62, 2],
+                    [2**40],
+                    [0, 2**60],
+                    [4, 0],
+                    [-1],
+                    [1] * 100,
+                    [3, 2],
+                    None,
+                    {},
+                )
+            )
         elif kind == 4 and "__metadata__" in tree:
             meta = tree["__metadata__"]
             name = rng.choice(list(meta))
-            meta[name] = rng.choice(("", "x", "[]", "1", "null", '{"a": "b"}', '{"a": []}', '{"a": {}}', "[" * 100_000, "\x00", 1, None, '["a"]', '{"weight": [9]}', mutate_tree({"weight": "bias", "x": [0, 0]}, rng).__repr__()))
+            meta[name] = rng.choice(
+                (
+                    "",
+                    "x",
+                    "[]",
+                    "1",
+                    "null",
+                    '{"a": "b"}',
+                    '{"a": []}',
+                    '{"a": {}}',
+                    "[" * 100_000,
+                    "\x00",
+                    1,
+                    None,
+                    '["a"]',
+                    '{"weight": [9]}',
+                    mutate_tree({"weight": "bias", "x": [0, 0]}, rng).__repr__(),
+                )
+            )
         else:
             tree = mutate_tree(tree, rng)
         header = dump_json(tree)
@@ -320,14 +450,56 @@ def mutate_npy(content: bytes, rng: random.Random) -> bytes:
         data = data[:at] + struct.pack("<Q", number) + data[at + 8 :]
     elif kind == 2:
         old = header.split("'descr': ")[1].split(",")[0]
-        new = rng.choice(("'<i4'", "'|O'", "'<f8'", "'>i8'", "'|S8'", "'<U4'", "'|b1'", "'<i2'", "'<M8[s]'", "'x'", "[('a', '<i8')]", "None", "'|V8'", "'<c16'"))
+        new = rng.choice(
+            (
+                "'<i4'",
+                "'|O'",
+                "'<f8'",
+                "'>i8'",
+                "'|S8'",
+                "'<U4'",
+                "'|b1'",
+                "'<i2'",
+                "'<M8[s]'",
+                "'x'",
+                "[('a', '<i8')]",
+                "None",
+                "'|V8'",
+                "'<c16'",
+            )
+        )
         header = header.replace(old, new)
     elif kind == 3:
         old = header.split("'shape': ")[1].split("),")[0] + ")"
-        new = rng.choice(("()", "(0,)", "(1,)", "(2, 2)", "(9999999999999,)", "(-1,)", "(4611686018427387904, 4)", "None", "'x'", "(1.5,)", "(True,)"))
+        new = rng.choice(
+            (
+                "()",
+                "(0,)",
+                "(1,)",
+                "(2, 2)",
+                "(9999999999999,)",
+                "(-1,)",
+                "(4611686018427387904, 4)",
+                "None",
+                "'x'",
+                "(1.5,)",
+                "(True,)",
+            )
+        )
         header = header.replace(old, new)
     else:
-        header = rng.choice((header.replace("False", "True"), header.replace("False", "1"), "(" * 5_000, "{}", "{'descr': '<i8'}", "__import__('os')", header[:-20] + "\n", "'" + "x" * 9_000))
+        header = rng.choice(
+            (
+                header.replace("False", "True"),
+                header.replace("False", "1"),
+                "(" * 5_000,
+                "{}",
+                "{'descr': '<i8'}",
+                "__import__('os')",
+                header[:-20] + "\n",
+                "'" + "x" * 9_000,
+            )
+        )
     text = header.encode("latin1")
     return content[:8] + struct.pack("<H", len(text)) + text + data
 
@@ -344,11 +516,29 @@ def mutate_png(content: bytes, rng: random.Random) -> bytes:
     name, data = chunks[number]
     if kind == 0 or name == b"IHDR":
         name, data = chunks[0]
-        sides = rng.choice(((0, 1), (1, 0), (2**31 - 1, 2**31 - 1), (2**32 - 1, 1), (30_000, 30_000), (12_000, 12_000), (3, 1_000)))
+        sides = rng.choice(
+            ((0, 1), (1, 0), (2**31 - 1, 2**31 - 1), (2**32 - 1, 1), (30_000, 30_000), (12_000, 12_000), (3, 1_000))
+        )
         data = struct.pack(">II", *sides) + data[8:] if rng.random() < 0.7 else mutate_bytes(data, rng)
         chunks[0] = name, data
     elif kind == 1:
-        chunks.insert(rng.randrange(len(chunks)), (rng.choice((b"zTXt", b"iTXt", b"tEXt", b"eXIf", b"iCCP", b"tRNS", b"PLTE", b"acTL", b"fcTL", b"sBIT", b"gAMA")), rng.choice((b"", b"k\0\0" + zlib.compress(bytes(80 << 20)), b"k\0\0" + rng.randbytes(30), rng.randbytes(20), b"Exif\0\0II*\0\x08\0\0\0\xff\xff"))))
+        chunks.insert(
+            rng.randrange(len(chunks)),
+            (
+                rng.choice(
+                    (b"zTXt", b"iTXt", b"tEXt", b"eXIf", b"iCCP", b"tRNS", b"PLTE", b"acTL", b"fcTL", b"sBIT", b"gAMA")
+                ),
+                rng.choice(
+                    (
+                        b"",
+                        b"k\0\0" + zlib.compress(bytes(80 << 20)),
+                        b"k\0\0" + rng.randbytes(30),
+                        rng.randbytes(20),
+                        b"Exif\0\0II*\0\x08\0\0\0\xff\xff",
+                    )
+                ),
+            ),
+        )
     elif kind == 2:
         del chunks[number]
     elif kind == 3:
@@ -357,7 +547,9 @@ def mutate_png(content: bytes, rng: random.Random) -> bytes:
         chunks[number] = name, mutate_bytes(data, rng)
     else:
         chunks[number] = name, rng.choice((zlib.compress(bytes(1_000)), b"", zlib.compress(bytes(50 << 20)), data * 2))
-    parts = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks]
+    parts = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    ]
     return content[:8] + b"".join(parts)
 
 

@@ -2,6 +2,9 @@
 
 Python's `tarfile` parses the headers, but iteration is ours: `TarFile.next` takes a damaged header for the end of the
 file, and would silently lose the rest. The meaning of a sample's files is up to `webdataset`.
+
+Nothing is extracted: files are read into memory, and names only group them, so an absolute path or `..` in a name leads
+nowhere. Links, devices and other special members are skipped, never followed.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ _OPENERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((".tar.xz", ".txz"), lzma.open),
 }
 _DAMAGE = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
+_MAX_BYTES = 1 << 30  # of a file in a shard: a compressed one could otherwise fill the memory
+_PART_BYTES = 1 << 22
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
@@ -94,9 +99,17 @@ def _members(tar: Any, path: str, offset: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _content(tar: Any, member: tarfile.TarInfo, path: str) -> bytes:
+    if not 0 <= member.size <= _MAX_BYTES:
+        size = f"{member.size:,} bytes in '{member.name}'"
+        raise DataError(expected(f"at most 1 GiB per file in shard '{path}'", size, "Recreate the shard."))
     try:
         tar.fileobj.seek(member.offset_data)
-        data = tar.fileobj.read(member.size)
+        # In parts: `read` allocates as many bytes as it is asked for, and the header of a short file may claim any.
+        parts, left = [], member.size
+        while left > 0 and (part := tar.fileobj.read(min(left, _PART_BYTES))):
+            parts.append(part)
+            left -= len(part)
+        data = b"".join(parts)
     except _DAMAGE as error:
         raise DataError(f"Expected to read '{member.name}' of shard '{path}', received: {error}.") from error
     if len(data) < member.size:

@@ -6,6 +6,8 @@ import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from trainformer.core.errors import DataError, expected
+
 
 @dataclass(slots=True)
 class RunState:
@@ -59,8 +61,13 @@ class RunState:
     def load_state_dict(self, state: dict[str, Any]) -> RunState:
         """Load a saved state in place; fields that it lacks get their defaults."""
         fresh = RunState()
-        for f in fields(self):
-            setattr(self, f.name, copy.deepcopy(state.get(f.name, getattr(fresh, f.name))))
+        values = {f.name: state.get(f.name, getattr(fresh, f.name)) for f in fields(self)}
+        for name, value in values.items():
+            kind = type(getattr(fresh, name))
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+                raise DataError(expected(f"{name} of the run's state to be of type {kind.__name__}", value))
+        for name, value in values.items():
+            setattr(self, name, copy.deepcopy(value))
         return self
 
 

@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trainformer.utils.files import decode_json
 from trainformer.utils.processes import process_identity
 
 FILE = "control.json"
@@ -147,8 +148,9 @@ def withdraw(folder: Path, address: Address) -> None:
 def read(folder: Path) -> Address | None:
     """The address in a run folder; None if there is none, or a partial one. `PermissionError` for another user's."""
     try:
-        content = json.loads((folder / FILE).read_bytes())
-        return Address(**content)
+        found = Address(**decode_json((folder / FILE).read_bytes()))
+        kinds = {"token": str, "process": int, "identity": str | None, "host": str, "path": str | None, "port": int | None}
+        return found if all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 

@@ -33,6 +33,7 @@ from trainformer.checkpointing.tools.states import States, export_weights
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.models.language import load_model, load_tokenizer
+from trainformer.utils.files import decode_json
 
 WEIGHTS = "model.safetensors"
 MODEL_CONFIGS = ("config.json", "generation_config.json")
@@ -164,7 +165,7 @@ def _adapted(request: Request) -> tuple[Any, str]:
 
 
 def _read_base(folder: Path) -> str | None:
-    return json.loads((folder / ADAPTER_CONFIG).read_text("utf-8")).get("base_model_name_or_path") or None
+    return decode_json((folder / ADAPTER_CONFIG).read_text("utf-8")).get("base_model_name_or_path") or None
 
 
 def _load_options(recorded: str, request: Request) -> dict[str, Any]:
@@ -228,7 +229,7 @@ def _mend_names(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata())
-        names = json.loads(metadata.get("tensor_names", "[]"))
+        names = decode_json(metadata.get("tensor_names", "[]"))
         nested = [name for name in names if "." in name]
         if nested != names:
             save_file(load_file(path), path, {**metadata, "tensor_names": json.dumps(nested)})
