@@ -17,9 +17,9 @@ from typing import Any
 # Written as text into the JSON, since `json.dumps` cannot express them.
 _DEEP, _BIG, _TWICE = "@deep@", "@big@", "@twice@"
 STRINGS = [
-    "", "x", "0", "1e999", "nan", "\x00", "a\x00b", "\ud800", "\ufeff", "\u2028", "..", "../../up", "/etc/passwd", "~root",
-    "{{ 7 * 7 }}", "!singleton:os:system", "%s%n", "é" * 50, "n" * 300, "y" * 100_000, "step_00000001", "[{", "true", "-1",
-    "file:///etc/passwd", "\x1b[31m", "<script>", "9" * 400,
+    "", "x", "0", "1e999", "nan", "\x00", "a\x00b", "\ud800", "\ufeff", "\u2028", "..", "../../up", "/etc/passwd",
+    "~root", "{{ 7 * 7 }}", "!singleton:os:system", "%s%n", "é" * 50, "n" * 300, "y" * 100_000, "step_00000001", "[{", "true",
+    "-1", "file:///etc/passwd", "\x1b[31m", "<script>", "9" * 400,
 ]  # fmt: skip
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308, 5e-324,
@@ -29,9 +29,36 @@ VALUES: list[Any] = [
 _TOKENS = [
     b"\x00", b"\xff", b"\xfe\xff", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xe2\x80\xa8", b"\r", b"\n\n", b'"',
     b"'", b"\\", b"{", b"}", b"[", b"]", b",", b":", b"&a", b"*a", b"!!python/object", b"- ", b"  ", b"\t", b"%", b"#",
-    b"1" * 400, b"\x1f\x8b", b"PK\x03\x04", b"<<: ", b"{%", b"{{", b"%}", b"1e999", b"NaN", b"\\ud800", b"|", b">", b"?",
+    b"1" * 400, b"\x1f\x8b", b"PK\x03\x04", b"<<: ", b"{%", b"{{", b"%}", b"1e999", b"NaN", b"\\ud800", b"|", b">",
+    b"?",
 ]  # fmt: skip
 _NUMBERS = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1]
+
+_YAML = [
+    "<<: *nowhere",
+    "<<: 1",
+    "<<: [1]",
+    "x: &x {y: *x}",
+    "? [a, b]\n: 1",
+    "? {a: 1}\n: 2",
+    "---\nb: 1",
+    "...",
+    "%YAML 9.9",
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "{{ x }}",
+    "{% include '/etc/passwd' %}",
+    "{{ 'x' * 10**10 }}",
+    "{{ ().__class__ }}",
+    "n: 0x" + "f" * 5000,
+    "n: " + "9" * 5000,
+    "n: 1:99:99:99",
+    "n: 2001-02-30",
+    "n: .inf",
+    "n: 1e999999",
+    "{% if %}",
+    "{{ range(10**9)|list }}",
+    "{{ 9 ** 9 ** 9 }}",
+]
 
 Mutation = Callable[[bytes, random.Random], bytes]
 
@@ -212,9 +239,9 @@ def mutate_yaml(content: bytes, rng: random.Random) -> bytes:
                     "!partial:builtins:dict",
                 )
             )
-            lines[at : at + 1] = [f"{key}: {tag} {rng.choice(STRINGS[:20] + ['[1, 2]', '{a: 1}', '2001-99-99'])!r}"]
+            lines[at : at + 1] = [f"{key}: {tag} {rng.choice([*STRINGS[:20], '[1, 2]', '{a: 1}', '2001-99-99'])!r}"]
         elif kind == 6:
-            bad = rng.choice(("<<: *nowhere", "<<: 1", "<<: [1]", "x: &x {y: *x}", "? [a, b]\n: 1", "? {a: 1}\n: 2", "---\nb: 1", "...", "%YAML 9.9", "{% for i in range(10**9) %}x{% endfor %}", "{{ x }}", "{% include '/etc/passwd' %}", "{{ 'x' * 10**10 }}", "{{ ().__class__ }}", "n: 0x" + "f" * 5000, "n: " + "9" * 5000, "n: 1:99:99:99", "n: 2001-02-30", "n: .inf", "n: 1e999999", "{% if %}", "{{ range(10**9)|list }}", "{{ 9 ** 9 ** 9 }}"))  # fmt: skip
+            bad = rng.choice(_YAML)
             lines[at:at] = bad.splitlines()
         elif kind == 7 and line:
             lines[at] = f"{line.partition(':')[0]}: {rng.choice(STRINGS[:20])}"
@@ -229,7 +256,7 @@ def mutate_yaml(content: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_tar(content: bytes, rng: random.Random) -> bytes:
-    """A tar file: hostile members (absolute paths, links, devices, huge sizes), and header fields with a valid checksum."""
+    """A tar file: hostile members (absolute paths, links, devices, huge sizes), headers with a valid checksum."""
     if rng.random() < 0.4:
         return _tar_header(bytearray(content), rng)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:

@@ -309,8 +309,8 @@ def _explained(key: str) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(
-            f"The state of {key!r} in the checkpoint cannot be loaded ({type(error).__name__}: {error}). It is damaged, "
-            "or was written by something else."
+            f"The state of {key!r} in the checkpoint cannot be loaded ({type(error).__name__}: {error}). It is "
+            "damaged, or was written by something else."
         ) from error
 
 

@@ -149,8 +149,9 @@ def read(folder: Path) -> Address | None:
     """The address in a run folder; None if there is none, or a partial one. `PermissionError` for another user's."""
     try:
         found = Address(**decode_json((folder / FILE).read_bytes()))
-        kinds = {"token": str, "process": int, "identity": str | None, "host": str, "path": str | None, "port": int | None}
-        return found if all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()) else None
+        fits = isinstance(found.token, str) and isinstance(found.process, int) and isinstance(found.host, str)
+        fits = fits and isinstance(found.identity, str | None) and isinstance(found.path, str | None)
+        return found if fits and isinstance(found.port, int | None) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 

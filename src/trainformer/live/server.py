@@ -163,12 +163,14 @@ class ControlServer:
         self._silent[task] = _process_of(writer)
         if len(self._silent) > MAX_SILENT:
             ((busiest, _),) = Counter(self._silent.values()).most_common(1)
-            next(other for other, process in self._silent.items() if process == busiest).cancel()
+            oldest = next(other for other, process in self._silent.items() if process == busiest)
+            del self._silent[oldest], self._clients[oldest]  # at once: it ends only when the loop gets to it
+            oldest.cancel()
         try:
             line = await asyncio.wait_for(reader.readuntil(b"\n"), READ_SECONDS)
             message = self._authenticated(line)
-            if message is not None:
-                self._silent.pop(task, None)
+            if message is not None and self._silent.pop(task, None) is None:
+                return  # closed meanwhile, as one of too many
             reply = None if message is None else await self._reply(message, task, reader)
             if reply is not None:
                 writer.write(json.dumps(reply).encode() + b"\n")
@@ -177,7 +179,7 @@ class ControlServer:
         except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass  # the client's problem, or the end of the run
         finally:
-            del self._clients[task]
+            self._clients.pop(task, None)
             self._silent.pop(task, None)
             writer.transport.abort()
 

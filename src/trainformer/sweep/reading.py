@@ -108,7 +108,8 @@ def read_spec(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         raise BadArgument(expected("the description of a sweep", str(path), f"It cannot be read: {error}.")) from error
     if missing or wrong or not isinstance(spec, dict):
-        do = f"It lacks {', '.join(missing)}." if missing else f"It is damaged: see {', '.join(wrong) or 'its content'}."
+        damage = f"It is damaged: see {', '.join(wrong) or 'its content'}."
+        do = f"It lacks {', '.join(missing)}." if missing else damage
         raise BadArgument(expected("the description of a sweep", str(path), do))
     return spec
 

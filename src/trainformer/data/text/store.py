@@ -245,7 +245,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         # A forged manifest must not name files elsewhere, or lack one.
         files = {"offsets.npy", "supervised.npy", "tokens.bin"}
         known = [files, files | {"labels.bin"}]
-        if not manifest["sizes"].keys() == manifest["digests"].keys() or manifest["sizes"].keys() not in known:
+        if manifest["sizes"].keys() != manifest["digests"].keys() or manifest["sizes"].keys() not in known:
             return None
         EncodingReport().add(EncodingReport(**manifest["report"]))
         whole = all((path / file).stat().st_size == size for file, size in manifest["sizes"].items())

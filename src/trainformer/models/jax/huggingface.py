@@ -257,8 +257,8 @@ def read_model_config(folder: Path) -> tuple[Family, Any]:
     except BadArgument as error:
         raise BadArgument(f"{folder / CONFIG}: {error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        text = f"{folder / CONFIG} is not a configuration of a {config['model_type']} ({type(error).__name__}: {error})."
-        raise DataError(text) from error
+        what = f"a configuration of a {config['model_type']}"
+        raise DataError(f"{folder / CONFIG} is not {what} ({type(error).__name__}: {error}).") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
