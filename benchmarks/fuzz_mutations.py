@@ -18,8 +18,8 @@ from typing import Any
 _DEEP, _BIG, _TWICE = "@deep@", "@big@", "@twice@"
 STRINGS = [
     "", "x", "0", "1e999", "nan", "\x00", "a\x00b", "\ud800", "\ufeff", "\u2028", "..", "../../up", "/etc/passwd",
-    "~root", "{{ 7 * 7 }}", "!singleton:os:system", "%s%n", "é" * 50, "n" * 300, "y" * 100_000, "step_00000001", "[{", "true",
-    "-1", "file:///etc/passwd", "\x1b[31m", "<script>", "9" * 400,
+    "~root", "{{ 7 * 7 }}", "!singleton:os:system", "%s%n", "é" * 50, "n" * 300, "y" * 100_000, "step_00000001", "[{",
+    "true", "-1", "file:///etc/passwd", "\x1b[31m", "<script>", "9" * 400,
 ]  # fmt: skip
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308, 5e-324,

@@ -63,7 +63,7 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / INDEX).is_file():
         try:
             names = sorted(set(decode_json((folder / INDEX).read_bytes())["weight_map"].values()))
-            if any(Path(name).name != name for name in names):
+            if any(Path(name).name != name or len(name.encode()) > 255 for name in names):
                 raise ValueError("a file is not in the same folder")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"{folder / INDEX} is damaged: it does not map weights to files ({error}).") from error
