@@ -321,7 +321,16 @@ def test_a_forged_status_is_no_error(tmp_path, changes):
     assert info.age is None or info.age > 0
 
 
-@pytest.mark.parametrize("reply", [{"step": "x"}, {"metrics": []}, {"step": 1}, {"step": 1, "planned_steps": {}}])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"step": "x"},
+        {"metrics": []},
+        {"step": 1, "planned_steps": 2, "metrics": None},
+        {"step": 1},
+        {"step": 1, "planned_steps": {}},
+    ],
+)
 def test_a_reply_that_cannot_be_understood_is_named(tmp_path, monkeypatch, reply):
     from trainformer.live import client
 

@@ -23,7 +23,6 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("steps_per_second", "eta_seconds"), int | float),
     **dict.fromkeys(("status", "checkpoint", "checkpoints", "path", "error"), str),
 }
-_STATUS_FIELDS = ("step", "planned_steps", "metrics")
 _STATUS_SECONDS = 10.0  # a healthy control thread answers at once, but the machine may be busy
 
 
@@ -56,7 +55,8 @@ def ask(
     if not reply.get("ok"):
         raise ControlError(f"{folder.name}: {reply.get('error', 'the run refused without a reason')}")
     wrong = [name for name, kind in _KINDS.items() if not isinstance(reply.get(name), kind | None)]
-    missing = [name for name in _STATUS_FIELDS if verb == STATUS and name not in reply]
+    missing = [name for name in ("step", "metrics") if verb == STATUS and reply.get(name) is None]
+    missing += ["planned_steps"] if verb == STATUS and "planned_steps" not in reply else []
     if wrong or missing:
         raise ControlError(
             f"Expected a reply that this version of trainformer understands from {folder.name}, received one with "
