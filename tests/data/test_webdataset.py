@@ -721,3 +721,18 @@ def test_a_claimed_size_is_not_allocated(tmp_path: Path) -> None:
     (tmp_path / "huge.tar").write_bytes(content)
     with pytest.raises(DataError, match="at most 1 GiB"):
         list(WebDataset(tmp_path / "huge.tar"))
+
+
+def test_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
+    files = [(name.replace("0000", "\udceb"), data) for name, data in sample_files(0)]
+    assert labels(WebDataset(write_tar(tmp_path / "x.tar", files, form=tarfile.GNU_FORMAT))) == [0]
+
+
+@pytest.mark.parametrize("header", [{"size": "x"}, {"GNU.sparse.map": "\0"}, {"size": "9" * 30}])
+def test_a_hostile_extended_header_is_damage(tmp_path: Path, header: dict[str, str]) -> None:
+    member = tarfile.TarInfo("0.png")
+    member.pax_headers = header
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(member)
+    with pytest.raises(DataError):
+        list(WebDataset(tmp_path / "x.tar"))

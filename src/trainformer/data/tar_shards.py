@@ -33,7 +33,8 @@ _OPENERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((".tar.bz2", ".tbz2"), bz2.open),
     **dict.fromkeys((".tar.xz", ".txz"), lzma.open),
 }
-_DAMAGE = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
+# ValueError: from numbers in extended headers that are none, or too large.
+_DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, lzma.LZMAError, zlib.error)
 _MAX_BYTES = 1 << 30  # of a file in a shard: a compressed one could otherwise fill the memory
 _PART_BYTES = 1 << 22
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -122,7 +123,9 @@ def _content(tar: Any, member: tarfile.TarInfo, path: str) -> bytes:
 
 def sample_id(shard: str, key: str) -> int:
     """A number for a sample that depends on neither its folder nor its position."""
-    digest = hashlib.blake2b(f"{os.path.basename(shard)}\n{key}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{os.path.basename(shard)}\n{key}".encode("utf-8", "surrogateescape"), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
