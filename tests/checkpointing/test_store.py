@@ -342,7 +342,7 @@ def test_a_forged_manifest_is_skipped_and_named(tmp_path, caplog, forgery):
         assert store.newest().step == 1
         assert [c.step for c in store.checkpoints()] == [1]
         Retention(last=1, best=1).to_delete(store.checkpoints())
-    assert caplog.text.count(f"{path}/manifest.json is not a manifest that trainformer wrote: ") == 2
+    assert caplog.text.count(f"{path}/manifest.json is not a manifest that trainformer wrote: ") == 3
     assert len(verify(tmp_path)) == 1
     with pytest.raises(InvalidCheckpoint, match="is not a manifest that trainformer wrote"):
         inspect(path)
