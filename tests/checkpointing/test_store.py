@@ -1,5 +1,6 @@
 """The store: a checkpoint appears whole or not at all, damage is seen and named, and retention keeps what it must."""
 
+import hashlib
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainformer.checkpoint import inspect, verify
 from trainformer.checkpointing import (
     Checkpoint,
     CheckpointStore,
@@ -292,3 +294,68 @@ def test_cleaning_an_empty_place_is_fine(tmp_path, caplog):
         CheckpointStore(tmp_path / "none").clean()
         assert CheckpointStore(tmp_path / "none").newest() is None
     assert caplog.text == ""
+
+
+# -- forged manifests --------------------------------------------------------------------------------------
+
+
+def forge(path, **changes):
+    """Change a manifest, with the digest of its content; None removes a field."""
+    content = json.loads((path / "manifest.json").read_bytes()) | changes
+    content = {name: value for name, value in content.items() if value is not None and name != "sha256"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({**content, "sha256": digest}))
+
+
+def record(**changes):
+    return {"model": [{"name": "model.bin", "size": 7, "sha256": "0", **changes}]}
+
+
+FORGERIES = {
+    "no step": {"step": None},
+    "a step that is no number": {"step": "4"},
+    "a negative step": {"step": -1},
+    "no components": {"components": None},
+    "a list of components": {"components": []},
+    "a file that is no record": {"components": {"model": ["model.bin"]}},
+    "a file elsewhere": {"components": record(name="../../secret")},
+    "a file at an absolute path": {"components": record(name="/etc/hostname")},
+    "a name that no file can have": {"components": record(name="x" * 5000)},
+    "a name with a NUL": {"components": record(name="a\0b")},
+    "a component elsewhere": {"components": {"../..": []}},
+    "a size that is no number": {"components": record(size=[])},
+    "metrics that are no numbers": {"metrics": {"val/loss": "low"}},
+    "metrics that are a text": {"metrics": "low"},
+    "an endless time": {"time": float("inf")},
+    "an unknown field": {"more": 1},
+    "a format that is no number": {"format": {}},
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_manifest_is_skipped_and_named(tmp_path, caplog, forgery):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    path = save(store, 2).path
+    forge(path, **FORGERIES[forgery])
+    with caplog.at_level(logging.WARNING):
+        assert store.newest().step == 1
+        assert [c.step for c in store.checkpoints()] == [1]
+        Retention(last=1, best=1).to_delete(store.checkpoints())
+    assert caplog.text.count(f"{path}/manifest.json is not a manifest that trainformer wrote: ") == 3
+    assert len(verify(tmp_path)) == 1
+    with pytest.raises(InvalidCheckpoint, match="is not a manifest that trainformer wrote"):
+        inspect(path)
+
+
+def test_a_manifest_of_deep_json_is_skipped(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    (save(store, 2).path / "manifest.json").write_text("[" * 100_000)
+    assert store.newest().step == 1
+
+
+def test_fields_with_defaults_may_be_missing(tmp_path):
+    path = save(CheckpointStore(tmp_path), 2).path
+    forge(path, epoch=None, metrics=None, time=None)
+    assert Manifest.read(path).epoch == 0

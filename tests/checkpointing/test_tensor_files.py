@@ -1,15 +1,19 @@
 """Components as files: exact, safe, and readable by others."""
 
 import json
+import zipfile
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainformer.checkpointing.torch_files import read_component, write_component
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.utils.tensor_files import read_weights, write_weights
+from trainformer.models.jax.weight_files import open_weights
+from trainformer.utils.tensor_files import read_tensors, read_weights, write_weights
+from trainformer.utils.tree_files import read_tree, write_tree
 
 
 def equal(a, b):
@@ -107,3 +111,38 @@ def test_a_damaged_file_is_named(tmp_path, format, name):
 def test_an_unknown_format_is_refused(tmp_path):
     with pytest.raises(BadArgument, match="weights"):
         write_component(tmp_path, "x", "pickle", {})
+
+
+@pytest.mark.parametrize("aliases", ["", "[1]", "null", '{"a": "nowhere"}', '{"a": []}', "[" * 100_000])
+def test_forged_names_of_tied_weights_are_refused(tmp_path, aliases):
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors", {"trainformer_aliases": aliases})
+    with pytest.raises(DataError, match="damaged"):
+        read_weights(tmp_path, ["model.safetensors"])
+
+
+def test_a_file_that_unpacks_to_more_than_its_size_is_refused(tmp_path):
+    """Without reading it: a megabyte of zip can hold a gigabyte of zeros."""
+    torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
+    np.savez_compressed(tmp_path / "state.npz", **{"0": np.zeros(1_000_000)})
+    (tmp_path / "state.json").write_text('{"x": {"__array__": "0"}}')
+    with zipfile.ZipFile(tmp_path / "a.pt", "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb", bytes(1 << 20))
+    with pytest.raises(DataError, match="unpack to"):
+        read_tensors(tmp_path / "a.pt")
+    with pytest.raises(DataError, match="unpack to"):
+        read_tree(tmp_path, ["state.json", "state.npz"])
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"x": {"__array__": []}}', '{"x": {"__array__": "7"}}'])
+def test_a_damaged_tree_is_refused(tmp_path, content):
+    write_tree(tmp_path, "state", {"x": np.ones(2)})
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(DataError, match="damaged"):
+        read_tree(tmp_path, ["state.json", "state.npz"])
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": 1}', '{"weight_map": {"x": "../up.safetensors"}}', "{"])
+def test_a_forged_index_of_weights_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(DataError, match=r"index\.json is damaged"), open_weights(tmp_path):
+        pass

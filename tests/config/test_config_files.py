@@ -300,3 +300,13 @@ def test_reading_imports_neither_torch_nor_what_is_named(write):
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "n: " + "9" * 5_000), ("a.yaml", "day: 2001-02-30"), ("a.json", '{"n": ' + "9" * 5_000 + "}")],
+)
+def test_values_that_python_cannot_hold_are_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadArgument, match="that can be read"):
+        load_config(tmp_path / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -292,3 +293,36 @@ def test_the_index_spans_many_blocks(tmp_path: Path) -> None:
     starts, blanks = files._index_lines(TextFile(path))
     assert np.array_equal(np.diff(starts)[:-1], np.full(19_999, 241))
     assert len(blanks) == 0
+
+
+@pytest.mark.parametrize("poison", ["moved", "beyond", "dtype", "cut", "empty"])
+def test_a_poisoned_index_is_built_again(
+    poison: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "_CACHE_AFTER_SECONDS", -1.0)
+    path = tmp_path / "some.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(20)))
+    LineIndex(path)
+    (kept,) = (cache / "lines").iterdir()
+    table = np.load(kept)
+    if poison == "cut":
+        kept.write_bytes(kept.read_bytes()[:-8])
+    elif poison == "empty":
+        kept.write_bytes(b"")
+    else:
+        table[3] += 1 << 40 if poison == "beyond" else 2
+        with kept.open("wb") as file:
+            np.save(file, table.astype(np.float64) if poison == "dtype" else table)
+            file.write(hashlib.sha256(table.data if poison == "beyond" else b"").digest())
+    found = LineIndex(path)
+    assert [found.text(i) for i in range(20)] == [f"line {i}" for i in range(20)]
+    assert "the cached line index cannot be used" in caplog.text
+
+
+def test_a_compressed_file_does_not_fill_the_disk(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MAX_SMALL", 1 << 20)
+    path = tmp_path / "bomb.txt.gz"
+    path.write_bytes(gzip.compress(bytes(20 << 20)))
+    with pytest.raises(DataError, match="at most 250 times its size"):
+        LineIndex(path)
+    assert list((cache / "plain").iterdir()) == []

@@ -155,6 +155,63 @@ def test_contents_make_the_fingerprint() -> None:
     assert fingerprint(Own(records)) == fingerprint(Own())
 
 
+def reseal(folder: Path, **changes: Any) -> None:
+    """Change the manifest of a store, with the digest of its content."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    del manifest["digest"]
+    digest = store_module._digest(json.dumps(manifest, sort_keys=True))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": digest}))
+
+
+@pytest.mark.parametrize("poison", ["token", "offsets", "dtype", "supervised", "report"])
+def test_a_poisoned_store_is_rebuilt(poison: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    records = raw_records()
+    store = tokenize(records, raw(), cache_dir=tmp_path, workers=0)
+    expected, offsets = items(store), store.offsets
+    if poison == "token":
+        content = bytearray((store.path / "tokens.bin").read_bytes())
+        content[40] ^= 1
+        (store.path / "tokens.bin").write_bytes(content)
+    elif poison == "offsets":
+        np.save(store.path / "offsets.npy", np.concatenate([[0], offsets[1:] - 1]))
+    elif poison == "dtype":
+        np.save(store.path / "offsets.npy", offsets.astype(np.float64))
+    elif poison == "supervised":
+        np.save(store.path / "supervised.npy", store.supervised + 1)
+    else:
+        reseal(store.path, report={"records": "many"})
+    with pytest.raises(DataError):
+        TokenStore(store.path)
+    with caplog.at_level(logging.WARNING):
+        assert items(tokenize(records, raw(), cache_dir=tmp_path, workers=0)) == expected
+    assert "tokenised again" in caplog.text
+    assert items(TokenStore(store.path)) == expected
+
+
+def test_forged_offsets_never_leave_the_files(tmp_path: Path) -> None:
+    """Also if all digests are made to fit."""
+    store = tokenize(raw_records(), raw(), cache_dir=tmp_path, workers=0)
+    np.save(store.path / "offsets.npy", np.concatenate([store.offsets[:-1], [1 << 40]]))
+    digests = {
+        name: store_module._digests(store.path / name) for name in ("offsets.npy", "supervised.npy", "tokens.bin")
+    }
+    reseal(store.path, digests=digests)
+    with pytest.raises(DataError, match="offsets do not fit"):
+        TokenStore(store.path)
+
+
+def test_of_a_large_store_a_sample_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_BLOCK", 64)
+    store = tokenize(raw_records(), raw(), cache_dir=tmp_path, workers=0)
+    blocks = sum(len(found) for found in store_module._manifest(store.path)["digests"].values())  # type: ignore[index]
+    os.truncate(store.path / "tokens.bin", 0)
+    (store.path / "tokens.bin").write_bytes(bytes(4 * int(store.offsets[-1])))
+    assert len(store_module._digests(store.path / "tokens.bin")) > blocks / 2 > 10
+    monkeypatch.setattr(store_module, "_MAX_CHECKED", blocks // 2)
+    with pytest.raises(DataError, match="does not match its digest"):
+        TokenStore(store.path)  # half of the blocks, and more than half of all are of the tokens
+
+
 @pytest.mark.parametrize("damage", ["cut", "lost", "manifest", "format"])
 def test_a_damaged_store_is_rebuilt(damage: str, tmp_path: Path) -> None:
     records = raw_records()

@@ -689,3 +689,50 @@ def test_epochs_are_announced_and_positions_found_again(shards: Path) -> None:
     list(source.batches(0))
     resumed.load_state_dict(source.state_dict())
     assert batch_labels(resumed.batches(1)) == epochs[1]
+
+
+def test_members_are_never_written_or_followed(tmp_path: Path) -> None:
+    """Absolute paths and `..` only name samples; links and devices are skipped."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "secret.png").write_bytes(b"not an image")
+    picture = sample_files(0)
+    with tarfile.open(folder / "x.tar", "w") as tar:
+        for name in ("/absolute/1", "../../up/2", "plain/3"):
+            for ending, data in ((key.partition(".")[2], data) for key, data in picture):
+                member = tarfile.TarInfo(f"{name}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)):
+            member = tarfile.TarInfo(f"link{number}.png")
+            member.type, member.linkname = kind, "../secret.png"
+            tar.addfile(member)
+    before = sorted(tmp_path.rglob("*"))
+    assert len(list(WebDataset(folder / "x.tar"))) == 3
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not Path("/absolute").exists()
+
+
+def test_a_claimed_size_is_not_allocated(tmp_path: Path) -> None:
+    content = bytearray(write_shards(tmp_path, [1]).joinpath("x-000.tar").read_bytes())
+    content[124:136] = b"\x80" + (1 << 40).to_bytes(11, "big")
+    content[148:156] = b" " * 8
+    content[148:156] = b"%06o\0 " % sum(content[:512])
+    (tmp_path / "huge.tar").write_bytes(content)
+    with pytest.raises(DataError, match="at most 1 GiB"):
+        list(WebDataset(tmp_path / "huge.tar"))
+
+
+def test_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
+    files = [(name.replace("0000", "\udceb"), data) for name, data in sample_files(0)]
+    assert labels(WebDataset(write_tar(tmp_path / "x.tar", files, form=tarfile.GNU_FORMAT))) == [0]
+
+
+@pytest.mark.parametrize("header", [{"size": "x"}, {"GNU.sparse.map": "\0"}, {"size": "9" * 30}])
+def test_a_hostile_extended_header_is_damage(tmp_path: Path, header: dict[str, str]) -> None:
+    member = tarfile.TarInfo("0.png")
+    member.pax_headers = header
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(member)
+    with pytest.raises(DataError):
+        list(WebDataset(tmp_path / "x.tar"))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.fakes import CountingScalar, FakeBackend
-from trainformer.core.errors import BadArgument
+from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import Entry
 from trainformer.engine import Cadence, LazyScalar, RunningMetrics, RunState
 from trainformer.engine.evaluation import evaluate
@@ -114,3 +114,13 @@ def test_state_survives_a_round_trip_and_is_a_copy():
 )  # fmt: skip
 def test_better(value, than, mode, delta, answer):
     assert is_better(value, than, mode, delta) is answer
+
+
+@pytest.mark.parametrize(
+    "state", [{"step": "7"}, {"epoch": None}, {"seconds": []}, {"best_metrics": []}, {"step": True}]
+)
+def test_a_forged_state_is_refused_and_changes_nothing(state):
+    mine = RunState(step=3, epoch=1)
+    with pytest.raises(DataError, match="of the run's state"):
+        mine.load_state_dict(state)
+    assert (mine.step, mine.epoch) == (3, 1)

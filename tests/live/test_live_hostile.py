@@ -13,8 +13,9 @@ from controlled import asked, control_file, ctl, launch_gated, start_ctl
 from harness import differences, finish
 from victim import Case
 
+from forking import SERVER
 from trainformer.live import address
-from trainformer.live.server import MAX_BYTES, MAX_CONNECTIONS, ControlServer
+from trainformer.live.server import MAX_BYTES, MAX_CONNECTIONS, MAX_SILENT, ControlServer
 
 
 def connected(path):
@@ -173,6 +174,47 @@ def test_too_many_connections_are_closed_and_later_ones_served(monkeypatch):
         assert run.ask(verb="status") == {"ok": True, "step": 3}
         for connection in waiting:
             connection.close()
+
+
+def test_silent_connections_do_not_keep_others_out(monkeypatch):
+    """200 of them, which are never closed for being silent. The oldest are closed, and requests are answered."""
+    monkeypatch.setattr("trainformer.live.server.READ_SECONDS", 600.0)
+    with Listening() as run:
+        waiting = run.connect(verb="save")
+        run.arrived.acquire(timeout=300)
+        idle = [address.connect(run.address, 300) for _ in range(200)]
+        assert run.ask(verb="status") == {"ok": True, "step": 3}
+        for connection in idle[: 200 - MAX_SILENT]:
+            assert connection.recv(1) == b""
+        run.tickets[0].answer(step=1)  # it had sent its request, and is not among the silent ones
+        assert json.loads(waiting.makefile().readline()) == {"ok": True, "step": 1}
+        assert run.ask(verb="status") == {"ok": True, "step": 3}
+        for connection in (*idle, waiting):
+            connection.close()
+
+
+def _sit_there(path, count, ready, end):
+    kept = [connected(path) for _ in range(count)]
+    ready.set()
+    end.wait(300)
+    assert kept
+
+
+def test_a_process_with_many_connections_closes_only_its_own(monkeypatch):
+    monkeypatch.setattr("trainformer.live.server.READ_SECONDS", 600.0)
+    ready, end = SERVER.Event(), SERVER.Event()
+    with Listening() as run:
+        mine = [address.connect(run.address, 300) for _ in range(3)]
+        other = SERVER.Process(target=_sit_there, args=(run.address.path, 200, ready, end), daemon=True)
+        other.start()
+        assert ready.wait(300)
+        assert run.ask(verb="status") == {"ok": True, "step": 3}
+        for connection in mine:  # older than all of the 200, and still served
+            connection.sendall(line(token=run.address.token, verb="status"))
+            assert json.loads(connection.makefile().readline())["ok"]
+            connection.close()
+        end.set()
+        other.join(300)
 
 
 def test_a_silent_client_is_disconnected(monkeypatch):

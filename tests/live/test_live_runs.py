@@ -305,3 +305,37 @@ def test_control_needs_no_torch(tmp_path):
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "done" in out
     assert out.endswith("False\n")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"time": "now"}, {"process": 2**70}, {"process": []}, {"status": 3}, {"identity": {}}]
+)
+def test_a_forged_status_is_no_error(tmp_path, changes):
+    content = {"status": "running", "process": 1, "identity": "x", "fingerprint": "", "time": 1e9}
+    (tmp_path / "status.json").write_text(json.dumps(content | changes))
+    (tmp_path / "control.json").write_text(
+        json.dumps({"token": 1, "process": "x", "identity": 1, "host": [], "path": 3})
+    )
+    info = describe(tmp_path)
+    assert not info.is_running
+    assert info.age is None or info.age > 0
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"step": "x"},
+        {"metrics": []},
+        {"step": 1, "planned_steps": 2, "metrics": None},
+        {"step": 1},
+        {"step": 1, "planned_steps": {}},
+    ],
+)
+def test_a_reply_that_cannot_be_understood_is_named(tmp_path, monkeypatch, reply):
+    from trainformer.live import client
+
+    monkeypatch.setattr(client, "_address_of", lambda folder: address.Address("t", 1, None, "here"))
+    monkeypatch.setattr(client, "_exchange", lambda *_: {"ok": True, **reply})
+    (tmp_path / "status.json").write_text('{"status": "running"}')
+    with pytest.raises(ControlError, match="Expected a reply that this version of trainformer understands"):
+        client.ask(tmp_path, "status")

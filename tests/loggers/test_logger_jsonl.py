@@ -194,3 +194,14 @@ def test_a_file_cut_at_any_byte_reads_as_a_prefix(values: list[float], text: str
         part = read_jsonl(path)
         assert repr(part) == repr(whole[: len(part)])
         assert len(part) >= content[:cut].count(b"\n")
+
+
+@pytest.mark.parametrize("line", ['{"step": "7"}', '{"step": {}}', '{"step": null}', "[" * 100_000, "9" * 5_000])
+def test_a_line_without_a_usable_step_is_skipped_with_a_warning(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "a": 1}}\n{line}\n{{"step": 2, "a": 2}}\n')
+    with pytest.warns(RuntimeWarning, match="line 2 of"):
+        assert [record["a"] for record in read_jsonl(path)] == [1, 2]
+    with pytest.warns(RuntimeWarning, match="line 2 of"):
+        JsonlLogger(path).continue_from(1)
+    assert [record["a"] for record in read_jsonl(path)] == [1]

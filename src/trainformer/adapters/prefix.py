@@ -5,7 +5,6 @@ The prefix is passed as a key-value cache, so features that read or rebuild that
 
 from __future__ import annotations
 
-import json
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 
 from trainformer.adapters.base import Adapter, peft, task_type
 from trainformer.core.errors import BadArgument, check_choice, check_count, expected
+from trainformer.utils.files import decode_json
 
 _INITS = {"random": None, "zero": "zero"}
 
@@ -97,7 +97,7 @@ def _has_multimodal_positions(model: Any) -> bool:
     """Whether a model (a module, a configuration, a name or a folder) is one of the Qwen-VL family."""
     if isinstance(model, str | Path):
         file = Path(model).expanduser() / "config.json"
-        text = json.loads(file.read_text("utf-8")).get("model_type", "") if file.is_file() else str(model)
+        text = decode_json(file.read_text("utf-8")).get("model_type", "") if file.is_file() else str(model)
         text = text.lower()
         return "qwen" in text and "vl" in text
     config = getattr(model, "config", model)

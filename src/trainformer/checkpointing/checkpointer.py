@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,12 +275,28 @@ def load_components(
         )
     for component in chosen:
         if component.key in states and hasattr(component.stateful, "check_state"):
-            component.stateful.check_state(states[component.key])
+            with _explained(component.key):
+                component.stateful.check_state(states[component.key])
     for component in chosen:
         if component.key in states:
-            component.stateful.load_state_dict(states[component.key])
+            with _explained(component.key):
+                component.stateful.load_state_dict(states[component.key])
         else:
             logger.warning("the checkpoint has no %r; it keeps its initial state", component.key)
+
+
+@contextmanager
+def _explained(key: str) -> Iterator[None]:
+    """Errors of a component that meets a state of another shape, such as a forged one, name the component."""
+    try:
+        yield
+    except TrainformerError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(
+            f"The state of {key!r} in the checkpoint cannot be loaded ({type(error).__name__}: {error}). It is "
+            "damaged, or was written by something else."
+        ) from error
 
 
 def versions(files: StateFiles) -> dict[str, str]:

@@ -26,7 +26,7 @@ from trainformer.backends.jax.state import TrainState
 from trainformer.checkpointing.components import StateComponent, StatefulAdapter
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.engine import RunState
-from trainformer.utils.files import sync
+from trainformer.utils.files import decode_json, sync
 from trainformer.utils.tree_files import read_tree, write_tree
 
 with root_logger_untouched():  # importing orbax logs through absl
@@ -216,7 +216,7 @@ def check_fits(folder: Path, like: Any) -> None:
 def _index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     try:
-        return dict(json.loads(path.read_bytes())["leaves"])
+        return dict(decode_json(path.read_bytes())["leaves"])
     except FileNotFoundError as error:
         raise DataError(f"Expected the arrays of a training state in {folder}: it has no {INDEX}.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import DataError
+from trainformer.utils.files import decode_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -26,6 +27,13 @@ class FileRecord:
     name: str
     size: int
     sha256: str
+
+    @classmethod
+    def parsed(cls, content: Any) -> FileRecord:
+        """The record that was read from a manifest, which may be forged: the file must be inside of the folder."""
+        _check_kinds(content, "a file", {"name": str, "size": int, "sha256": str})
+        _check_name(content["name"], "the name of a file")
+        return cls(**content)
 
     @classmethod
     def of(cls, folder: Path, name: str) -> FileRecord:
@@ -58,7 +66,7 @@ class Manifest:
         """The manifest of a folder. Anything wrong with it makes the folder not a checkpoint."""
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
+            content = decode_json(path.read_bytes())
             stated = content.pop("sha256")
         except FileNotFoundError as error:
             raise InvalidCheckpoint(f"{folder} is not a complete checkpoint: it has no {MANIFEST}.") from error
@@ -66,12 +74,28 @@ class Manifest:
             raise InvalidCheckpoint(f"{path} is damaged: it cannot be read ({error}).") from error
         if stated != _digest_of(content):
             raise InvalidCheckpoint(f"{path} is damaged: its content does not match its digest.")
-        if content["format"] > FORMAT:
+        if isinstance(content.get("format"), int) and content["format"] > FORMAT:
             raise InvalidCheckpoint(
                 f"{folder} was written by a newer trainformer (format {content['format']}); please upgrade."
             )
-        files = {key: [FileRecord(**f) for f in records] for key, records in content.pop("components").items()}
-        return cls(components=files, **content)
+        try:
+            return cls.parsed(content)
+        except (ValueError, TypeError) as error:
+            raise InvalidCheckpoint(f"{path} is not a manifest that trainformer wrote: {error}.") from error
+
+    @classmethod
+    def parsed(cls, content: dict[str, Any]) -> Manifest:
+        """The manifest with this content, whatever somebody may have written; `ValueError` says what is wrong."""
+        content = {"epoch": 0, "world_size": 1, "metrics": {}, "versions": {}, "formats": {}, "time": 0.0} | content
+        _check_kinds(content, "the manifest", _KINDS)
+        for name, kind in (("metrics", (int, float)), ("versions", str), ("formats", str), ("components", list)):
+            _check_kinds(content[name], name, dict.fromkeys(content[name], kind))
+        if not 0 <= content["time"] < 1e11:
+            raise ValueError(f"time is {content['time']!r}, not a Unix time")
+        for key in content["components"]:
+            _check_name(key, "a component")
+        files = {key: [FileRecord.parsed(one) for one in records] for key, records in content["components"].items()}
+        return cls(**{**content, "components": files})
 
     def files(self) -> list[FileRecord]:
         """All files, each once."""
@@ -88,6 +112,31 @@ class Manifest:
                 raise InvalidCheckpoint(f"{path} is damaged: it has {size} bytes instead of {record.size}.")
             if digests and digest(path) != record.sha256:
                 raise InvalidCheckpoint(f"{path} is damaged: its content does not match its digest.")
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("step", "epoch", "world_size", "format"), int),
+    **dict.fromkeys(("components", "metrics", "versions", "formats"), dict),
+    "time": (int, float),
+}
+
+
+def _check_kinds(content: Any, what: str, kinds: Mapping[str, Any]) -> None:
+    """Whether the content has exactly these fields, of these types; integers are counts."""
+    if not isinstance(content, dict) or content.keys() != kinds.keys():
+        received = sorted(map(str, content))[:12] if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{what} should have the fields {', '.join(kinds)} and has {received}")
+    for name, kind in kinds.items():
+        value = content[name]
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or (kind is int and not 0 <= value < 1 << 63):
+            raise ValueError(f"{name} of {what} is {repr(value)[:60]}")
+
+
+def _check_name(name: str, what: str) -> None:
+    parts = name.replace("\\", "/").split("/")
+    if len(name) > 1024 or not name.isprintable() or any(part in ("", ".", "..") or len(part) > 200 for part in parts):
+        raise ValueError(f"{what} is {name[:60]!r}, which is not inside of the folder")
 
 
 def digest(path: Path) -> str:

@@ -7,7 +7,6 @@ into place. A process that is killed in between leaves a temporary folder, which
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainformer.checkpointing.manifest import MANIFEST, FileRecord, InvalidCheckpoint, Manifest
-from trainformer.utils.files import sync
+from trainformer.utils.files import decode_json, sync
 from trainformer.utils.processes import is_alive
 
 logger = logging.getLogger("trainformer")
@@ -200,7 +199,7 @@ def protect(checkpoint: Checkpoint, on: bool = True) -> None:
 def checkpoints_folder(path: Path) -> Path:
     """Where a run keeps its checkpoints, according to its config; any other folder stands for itself."""
     try:
-        save_dir = json.loads((path / "config.json").read_bytes())["save_dir"]["value"]
+        save_dir = decode_json((path / "config.json").read_bytes())["save_dir"]["value"]
     except (OSError, ValueError, KeyError, TypeError):
         save_dir = "checkpoints"
     return path / save_dir if (path / save_dir).is_dir() else path

@@ -21,7 +21,7 @@ from trainformer.checkpointing.components import StateComponent
 from trainformer.checkpointing.multi_rank import stem_of
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, expected
 from trainformer.distributed.sharded_state import ShardedState, write_sharded
-from trainformer.utils.files import write_atomically
+from trainformer.utils.files import decode_json, write_atomically
 from trainformer.utils.tensor_files import read_tensors, read_weights, write_tensors, write_weights
 
 _FILE_FORMAT = 2
@@ -55,7 +55,7 @@ def read_component(folder: Path, names: list[str], format: str) -> Any:
     if format == "tensors":
         return read_tensors(folder / names[0])
     try:
-        return json.loads((folder / names[0]).read_text())
+        return decode_json((folder / names[0]).read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / names[0]} cannot be read as JSON: it is damaged. ({error})") from error
 

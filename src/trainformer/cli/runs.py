@@ -15,6 +15,7 @@ from trainformer.cli.app import Command, add_action
 from trainformer.cli.output import duration, lines_of, note, number, print_json, print_result, print_table, width
 from trainformer.cli.trained import monitored, settings_of
 from trainformer.live.address import STATUS, VERBS
+from trainformer.utils.files import decode_json
 
 if TYPE_CHECKING:
     from trainformer.live import RunInfo
@@ -122,8 +123,8 @@ def best_of(path: Path, metric: str, mode: str) -> tuple[int | None, float | Non
         with path.open("rb") as file:
             for line in file:
                 if mark in line:  # most lines are training steps
-                    with contextlib.suppress(ValueError, KeyError, TypeError):  # a truncated line, or not a number
-                        record = json.loads(line)
+                    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):  # truncated, or no number
+                        record = decode_json(line)
                         found.append((sign * float(record[metric]), int(record["step"])))
     except OSError:
         return None, None

@@ -147,6 +147,10 @@ def _read_json(file: Path) -> Any:
         ) from None
     except json.JSONDecodeError as error:
         raise BadArgument(f"Expected JSON that can be read, received at {file}:{error.lineno}: {error.msg}.") from error
+    except BadArgument:
+        raise
+    except ValueError as error:  # an integer of more than 4,300 digits
+        raise BadArgument(f"Expected JSON that can be read, received in {file}: {error}.") from error
 
 
 def _read_toml(file: Path) -> Any:

@@ -259,6 +259,10 @@ def parse_yaml(text: str, source: Source, variables: Mapping[str, Any], place: P
     except RecursionError:
         what = "Expected a config of reasonable depth, received one that is nested too deeply"
         raise BadArgument(f"{what} ({place.file}).") from None
+    except BadArgument:
+        raise
+    except (ValueError, OverflowError) as error:  # such as the date 2001-99-99, or an integer of 5,000 digits
+        raise BadArgument(f"Expected YAML that can be read, received in {place.file}: {error}") from error
 
 
 def _line(place: Place, mark: Any) -> Place:

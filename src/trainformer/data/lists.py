@@ -16,6 +16,7 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 from trainformer.core.optional import require
 from trainformer.data.folder import LabelledFiles, decode_image, read_image
 from trainformer.data.text.tables import read_csv
+from trainformer.utils.files import decode_json
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -202,13 +203,13 @@ _Table = tuple[Mapping[str, Any], Mapping[str, list[str]]]
 
 def _read_json_lines(path: Path) -> _Table:
     with open(path, encoding="utf-8-sig") as file:
-        return _from_records([json.loads(line) for line in file if line.strip()], path)
+        return _from_records([decode_json(line) for line in file if line.strip()], path)
 
 
 def _read_json(path: Path) -> _Table:
     text = path.read_text(encoding="utf-8-sig")
     try:
-        content = json.loads(text)
+        content = decode_json(text)
     except json.JSONDecodeError:
         return _read_json_lines(path)  # often named .json too
     columns = list(content.values()) if isinstance(content, Mapping) else []
@@ -240,7 +241,7 @@ def _read_parquet(path: Path) -> _Table:
         is_image = str(column.type).startswith(("struct<", "binary", "large_binary"))
         columns[name] = column if is_image else column.to_pylist()
     try:  # the metadata HF `datasets` writes
-        features = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]
+        features = decode_json(table.schema.metadata[b"huggingface"])["info"]["features"]
         names = {name: list(kind["names"]) for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
         names = {}

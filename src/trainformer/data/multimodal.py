@@ -29,6 +29,7 @@ from trainformer.data.text.schemas import Schema, conversation, expected_value, 
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.tables import JSON, MAX_PARSED_BYTES, RecordList, location_of, normalize_index
 from trainformer.data.webdataset import WebDataset
+from trainformer.utils.files import decode_json
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -193,7 +194,7 @@ class ImageTextStream(WebDataset):
         for ending in (ending for ending in reversed(self.label_keys) if ending in raw.files):
             try:
                 text = raw.files[ending].decode("utf-8")
-                value = json.loads(text) if ending == "json" else text.strip()
+                value = decode_json(text) if ending == "json" else text.strip()
             except ValueError as error:
                 raise DataError(f"Expected UTF-8 text or JSON in '.{ending}', received: {error}.") from error
             record |= value if isinstance(value, Mapping) else {self._reader.text_key: value}
@@ -355,7 +356,7 @@ def _parse_mapping(file: TextFile, image_key: str, text_key: str) -> RecordList 
     if not head.startswith(b"{") or file.size > MAX_PARSED_BYTES or _is_json_lines(head):
         return None
     try:
-        content = json.loads(file.decode(file.read(file.begin, file.size), file.begin))
+        content = decode_json(file.decode(file.read(file.begin, file.size), file.begin))
     except json.JSONDecodeError:
         return None  # JSON Lines, or an error that is reported with its line later
     if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
@@ -371,7 +372,7 @@ def _is_json_lines(head: bytes) -> bool:
     """Whether a .json file contains JSON Lines: the first line is an object, and another line follows."""
     first, _, rest = head.partition(b"\n")
     try:
-        return bool(rest.strip()) and isinstance(json.loads(first), Mapping)
+        return bool(rest.strip()) and isinstance(decode_json(first), Mapping)
     except ValueError:
         return False
 
@@ -383,9 +384,9 @@ def _coco_records(content: Mapping[str, Any], image_key: str, text_key: str) -> 
         for note in content["annotations"]:
             captions.setdefault(note["image_id"], []).append(note["caption"])
         named = [(image["file_name"], image["id"]) for image in content["images"]]
+        return [{image_key: name, text_key: captions[number]} for name, number in named if number in captions]
     except (KeyError, TypeError) as error:
         raise DataError(
             f"Expected images with 'id' and 'file_name', and annotations with 'image_id' and 'caption', as in COCO, "
             f"received some without {error}."
         ) from error
-    return [{image_key: name, text_key: captions[number]} for name, number in named if number in captions]

@@ -2,6 +2,9 @@
 
 Python's `tarfile` parses the headers, but iteration is ours: `TarFile.next` takes a damaged header for the end of the
 file, and would silently lose the rest. The meaning of a sample's files is up to `webdataset`.
+
+Nothing is extracted: files are read into memory, and names only group them, so an absolute path or `..` in a name leads
+nowhere. Links, devices and other special members are skipped, never followed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ _OPENERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((".tar.bz2", ".tbz2"), bz2.open),
     **dict.fromkeys((".tar.xz", ".txz"), lzma.open),
 }
-_DAMAGE = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
+# ValueError: from numbers in extended headers that are none, or too large.
+_DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, lzma.LZMAError, zlib.error)
+_MAX_BYTES = 1 << 30  # of a file in a shard: a compressed one could otherwise fill the memory
+_PART_BYTES = 1 << 22
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
@@ -94,9 +100,17 @@ def _members(tar: Any, path: str, offset: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _content(tar: Any, member: tarfile.TarInfo, path: str) -> bytes:
+    if not 0 <= member.size <= _MAX_BYTES:
+        size = f"{member.size:,} bytes in '{member.name}'"
+        raise DataError(expected(f"at most 1 GiB per file in shard '{path}'", size, "Recreate the shard."))
     try:
         tar.fileobj.seek(member.offset_data)
-        data = tar.fileobj.read(member.size)
+        # In parts: `read` allocates as many bytes as it is asked for, and the header of a short file may claim any.
+        parts, left = [], member.size
+        while left > 0 and (part := tar.fileobj.read(min(left, _PART_BYTES))):
+            parts.append(part)
+            left -= len(part)
+        data = b"".join(parts)
     except _DAMAGE as error:
         raise DataError(f"Expected to read '{member.name}' of shard '{path}', received: {error}.") from error
     if len(data) < member.size:
@@ -109,7 +123,9 @@ def _content(tar: Any, member: tarfile.TarInfo, path: str) -> bytes:
 
 def sample_id(shard: str, key: str) -> int:
     """A number for a sample that depends on neither its folder nor its position."""
-    digest = hashlib.blake2b(f"{os.path.basename(shard)}\n{key}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{os.path.basename(shard)}\n{key}".encode("utf-8", "surrogateescape"), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little")
 
 

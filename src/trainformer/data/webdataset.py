@@ -7,7 +7,6 @@ resuming does not read what came before. `MappedStream` is to streams what `Imag
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from trainformer.data.pixels import image_tensor, with_channels
 from trainformer.data.tar_shards import RawSample, find_shards, read_samples, sample_id
 from trainformer.utils.distributed import rank as this_rank
 from trainformer.utils.distributed import world_size
+from trainformer.utils.files import decode_json
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -335,7 +335,7 @@ class WebDataset(IterableDataset):
                 continue
             try:
                 text = raw.files[ending].decode("utf-8").strip()
-                value = json.loads(text) if ending.endswith("json") else text
+                value = decode_json(text) if ending.endswith("json") else text
             except ValueError as error:
                 raise DataError(
                     f"Expected a label in {self._where(raw)}, received an unreadable file: {error}."

@@ -25,6 +25,7 @@ from torch import Tensor
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.utils.distributed import is_dtensor
+from trainformer.utils.files import decode_json
 from trainformer.utils.tensor_files import read_tensors, save, untied
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class ShardedState(Mapping[str, Any]):
                 with safe_open(path, framework="pt") as file:
                     pieces = {
                         name: (found[name], tuple(map(int, offsets)), tuple(file.get_slice(name).get_shape()))
-                        for name, offsets in json.loads((file.metadata() or {})[_OFFSETS]).items()
+                        for name, offsets in decode_json((file.metadata() or {})[_OFFSETS]).items()
                     }
                 for name, (entry, offsets, sizes) in pieces.items():
                     if name in self._aliases:

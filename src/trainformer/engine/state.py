@@ -6,6 +6,8 @@ import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from trainformer.core.errors import DataError, expected
+
 #: How many of the newest records `log_history` keeps; metrics.jsonl has all of them. Writing 10,000 records takes 0.1 s
 #: and 3 MB of every checkpoint. Without a limit, both would grow with the length of the run.
 MAX_LOG_RECORDS = 10_000
@@ -67,8 +69,13 @@ class RunState:
     def load_state_dict(self, state: dict[str, Any]) -> RunState:
         """Load a saved state in place; fields that it lacks get their defaults."""
         fresh = RunState()
-        for f in fields(self):
-            setattr(self, f.name, copy.deepcopy(state.get(f.name, getattr(fresh, f.name))))
+        values = {f.name: state.get(f.name, getattr(fresh, f.name)) for f in fields(self)}
+        for name, value in values.items():
+            kind = type(getattr(fresh, name))
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+                raise DataError(expected(f"{name} of the run's state to be of type {kind.__name__}", value))
+        for name, value in values.items():
+            setattr(self, name, copy.deepcopy(value))
         if "log_records" not in state:  # written before the history had a limit
             self.log_records = len(self.log_history)
         del self.log_history[:-MAX_LOG_RECORDS]

@@ -118,8 +118,8 @@ class Scorer:
     def __call__(self, data: ScoredPairs) -> None:
         tokens: Path = data.store.store.path
         cached = tokens.with_name(f"{tokens.name}-reference-{self.digest}-{self._dtype.name}.npy")
-        if cached.is_file():
-            data.scores = np.load(cached)
+        if (known := _cached_scores(cached, len(data))) is not None:
+            data.scores = known
             return
         logger.info("computing reference log probabilities of %s pairs", f"{len(data):,}")
         source = NumpySource(data, self._rows, collate=self._collate, pad_last=True)
@@ -129,7 +129,7 @@ class Scorer:
         if jax.process_index() == 0:
             content = io.BytesIO()
             np.save(content, scores)
-            write_atomically(cached, content.getvalue())
+            write_atomically(cached, content.getvalue() + hashlib.sha256(content.getvalue()).digest())
         data.scores = scores
 
     def _scores_of(self, state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
@@ -141,3 +141,16 @@ class Scorer:
             if getattr(layer, "lora_a", None) is not None:
                 layer.lora_a = layer.lora_b = nnx.data(None)
         return self._log_probs(model, batch)
+
+
+def _cached_scores(path: Path, count: int) -> np.ndarray | None:
+    """The scores in a file that ends with its digest; None if there is none, or a damaged one."""
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-32]).digest() == content[-32:]:
+        scores = np.load(io.BytesIO(content), allow_pickle=False)
+        if len(scores) == count:
+            return scores
+    logger.warning("the cached reference log probabilities in %s are damaged; they are computed again", path)
+    return None

@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trainformer.utils.files import decode_json
 from trainformer.utils.processes import process_identity
 
 FILE = "control.json"
@@ -147,8 +148,10 @@ def withdraw(folder: Path, address: Address) -> None:
 def read(folder: Path) -> Address | None:
     """The address in a run folder; None if there is none, or a partial one. `PermissionError` for another user's."""
     try:
-        content = json.loads((folder / FILE).read_bytes())
-        return Address(**content)
+        found = Address(**decode_json((folder / FILE).read_bytes()))
+        fits = isinstance(found.token, str) and isinstance(found.process, int) and isinstance(found.host, str)
+        fits = fits and isinstance(found.identity, str | None) and isinstance(found.path, str | None)
+        return found if fits and isinstance(found.port, int | None) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 

@@ -14,8 +14,15 @@ from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean,
 from trainformer.live import address
 from trainformer.live.address import STATUS, VERBS
 from trainformer.live.runs import describe, find_run, why_not_running
+from trainformer.utils.files import decode_json
 
 _MAX_BYTES = 1 << 20  # of a reply
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("step", "planned_steps", "epoch", "best_step"), int),
+    **dict.fromkeys(("metrics", "evaluation", "best"), dict),
+    **dict.fromkeys(("steps_per_second", "eta_seconds"), int | float),
+    **dict.fromkeys(("status", "checkpoint", "checkpoints", "path", "error"), str),
+}
 _STATUS_SECONDS = 10.0  # a healthy control thread answers at once, but the machine may be busy
 
 
@@ -47,6 +54,14 @@ def ask(
         raise ControlError(_why_unreachable(folder, where, error)) from error
     if not reply.get("ok"):
         raise ControlError(f"{folder.name}: {reply.get('error', 'the run refused without a reason')}")
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(reply.get(name), kind | None)]
+    missing = [name for name in ("step", "metrics") if verb == STATUS and reply.get(name) is None]
+    missing += ["planned_steps"] if verb == STATUS and "planned_steps" not in reply else []
+    if wrong or missing:
+        raise ControlError(
+            f"Expected a reply that this version of trainformer understands from {folder.name}, received one with "
+            f"{'another' if wrong else 'no'} {', '.join(wrong or missing)}. Is it the same version?"
+        )
     return reply
 
 
@@ -106,7 +121,7 @@ def _exchange(where: address.Address, message: dict[str, Any], timeout: float) -
             received += part
             if len(received) > _MAX_BYTES:
                 raise ValueError("the reply is too long")
-    reply = json.loads(received)
+    reply = decode_json(received)
     if not isinstance(reply, dict):
         raise ValueError("the reply is not a JSON object")
     return reply

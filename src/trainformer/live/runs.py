@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -14,9 +13,15 @@ from trainformer.checkpointing.manifest import MANIFEST
 from trainformer.checkpointing.store import checkpoints_folder, is_named, step_of
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.live import address
+from trainformer.utils.files import decode_json
 from trainformer.utils.processes import process_identity
 
 RUNS = Path("runs")
+_STATUS_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("status", "identity", "fingerprint"), str),
+    "process": int,
+    "time": (int, float),
+}
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl that are read
 
 
@@ -53,8 +58,9 @@ class RunInfo:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """The content of ``status.json``; empty if it is missing or unreadable."""
-    return _read_object(folder / "status.json")
+    """The content of ``status.json``; empty if it is missing or unreadable. Values of another type are left out."""
+    content = _read_object(folder / "status.json")
+    return {name: value for name, value in content.items() if isinstance(value, _STATUS_KINDS.get(name, object))}
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
@@ -65,7 +71,7 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = decode_json(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -174,7 +180,7 @@ def last_records(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in lines:
         try:  # the first and the last line may be partial
-            record = json.loads(line)
+            record = decode_json(line)
         except ValueError:
             continue
         if isinstance(record, dict):

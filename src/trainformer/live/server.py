@@ -2,6 +2,8 @@
 
 One JSON object per line each way, one request per connection. A client without the token gets no reply, not even an
 error. A client that is slow, silent, or sends garbage or too much gets its connection closed, nothing else.
+
+Silent connections never keep others out: beyond `MAX_SILENT`, the process that has most of them loses its oldest one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import contextlib
 import hmac
 import json
 import socket
+import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +27,8 @@ from trainformer.live.address import STATUS, VERBS
 #: The name under which requests appear in logs and in `control.stopped_by`.
 NAME = "trainformer ctl"
 MAX_BYTES = 1 << 16  # of a message
-MAX_CONNECTIONS = 16
+MAX_CONNECTIONS = 16  # that wait for the reply to a valid request
+MAX_SILENT = 32  # that have not sent a valid request
 _MAX_NAME = 200  # characters of who asked
 POLL_SECONDS = 0.02  # between two checks for a file
 READ_SECONDS = 5.0  # for a request to arrive completely, and for its reply to be sent
@@ -105,6 +110,7 @@ class ControlServer:
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._clients: dict[asyncio.Task[Any], asyncio.Future[Reply] | None] = {}
+        self._silent: dict[asyncio.Task[Any], int] = {}  # oldest first, with the process of the client
         self._thread = threading.Thread(target=self._run, name="trainformer-control", daemon=True)
 
     def start(self) -> None:
@@ -150,13 +156,21 @@ class ControlServer:
     async def _handle_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._clients) >= MAX_CONNECTIONS or self._stopping.is_set():
+        if len(self._clients) - len(self._silent) >= MAX_CONNECTIONS or self._stopping.is_set():
             writer.transport.abort()
             return
         self._clients[task] = None
+        self._silent[task] = _process_of(writer)
+        if len(self._silent) > MAX_SILENT:
+            ((busiest, _),) = Counter(self._silent.values()).most_common(1)
+            oldest = next(other for other, process in self._silent.items() if process == busiest)
+            del self._silent[oldest], self._clients[oldest]  # at once: it ends only when the loop gets to it
+            oldest.cancel()
         try:
             line = await asyncio.wait_for(reader.readuntil(b"\n"), READ_SECONDS)
             message = self._authenticated(line)
+            if message is not None and self._silent.pop(task, None) is None:
+                return  # closed meanwhile, as one of too many
             reply = None if message is None else await self._reply(message, task, reader)
             if reply is not None:
                 writer.write(json.dumps(reply).encode() + b"\n")
@@ -165,7 +179,8 @@ class ControlServer:
         except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass  # the client's problem, or the end of the run
         finally:
-            del self._clients[task]
+            self._clients.pop(task, None)
+            self._silent.pop(task, None)
             writer.transport.abort()
 
     def _authenticated(self, line: bytes) -> dict[str, Any] | None:
@@ -221,6 +236,15 @@ class ControlServer:
             _set_once(pending, reply)
         elif not pending.done():
             self._loop.call_later(POLL_SECONDS, self._poll, pending, file, reply)
+
+
+def _process_of(writer: asyncio.StreamWriter) -> int:
+    """The process at the other end; -1 where the system does not say."""
+    connection = writer.get_extra_info("socket")
+    if not hasattr(socket, "SO_PEERCRED") or connection.family != socket.AF_UNIX:
+        return -1
+    process, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(process)
 
 
 def _set_once(pending: asyncio.Future[Reply], reply: Reply) -> None:

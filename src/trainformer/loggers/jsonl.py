@@ -20,7 +20,7 @@ from typing import Any
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.loggers.base import BaseLogger, as_numbers
-from trainformer.utils.files import write_atomically
+from trainformer.utils.files import decode_json, write_atomically
 
 _NONFINITE = {"NaN", "Infinity", "-Infinity"}
 
@@ -110,7 +110,8 @@ def valid_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, record
         elif line.strip() and number < len(lines):
             warnings.warn(
-                f"Expected a JSON object in line {number} of {path}, received {line[:40]!r}. The line is skipped.",
+                f"Expected a JSON object with a step in line {number} of {path}, received {line[:40]!r}. The line is "
+                "skipped.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -118,10 +119,10 @@ def valid_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = decode_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    return record if isinstance(record, dict) and isinstance(record.get("step", 0), int | float) else None
 
 
 def _parse_nonfinite(record: dict[str, Any]) -> dict[str, Any]:

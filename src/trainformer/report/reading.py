@@ -30,7 +30,7 @@ def read_run(folder: Path, points: int = MAX_POINTS) -> dict[str, Any]:
         name: {
             "value": shortened(mask(entry["value"], name), _MAX_VALUE_LENGTH),
             "source": str(entry.get("source", "")),
-            "depends_on": [str(other) for other in entry.get("depends_on") or ()],
+            "depends_on": [str(other) for other in found] if isinstance(found := entry.get("depends_on"), list) else [],
         }
         for name, entry in read_config(folder).items()
     }

@@ -7,7 +7,6 @@ study is opened.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.utils.files import decode_json
 from trainformer.utils.processes import process_identity
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ SPEC = "sweep.json"
 STALE_SECONDS = 600.0  # a process on another machine without a heartbeat for so long is taken for dead
 ACTIVE_CALLS: set[str] = set()  # the calls of `Sweep.run` in this process
 _STATUS = {"COMPLETE": "completed", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
-_REQUIRED = ("name", "direction", "method", "seed", "spaces", "constants")
+_REQUIRED = {"name": str, "direction": str, "method": str, "seed": int, "spaces": dict, "constants": dict}
 _ORDER = ("completed", "pruned", "running", "waiting", "failed")
 
 
@@ -102,12 +102,15 @@ def read_spec(folder: Path) -> dict[str, Any]:
     """The content of ``sweep.json``: what a sweep searches, and how."""
     path = folder / SPEC
     try:
-        spec = json.loads(path.read_bytes())
+        spec = decode_json(path.read_bytes())
         missing = [key for key in _REQUIRED if key not in spec]
-    except (ValueError, TypeError) as error:
+        wrong = [key for key, kind in _REQUIRED.items() if key in spec and not isinstance(spec[key], kind)]
+    except (OSError, ValueError, TypeError) as error:
         raise BadArgument(expected("the description of a sweep", str(path), f"It cannot be read: {error}.")) from error
-    if missing:
-        raise BadArgument(expected("the description of a sweep", str(path), f"It lacks {', '.join(missing)}."))
+    if missing or wrong or not isinstance(spec, dict):
+        damage = f"It is damaged: see {', '.join(wrong) or 'its content'}."
+        do = f"It lacks {', '.join(missing)}." if missing else damage
+        raise BadArgument(expected("the description of a sweep", str(path), do))
     return spec
 
 

@@ -1,9 +1,50 @@
-"""Durable files: atomic writes and fsync."""
+"""Durable files (atomic writes and fsync), and JSON from strangers."""
 
 from __future__ import annotations
 
+import json
 import os
+import zipfile
 from pathlib import Path
+from typing import Any
+
+from trainformer.core.errors import DataError
+
+
+def decode_json(text: str | bytes) -> Any:
+    """`json.loads` for what others wrote: whatever is wrong raises `json.JSONDecodeError`.
+
+    >>> decode_json("[" * 100_000)
+    Traceback (most recent call last):
+    json.decoder.JSONDecodeError: nested too deeply: line 1 column 1 (char 0)
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except ValueError as error:  # bytes that are not UTF-8; integers of more than 4,300 digits
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def check_archive(path: Path) -> None:
+    """Refuse a zip file that unpacks to more than its own size: torch and NumPy store without compression.
+
+    So a file of a megabyte cannot take gigabytes of memory. Files that are not zip files pass.
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except Exception as error:  # BadZipFile, UnicodeDecodeError, struct.error, NotImplementedError, ...
+        raise DataError(f"{path} is damaged: {error}.") from error
+    if unpacked > path.stat().st_size:
+        raise DataError(
+            f"Expected {path} to be stored without compression, received {path.stat().st_size:,} bytes that unpack to "
+            f"{unpacked:,}. It was not written by torch or NumPy."
+        )
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -34,7 +34,7 @@ def is_alive(process: int) -> bool:
     with contextlib.suppress(PermissionError):
         try:
             os.kill(process, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError):  # a number that no process can have
             return False
     return True
 

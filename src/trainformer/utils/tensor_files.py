@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainformer.core.errors import DataError
+from trainformer.utils.files import check_archive, decode_json
 
 _MOST_PER_SHARD = 5_000_000_000
 _ALIASES = "trainformer_aliases"
@@ -50,11 +51,13 @@ def read_weights(folder: Path, names: list[str]) -> dict[str, Tensor]:
             continue
         try:
             with safe_open(folder / name, framework="pt") as file:
-                aliases |= json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+                aliases |= decode_json((file.metadata() or {}).get(_ALIASES, "{}"))
                 state |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-        except (SafetensorError, OSError) as error:
+            tied = {alias: state[key] for alias, key in aliases.items()}
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{folder / name} cannot be read as safetensors: it is damaged. ({error})") from error
-    return state | {alias: state[key] for alias, key in aliases.items()}
+        state |= tied
+    return state
 
 
 def write_tensors(folder: Path, stem: str, state: Any) -> list[str]:
@@ -65,6 +68,7 @@ def write_tensors(folder: Path, stem: str, state: Any) -> list[str]:
 
 def read_tensors(path: Path) -> Any:
     """Read such a tree. Nothing in the file is executed: what is not tensors and plain values is refused."""
+    check_archive(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.utils.files import check_archive, decode_json
 
 _ARRAY = "__array__"
 
@@ -29,14 +30,25 @@ def read_tree(folder: Path, names: list[str]) -> Any:
     """Read what `write_tree` wrote."""
     path = folder / next(name for name in names if name.endswith(".json"))
     try:
-        content = json.loads(path.read_text())
+        content = decode_json(path.read_text())
         array_files = [name for name in names if name.endswith(".npz")]
         if not array_files:
             return content
+        check_archive(folder / array_files[0])
         with np.load(folder / array_files[0], allow_pickle=False) as arrays:
             return _insert_arrays(content, arrays)
-    except (OSError, ValueError, KeyError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # NumPy raises anything: BadZipFile, TokenError, MemoryError, ...
         raise DataError(f"{path} cannot be read: it is damaged. ({error})") from error
+
+
+def read_array(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+    """Read a ``.npy`` file; whatever is wrong with it is a `DataError`."""
+    try:
+        return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    except Exception as error:  # as above
+        raise DataError(f"{path} cannot be read as an array: it is damaged. ({error})") from error
 
 
 def _extract_arrays(tree: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:

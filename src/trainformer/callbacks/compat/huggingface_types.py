@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainformer.core.errors import DataError, expected
 from trainformer.engine.cadence import Cadence
+from trainformer.utils.files import decode_json
 
 
 class IntervalStrategy(enum.StrEnum):
@@ -72,7 +74,12 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
         """Read a file written by `save_to_json`, here or in transformers."""
-        values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        try:
+            values = decode_json(Path(json_path).read_bytes())
+        except ValueError as error:
+            raise DataError(f"{json_path} is damaged: it is not valid JSON ({error}).") from error
+        if not isinstance(values, dict):
+            raise DataError(expected(f"the fields of a trainer state in {json_path}", type(values).__name__))
         names = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 

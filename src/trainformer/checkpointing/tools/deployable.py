@@ -33,6 +33,7 @@ from trainformer.checkpointing.tools.states import States, export_weights
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.models.language import load_model, load_tokenizer
+from trainformer.utils.files import decode_json
 
 WEIGHTS = "model.safetensors"
 MODEL_CONFIGS = ("config.json", "generation_config.json")
@@ -135,7 +136,7 @@ def _loaded(request: Request, draft: Path) -> Any:
 def _adapted(request: Request) -> tuple[Any, str]:
     """The model that an adapter's checkpoint stands for, merged; and what the adapter is called."""
     recorded = str(request.settings.get("task/adapter") or "")
-    adapter_config = json.loads((request.folder / ADAPTER_CONFIG).read_text("utf-8"))
+    adapter_config = decode_json((request.folder / ADAPTER_CONFIG).read_text("utf-8"))
     base = request.base or adapter_config.get("base_model_name_or_path") or None
     if base is None:
         raise BadArgument(
@@ -211,7 +212,7 @@ def _mend_names(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata())
-        names = json.loads(metadata.get("tensor_names", "[]"))
+        names = decode_json(metadata.get("tensor_names", "[]"))
         nested = [name for name in names if "." in name]
         if nested != names:
             save_file(load_file(path), path, {**metadata, "tensor_names": json.dumps(nested)})

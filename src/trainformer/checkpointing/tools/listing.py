@@ -11,6 +11,7 @@ from trainformer.checkpointing import protect as mark
 from trainformer.checkpointing.manifest import MANIFEST
 from trainformer.checkpointing.store import checkpoints_folder, is_named
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.utils.files import check_archive
 
 AnyPath = str | Path
 
@@ -116,15 +117,16 @@ def _problems_of_folder(folder: Path) -> list[str]:
 def _problems_of_file(path: Path) -> list[str]:
     from trainformer.checkpointing.tools.states import read_file
 
-    if zipfile.is_zipfile(path):  # torch files are; loading does not check their checksums
-        try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-        except (zipfile.BadZipFile, OSError, NotImplementedError) as error:
-            return [f"{path} is damaged: {error}."]
-        if damaged is not None:
-            return [f"{path} is damaged: its part {damaged} does not match its checksum."]
     try:
+        check_archive(path)
+        if zipfile.is_zipfile(path):  # torch files are; loading does not check their checksums
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    damaged = archive.testzip()
+            except Exception as error:  # BadZipFile, UnicodeDecodeError, zlib.error, NotImplementedError, ...
+                return [f"{path} is damaged: {error}."]
+            if damaged is not None:
+                return [f"{path} is damaged: its part {damaged} does not match its checksum."]
         read_file(path)
     except DataError as error:
         return [str(error)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from rich.table import Table
 from trainformer.checkpointing import Checkpoint, InvalidCheckpoint
 from trainformer.checkpointing.tools.listing import AnyPath, find
 from trainformer.core.errors import DataError
+from trainformer.utils.files import decode_json
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -160,11 +160,11 @@ def _array_counts(folder: Path) -> Counter[str]:
     """Parameters by dtype, from the index beside the arrays alone."""
     counts: Counter[str] = Counter()
     try:
-        leaves = json.loads((folder / "leaves.json").read_bytes())["leaves"]
-    except (OSError, ValueError, KeyError) as error:
+        leaves = dict(decode_json((folder / "leaves.json").read_bytes())["leaves"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder} is missing or damaged. ({error}) See what `verify` says.") from error
     for name, kind in leaves.items():
-        match = _KIND.fullmatch(kind)
+        match = _KIND.fullmatch(str(kind))
         if name.startswith("params/") and match is not None:
             counts[match[1]] += prod(int(size) for size in match[2].split(",") if size.strip())
     return counts

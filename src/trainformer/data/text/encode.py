@@ -21,6 +21,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.chat import ChatRenderer, locate
+from trainformer.utils.files import decode_json
 
 ErrorContext = Callable[[int], AbstractContextManager[None]]
 
@@ -271,7 +272,7 @@ class Encoder:
         ids, supervised = self._renderer.encode(
             record["messages"],
             since=None if self.train_on == "all" else since,
-            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            tools=decode_json(tools) if isinstance(tools, str) else tools,
             options=record.get("chat_template_kwargs"),
         )
         return Encoded(ids, np.where(supervised, ids, np.int32(IGNORE_INDEX)))

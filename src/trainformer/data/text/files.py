@@ -26,12 +26,15 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.dataset import IndexedDataset, normalize_index
+from trainformer.utils.tree_files import read_array
 
 logger = logging.getLogger("trainformer")
 
 _BLOCK = 1 << 20  # larger blocks are not faster (1 GB/s from memory on one core), and cost memory
 _CACHE_AFTER_SECONDS = 1.0
-_VERSION = 1  # of the cached index files
+_VERSION = 2  # of the cached index files
+_DIGEST_BYTES = 32
+_MAX_SMALL, _MAX_RATIO = 1 << 30, 250  # text shrinks by a factor of 3 to 50; what shrinks by more could fill the disk
 _BOM = b"\xef\xbb\xbf"
 _WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff")  # UTF-16, and UTF-32, which starts the same way
 _IS_SPACE = np.isin(np.arange(256), np.frombuffer(b" \t\n\r\x0b\x0c", np.uint8))
@@ -221,7 +224,7 @@ class LineIndex(Spans):
         file = path if isinstance(path, TextFile) else TextFile(path)
         name = f"{digest(file.path.resolve())}-{digest(file.fingerprint, _VERSION)}.npy"
         cached = cache_dir() / "lines" / name
-        found, is_cached = _load_index(cached), True
+        found, is_cached = _load_index(cached, file), True
         if found is None:
             started = time.perf_counter()
             found = _index_lines(file)
@@ -259,7 +262,7 @@ class LineIndex(Spans):
         self.__dict__.update(state)
         if self.starts is None:
             assert self._cached is not None
-            self.starts, self._blanks = _load_index(self._cached) or _index_lines(self.file)
+            self.starts, self._blanks = _load_index(self._cached, self.file) or _index_lines(self.file)
 
 
 def character_spans(file: TextFile, length: int) -> Spans:
@@ -335,22 +338,38 @@ def digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 
 
-def _load_index(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """A memory-mapped index, so that processes share its memory."""
+def _load_index(path: Path, file: TextFile) -> tuple[np.ndarray, np.ndarray] | None:
+    """A memory-mapped index, so that processes share its memory. None if there is none, or not one of this file.
+
+    The digest at its end is compared (1.8 GB/s, of 8 bytes per line), and offsets must lie in the file.
+    """
+    if not path.exists():
+        return None
     try:
         # A plain array over the same memory: indexing np.memmap takes 1 us per number.
-        table = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, EOFError):
+        table = np.asarray(read_array(path, mmap_mode="r"))
+        with path.open("rb") as stream:
+            stream.seek(-_DIGEST_BYTES, os.SEEK_END)
+            stated = stream.read()
+        if table.dtype != np.int64 or table.ndim != 1 or hashlib.sha256(table.data).digest() != stated:
+            raise DataError(f"{path} is damaged: its content does not match its digest.")
+        blanks, starts = table[1 : 1 + int(table[0])], table[1 + int(table[0]) :]
+        ordered = all(bool((part[1:] >= part[:-1]).all()) for part in (blanks, starts))
+        if not 0 <= int(table[0]) < len(table) - 1 or not ordered or starts[0] < file.begin or starts[-1] != file.size:
+            raise DataError(f"{path} is damaged: it is not an index of {file.path}.")
+    except (DataError, OSError) as error:
+        logger.warning("the cached line index cannot be used, the file is read again: %s", error)
         return None
-    blanks = int(table[0])
-    return table[1 + blanks :], table[1 : 1 + blanks]
+    return starts, blanks
 
 
 def _save_index(path: Path, starts: np.ndarray, blanks: np.ndarray) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _atomic_write(path) as file:
-            np.save(file, np.concatenate(([len(blanks)], blanks, starts)).astype(np.int64))
+            table = np.concatenate(([len(blanks)], blanks, starts)).astype(np.int64)
+            np.save(file, table)
+            file.write(hashlib.sha256(table.data).digest())
     except OSError as error:  # a full disk or a read-only home must not stop the run
         logger.info("cannot cache the line index in '%s': %s", path.parent, error)
         return False
@@ -372,8 +391,13 @@ def _decompressed(path: Path, fingerprint: str) -> Path:
     plain.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _atomic_write(plain) as target, _OPENERS[suffix](path, "rb") as source:
+            written, most = 0, max(_MAX_SMALL, _MAX_RATIO * path.stat().st_size)
             while block := source.read(1 << 22):
                 target.write(block)
+                written += len(block)
+                if written > most:
+                    do = "Decompress it yourself if it is meant to be so large."
+                    raise DataError(expected(f"'{path}' to hold at most {_MAX_RATIO} times its size", "more", do))
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise DataError(f"Expected a file that can be decompressed, received '{path}': {error}.") from error
     return plain

@@ -15,6 +15,7 @@ from itertools import islice, product
 from typing import Any
 
 from trainformer.core.errors import DataError, did_you_mean, expected
+from trainformer.utils.files import decode_json
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -307,7 +308,7 @@ def _message(raw: Any) -> dict[str, Any]:
 def _tools(tools: Any) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():  # tables store nested values as JSON text
         try:
-            tools = json.loads(tools)
+            tools = decode_json(tools)
         except json.JSONDecodeError as error:
             raise DataError(f"Expected a list of tools as JSON, received text that is not JSON: {error}.") from error
     if not tools:

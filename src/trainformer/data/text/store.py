@@ -3,6 +3,9 @@
 A cache folder is named by a digest of the records, the tokenizer, the settings and the format. It is written under a
 temporary name, synced, and renamed: a folder with its final name is complete, whatever was killed. Processes that need
 the same data wait for the first one.
+
+Its manifest has a digest of every block of every file. Opening compares all of them up to 2 GiB (a second), and a
+random sample of 2 GiB beyond that. What does not match is tokenised again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import sys
@@ -35,11 +39,12 @@ from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.fetcher import is_plain_subset, unwrap_subsets
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import cache_dir as user_cache
-from trainformer.utils.files import sync
+from trainformer.utils.files import decode_json, sync
+from trainformer.utils.tree_files import read_array
 
 logger = logging.getLogger("trainformer")
 
-_FORMAT = 1  # of the files and of the encoding: increase it when either changes
+_FORMAT = 2  # of the files and of the encoding: increase it when either changes
 _MANIFEST = "manifest.json"
 _CHUNK = 128  # records per task at most: about 10 ms of work, against 0.3 ms to send them
 _CHUNKS = 64  # tasks at least, if there are enough records: spreads long documents evenly
@@ -47,6 +52,8 @@ _SERIAL_SECONDS = 1.0  # less work does not pay for starting processes
 _MAX_WORKERS = 16
 _ORPHANED_SECONDS = 0.5  # how often a worker checks whether its parent is alive
 _MANY_DROPPED = 0.1
+_BLOCK = 1 << 24  # bytes per digest
+_MAX_CHECKED = 128  # blocks that are compared with their digests when a store is opened: a second
 
 
 class TokenStore(IndexedDataset):
@@ -54,23 +61,43 @@ class TokenStore(IndexedDataset):
 
     `lengths` and `supervised` (tokens that enter the loss) have one number per sequence; `report` counts dropped and
     truncated records. Pickles as a path.
+
+    Files that do not match their digests are a `DataError`; `verify=False` checks the offsets and sizes only.
     """
 
     # Reading is slicing shared pages: receiving a batch from another process would cost more.
     in_memory = True
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, verify: bool = True) -> None:
         self.path = Path(path)
         manifest = _manifest(self.path)
         if manifest is None:
             raise DataError(expected("a folder with a complete token store", str(path), "Tokenise the data again."))
+        if verify:
+            _compare(self.path, manifest["digests"])
         self.report = EncodingReport(**manifest["report"])
-        self.offsets = np.load(self.path / "offsets.npy")
-        self.supervised = np.load(self.path / "supervised.npy")
-        self.lengths = np.diff(self.offsets)
+        self.offsets = read_array(self.path / "offsets.npy")
+        self.supervised = read_array(self.path / "supervised.npy")
         self._tokens = _mapped(self.path / "tokens.bin")
         # If every token is trained on, the labels are the tokens.
         self._labels = _mapped(self.path / "labels.bin") if "labels.bin" in manifest["sizes"] else self._tokens
+        self._check_offsets()
+        self.lengths = np.diff(self.offsets)
+
+    def _check_offsets(self) -> None:
+        """Every sequence is inside of the files, however they were made."""
+        offsets, supervised = self.offsets, self.supervised
+        fits = (
+            offsets.dtype == np.int64
+            and offsets.ndim == supervised.ndim == 1
+            and supervised.dtype.kind == "i"
+            and len(offsets) == len(supervised) + 1 > 1
+            and offsets[0] == 0
+            and bool((offsets[1:] > offsets[:-1]).all())
+            and offsets[-1] == len(self._tokens) == len(self._labels)
+        )
+        if not fits:
+            raise DataError(f"The token store {self.path} is damaged: its offsets do not fit its tokens.")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -81,7 +108,7 @@ class TokenStore(IndexedDataset):
         return {"input_ids": self._tokens[piece], "labels": self._labels[piece]}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (str(self.path),)
+        return TokenStore, (str(self.path), False)  # it was verified when it was opened first
 
     def __repr__(self) -> str:
         return f"TokenStore({len(self):,} sequences, {int(self.offsets[-1]):,} tokens)"
@@ -144,15 +171,17 @@ def tokenize(
     root.mkdir(parents=True, exist_ok=True)
     key = _digest(fingerprint(records), encoder.fingerprint(), str(_FORMAT))
     target = root / key
-    if _manifest(target) is None:
+    store = _opened(target)
+    if store is None:
         with _lock(root / f".{key}.lock", name) as locked:
-            if _manifest(target) is None:
+            store = _opened(target, warn=True)
+            if store is None:
                 # Drafts of killed processes; with the lock, no other process is writing.
                 for draft in root.glob(f".{key}-*.writing") if locked else ():
                     shutil.rmtree(draft, ignore_errors=True)
                 chunks = _chunks(records, encoder, workers)
                 _write(target, _with_progress_bar(chunks, len(records), name, progress), name)
-    store = TokenStore(target)
+                store = TokenStore(target, verify=False)
     level = logging.WARNING if store.report.dropped > _MANY_DROPPED * store.report.records else logging.INFO
     logger.log(level, "%s: %s", name, store.report)
     return store
@@ -196,14 +225,50 @@ def _digest(*parts: str) -> str:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a store, if its files exist and have the recorded sizes."""
+def _opened(path: Path, warn: bool = False) -> TokenStore | None:
+    """The store in a folder; None if there is none, or a damaged one."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-        whole = all((path / file).stat().st_size == size for file, size in manifest["sizes"].items())
-    except (OSError, ValueError, KeyError):
+        return TokenStore(path)
+    except DataError as error:
+        if warn and path.exists():
+            logger.warning("the cached tokens cannot be used, the data is tokenised again: %s", error)
         return None
-    return manifest if whole and manifest.get("format") == _FORMAT else None
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a store, if it is intact, and its files exist and have the recorded sizes."""
+    try:
+        manifest = decode_json((path / _MANIFEST).read_bytes())
+        whole = manifest.pop("digest") == _digest(json.dumps(manifest, sort_keys=True))
+        if not whole or manifest["format"] != _FORMAT:
+            return None
+        # A forged manifest must not name files elsewhere, or lack one.
+        files = {"offsets.npy", "supervised.npy", "tokens.bin"}
+        known = [files, files | {"labels.bin"}]
+        if manifest["sizes"].keys() != manifest["digests"].keys() or manifest["sizes"].keys() not in known:
+            return None
+        EncodingReport().add(EncodingReport(**manifest["report"]))
+        whole = all((path / file).stat().st_size == size for file, size in manifest["sizes"].items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return manifest if whole else None
+
+
+def _digests(path: Path) -> list[str]:
+    """A digest of every block of a file."""
+    with path.open("rb") as file:
+        return [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(_BLOCK), b"")]
+
+
+def _compare(folder: Path, digests: Mapping[str, Any]) -> None:
+    """Compare files with the digests of their blocks: of all, or if there are very many, of a random sample."""
+    blocks = [(name, number) for name in digests for number in range(len(digests[name]))]
+    for name, number in sorted(random.SystemRandom().sample(blocks, min(len(blocks), _MAX_CHECKED))):
+        with (folder / name).open("rb") as file:
+            file.seek(number * _BLOCK)
+            found = hashlib.sha256(file.read(_BLOCK)).hexdigest()
+        if found != digests[name][number]:
+            raise DataError(f"{folder / name} is damaged: its content does not match its digest.")
 
 
 def _mapped(path: Path) -> np.ndarray:
@@ -220,16 +285,18 @@ def _write(target: Path, chunks: Iterator[_Chunk], name: str) -> None:
         if report.pieces == 0:
             raise DataError(f"Expected something to train on in {name}, received nothing: {report}.")
         sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
-        manifest = {"format": _FORMAT, "sizes": sizes, "report": asdict(report)}
+        digests = {file: _digests(draft / file) for file in sizes}
+        manifest = {"format": _FORMAT, "sizes": sizes, "digests": digests, "report": asdict(report)}
+        manifest["digest"] = _digest(json.dumps(manifest, sort_keys=True))
         (draft / _MANIFEST).write_text(json.dumps(manifest))
         for path in (*draft.iterdir(), draft):
             _sync(path)
-        if target.exists() and _manifest(target) is None:
-            shutil.rmtree(target)  # damaged: a file was truncated or lost
+        if target.exists() and _opened(target) is None:
+            shutil.rmtree(target)  # damaged: a file was changed, truncated or lost
         try:
             draft.rename(target)
         except OSError:
-            if _manifest(target) is None:  # otherwise another process was first, on a file system without locks
+            if _opened(target) is None:  # otherwise another process was first, on a file system without locks
                 raise
         _sync(target.parent)
     finally:

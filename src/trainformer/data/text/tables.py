@@ -22,6 +22,7 @@ from trainformer.core.optional import require
 from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix, digest
 from trainformer.data.text.schemas import detect_schema, expected_value, require_key, require_text
+from trainformer.utils.files import decode_json
 
 MAX_PARSED_BYTES = 1 << 30  # of a file that is parsed at once: it takes ten times that in memory, as Python objects
 _TEXT_ENDINGS = (
@@ -127,7 +128,7 @@ def parse_json(file: TextFile) -> RecordList:
     """The records of a JSON file: a list of them, or a mapping with one such list."""
     text = _read_all(file, "JSON Lines (one record per line, .jsonl), which is read lazily: jq -c '.[]' data.json")
     try:
-        content = json.loads(text)
+        content = decode_json(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{file.path}, line {error.lineno}: Expected JSON, received: {error.msg}.") from error
     if isinstance(content, Mapping):
@@ -251,7 +252,7 @@ def _json_source(file: TextFile) -> LineIndex | RecordList:
         return parse_json(file)
     lines = LineIndex(file)
     try:
-        first = json.loads(lines.text(0))
+        first = decode_json(lines.text(0))
     except json.JSONDecodeError:
         return parse_json(file)  # one object over several lines
     is_wrapper = len(lines) == 1 and wrapped_list(first) is not None and not _is_record(first)
@@ -270,7 +271,7 @@ def _is_record(value: Mapping[str, Any]) -> bool:
 def _parse_line(lines: LineIndex, index: int) -> Any:
     line = lines.text(index)
     try:
-        return json.loads(line)
+        return decode_json(line)
     except json.JSONDecodeError as error:
         shown = line if len(line) <= 60 else f"{line[:60]}..."
         advice = "A file that is one list must be called .json." if index == 0 and line.startswith("[") else ""

@@ -72,7 +72,7 @@ class Family:
 
 
 def family_of(model_type: Any) -> Family:
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         do = did_you_mean(str(model_type), _FAMILIES) or f"The JAX models are {', '.join(_FAMILIES)}."
         raise BadArgument(expected("a supported model_type in config.json", model_type, do))
     module, name = _FAMILIES[model_type]

@@ -25,6 +25,7 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 from trainformer.core.optional import require
 from trainformer.models.jax.families import Family, Weight, family_of
 from trainformer.models.jax.weight_files import Weights, open_weights, write_weights
+from trainformer.utils.files import decode_json
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -47,11 +48,9 @@ def load_model(
     `num_labels` gives a classifier a new head if the saved one is missing or has another size.
     """
     path = find_folder(folder)
-    config = read_json(path / CONFIG)
-    family = family_of(config.get("model_type"))
+    family, ours = read_model_config(path)
     if kind is not None and family.build is not kind:
-        raise BadArgument(expected(f"a model for {kind.__name__}", config["model_type"], "Use load_model instead."))
-    ours = family.read_config(config)
+        raise BadArgument(expected(f"a model for {kind.__name__}", ours.model_type, "Use load_model instead."))
     new_head: tuple[str, ...] = ()
     if num_labels is not None:
         if not hasattr(ours, "num_labels"):
@@ -210,7 +209,7 @@ def saved_config(config: Any, family: Family, dtype: str) -> dict[str, Any]:
     """The original config with all its fields, updated with what has changed since."""
     own = described = family.write_config(config)
     if config.source:
-        source = json.loads(config.source)
+        source = decode_json(config.source)
         before = family.write_config(family.read_config(source))
         described = {**source, **{name: value for name, value in own.items() if before.get(name) != value}}
     dtypes: dict[str, str] = {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in described}
@@ -249,9 +248,26 @@ def find_folder(source: AnyFolder) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> tuple[Family, Any]:
+    """The family of a model and its configuration, from the ``config.json`` in its folder."""
+    config = read_json(folder / CONFIG)
+    family = family_of(config.get("model_type"))
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return family, family.read_config(config)
+    except BadArgument as error:
+        raise BadArgument(f"{folder / CONFIG}: {error}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        what = f"a configuration of a {config['model_type']}"
+        raise DataError(f"{folder / CONFIG} is not {what} ({type(error).__name__}: {error}).") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = decode_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} instead of an object")
+        return content
     except FileNotFoundError as error:
         raise DataError(f"Expected {path.name} in {path.parent}, which has none. Is this a model folder?") from error
     except ValueError as error:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from trainformer.core.errors import DataError
+from trainformer.utils.files import decode_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,7 +36,7 @@ class Weights:
                 raise DataError(f"Expected the file {path}, which does not exist. Is the download complete?")
             try:
                 file = opened.enter_context(safe_open(path, framework="numpy"))
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise DataError(f"{path} is not a readable safetensors file ({error}); it is damaged.") from error
             self._file_of.update(dict.fromkeys(file.keys(), file))
 
@@ -60,8 +61,13 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        return sorted(set(index["weight_map"].values()))
+        try:
+            names = sorted(set(decode_json((folder / INDEX).read_bytes())["weight_map"].values()))
+            if any(Path(name).name != name or len(name.encode()) > 255 for name in names):
+                raise ValueError("a file is not in the same folder")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{folder / INDEX} is damaged: it does not map weights to files ({error}).") from error
+        return names
     old = sorted(path.name for path in folder.glob("*.bin"))
     do = " Convert them with transformers: from_pretrained(...).save_pretrained(folder)." if old else ""
     raise DataError(f"Expected {SINGLE} or {INDEX} in {folder}, received {old or 'neither'}.{do}")
