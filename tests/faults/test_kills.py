@@ -20,6 +20,8 @@ CASES = {
     "the end is in the middle of an epoch": Case(max_steps=20, save_every=5),
     "stopped early": Case(epochs=12, patience=1, lr=0.1),
     "unnamed": Case(run_dir=None),
+    "stream": Case(data="stream", max_steps=30),
+    "tar shards": Case(data="tar", max_steps=30),
 }
 
 
@@ -30,5 +32,5 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, name):
     case = replace(case, pause=0.002)  # steps take a while, so that kills hit them too
     tally = kill_repeatedly(case, tmp_path, reference, random.Random(name), kills=KILLS, most=KILLS)
     assert not tally.differences, "\n".join(tally.differences)
-    assert tally.kills == KILLS
-    assert tally.inside_saves > 0, "no kill hit a partial checkpoint"
+    assert len(tally.kills) == KILLS
+    assert any(kill.phase == "save" for kill in tally.kills), "no kill hit a partial checkpoint"

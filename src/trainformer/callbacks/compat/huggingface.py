@@ -225,9 +225,9 @@ class Bridge:
         self.sync_history(trainer)
 
     def epoch_began(self, trainer: Any) -> None:
-        """Record the first step of an epoch."""
-        if trainer.state.batch == 0:
-            self.state.epoch_start_step = trainer.state.step
+        """Record the first step of an epoch, also of one that is resumed."""
+        run = trainer.state
+        self.state.epoch_start_step = run.step - run.batch // arguments_of(trainer).gradient_accumulation_steps
 
     # -- dispatch ------------------------------------------------------------------------------------------
 
