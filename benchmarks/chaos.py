@@ -2,8 +2,8 @@
 
 Real processes are ended by SIGKILL: after a random time, at a random file operation, blocked at an fsync inside a save,
 at a rename, a deletion or an evaluation, and in the first moments of a start or a resume. Each run is started again
-until it finishes, then compared with a run that was left in peace: weights, optimizer, averages, scaler, random numbers,
-metrics, the samples of every step, and which checkpoints were kept. The runs are those of the test suite.
+until it finishes, then compared with a run that was left in peace: weights, optimizer, averages, scaler, random
+numbers, metrics, the samples of every step, and the checkpoints that were kept. The runs are those of the test suite.
 
 Every kill and every comparison is a line in a ledger. The command continues an existing ledger until it has so many
 kills in compared runs, so it can be interrupted (and killed) itself, and several can share a ledger: `--jobs`.
@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,19 +32,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(), "trainformer-jax-cache")))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS), *(str(TESTS / name) for name in ("faults", "mini", "jax_backend"))]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "mini"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "jax_backend"))
 
-from harness import complete, events_of, kill_run
+from harness import complete, events_of, kill_group, kill_run
 from jax_victim import JaxCase
 from mini_victim import Case as MiniCase
 from other_victims import FSDP, HF, PackedLoRA
@@ -67,8 +63,8 @@ CASES: dict[str, Any] = {
     "FSDP, rank 0 killed": FSDP(alone=True),
     "FSDP, rank 1 killed": FSDP(alone=True, victim=1, save_async=True),
 }
-PER_TURN = 6  # kills of one run
-SLOW = ("jax", "FSDP")  # these have half as many turns
+PER_TURN = 10  # kills of one run
+SLOW = ("jax", "FSDP")  # these have a third of the turns
 
 console = Console()
 if not console.is_terminal:
@@ -102,7 +98,7 @@ class Ledger:
         with self._locked():
             turns = [line for line in self.lines() if line["what"] == "turn"]
             counts = Counter(line["case"] for line in turns)
-            case = min(names, key=lambda name: counts[name] * (2 if name.startswith(SLOW) else 1))
+            case = min(names, key=lambda name: counts[name] * (3 if name.startswith(SLOW) else 1))
             turn = {"turn": len(turns), "case": case, "seed": seed}
             self._write({"what": "turn", **turn})
             return turn
@@ -160,7 +156,12 @@ def kill_and_compare(turn: dict[str, Any], reference: Path, folder: Path, most: 
             ledger.append(what="kill", **turn, kind=kill.way, phase=kill.phase, step=kill.step)
             count += 1
         found = case.differences(reference, folder)
-    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # it hung, failed, or left something unreadable
+    except (
+        AssertionError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # it hung, failed, or left something unreadable
         found = [f"{type(error).__name__}: {error}"]
     seconds = round(time.monotonic() - began, 1)
     ledger.append(what="comparison", **turn, kills=count, seconds=seconds, differences=found)
@@ -192,7 +193,9 @@ def show(ledger: Ledger) -> int:
     console.print(table)
     for line in comparisons:
         for difference in line["differences"]:
-            console.print(f"[red]turn {line['turn']}, {line['case']}:", difference, highlight=False, markup=False)
+            console.print(
+                f"turn {line['turn']}, {line['case']}: {difference}", style="red", highlight=False, markup=False
+            )
     return wrong
 
 
@@ -210,22 +213,36 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def end_victims() -> None:
+    """End the processes that are being tormented, and their children."""
+    for victim in multiprocessing.active_children():
+        kill_group(victim.pid)
+
+
+def prepare() -> None:
+    """Environment variables of the victims: no network, and JAX compiles fast and keeps the result."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(), "trainformer-jax-cache")))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def main() -> None:
     args = parse_args()
+    prepare()
     ledger, until = Ledger(args.ledger), time.time() + 60 * args.minutes
     command = [sys.executable, __file__, *sys.argv[1:], "--jobs", "1"]  # the last one wins
     others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(args.jobs - 1)]
-    try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
             rage(args.only or list(CASES), args.kills, args.seed, until, ledger, Path(folder))
-        for other in others:
-            other.wait()
-    except KeyboardInterrupt:  # those started by `--jobs` got it, too
-        for victim in multiprocessing.active_children():
-            os.killpg(victim.pid or 0, signal.SIGKILL)
-        console.print(f"interrupted; the same command continues {ledger.path}")
-        show(ledger)
-        sys.exit(130)
+            for other in others:
+                other.wait()
+        except KeyboardInterrupt:  # those started by `--jobs` got it, too
+            end_victims()
+            console.print(f"interrupted; the same command continues {ledger.path}")
+            show(ledger)
+            sys.exit(130)
     wrong = show(ledger)
     verdict = "there are differences" if wrong else "every run ended as if it had never been killed"
     console.print(f"{len(ledger.kills())} kills: {verdict}")

@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,13 @@ def kill(process: int, folder: Path) -> None:
     os.kill(process, signal.SIGKILL)
 
 
+def kill_group(process: int) -> None:
+    """Kill a process and its children; it may be too young to have a group."""
+    for end in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            end(process, signal.SIGKILL)
+
+
 def _is_killed(process, folder: Path) -> bool:
     code = finish(process, folder)
     assert code in (0, -signal.SIGKILL), f"exit code {code}:\n{output(folder)}"
@@ -188,16 +196,16 @@ def kill_somehow(case, folder: Path, rng: random.Random, way: str, events: dict[
     """Run a case and kill it at a random moment of one kind; False if it ended before."""
     operations = events["operation"]
     if way == "save":  # there are at least 12 fsyncs in a save
-        return kill_in_save(case, folder, rng.randint(1, 3), rng.randint(1, 12), rng.uniform(0, 0.1))
+        return kill_in_save(case, folder, rng.randint(1, 2), rng.randint(1, 12), rng.uniform(0, 0.1))
     if way == "end":  # the last log point, evaluation, save and the status; of a run that was not killed before
         return kill_at_event(case, folder, rng.randint(operations - 50, operations))
     if way == "operation":
-        return kill_at_event(case, folder, rng.randint(1, operations // 2))
+        return kill_at_event(case, folder, rng.randint(1, operations // 4))
     if way == "time":
-        return kill_after(case, folder, rng.uniform(0, events["seconds"]))
+        return kill_after(case, folder, rng.uniform(0, events["seconds"] / 2))
     if way == "step":
-        return kill_in_step(case, folder, rng.randint(0, 12), rng.uniform(0, 0.03))
-    return kill_at_event(case, folder, (way, rng.randint(1, max(1, min(40, events[way] // 2)))))
+        return kill_in_step(case, folder, rng.randint(0, 8), rng.uniform(0, 0.03))
+    return kill_at_event(case, folder, (way, rng.randint(1, max(1, min(25, events[way] // 4)))))
 
 
 WAYS = "save", "operation", "time", "step", "start-up", "rename", "delete", "evaluation"
@@ -212,6 +220,8 @@ def kill_run(case, folder: Path, rng: random.Random, most: int, events: dict[str
         if not kill_somehow(case, folder, rng, way, events):
             return
         yield Kill(way, *phase_of_kill(folder, before, getattr(case, "victim", 0)))
+        if any(json.loads(path.read_text())["status"] == "finished" for path in folder.glob("runs/*/status.json")):
+            return  # killed after its end; an unnamed run would begin again
     complete(case, folder)
 
 
@@ -240,7 +250,11 @@ def events_of(folder: Path) -> dict[str, Any]:
 
 
 def differences(
-    reference: Path, other: Path, retention: bool = True, state_of: Callable | None = None, samples: int | None = SAMPLES
+    reference: Path,
+    other: Path,
+    retention: bool = True,
+    state_of: Callable | None = None,
+    samples: int | None = SAMPLES,
 ) -> list[str]:
     """All differences between two runs, as text, except times.
 
@@ -307,7 +321,10 @@ def records(folder: Path) -> list[dict]:
 
 def kept(folder: Path) -> dict[str, dict]:
     """The checkpoints that exist at the end, with their metrics."""
-    return {c.path.name: without_clock(c.manifest.metrics) for c in CheckpointStore(checkpoints_folder(run_folder(folder))).checkpoints()}
+    return {
+        c.path.name: without_clock(c.manifest.metrics)
+        for c in CheckpointStore(checkpoints_folder(run_folder(folder))).checkpoints()
+    }
 
 
 def trained_on(folder: Path) -> dict[int, tuple[int, list]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from harness import differences, wait_for
+from harness import differences, kill_group, wait_for
 from torch import nn
 from torch.nn import functional as F
 from victim import SAMPLES, Augmented, Recorder, enter, handlers, record_samples, write_end
@@ -142,7 +142,6 @@ class PackedLoRA(Victim):
 
     def train(self):
         from text_toys import chat_tokenizer, llama, sentences
-
         from trainformer.adapters import LoRA
         from trainformer.tasks import CausalLM
 
@@ -248,7 +247,7 @@ class FSDP(Victim):
         if self.alone and path.exists():
             os.kill(json.loads(path.read_text())[self.victim], signal.SIGKILL)
         else:
-            os.killpg(process, signal.SIGKILL)
+            kill_group(process)
             ranks = json.loads(path.read_text()) if path.exists() else []
             wait_for(lambda: not any(map(is_alive, ranks)))
 

@@ -236,7 +236,10 @@ def train(case):
 
 def write_end(watch, handlers_before):
     """Record what a process has done."""
-    end = {"operations": watch.counts["operation"], "events": watch.counts | {"seconds": time.monotonic() - watch.began}}
+    end = {
+        "operations": watch.counts["operation"],
+        "events": watch.counts | {"seconds": time.monotonic() - watch.began},
+    }
     Path("end.json").write_text(json.dumps(end | {"handlers_restored": handlers() == handlers_before}))
 
 
@@ -278,13 +281,13 @@ def start(case, folder):
 
 def enter(folder):
     """Make a forked process one that was started in a folder, with the output in a file there."""
+    os.setpgid(0, 0)
     os.chdir(folder)
     # Workers must be children of the victim, as usual, not of the server that it was forked from.
     multiprocessing.set_start_method("fork", force=True)
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.setpgid(0, 0)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from harness import (
     finish,
     kill_at_event,
     kill_in_save,
-    phase_of_kill,
     launch,
     output,
+    phase_of_kill,
     records,
 )
 from jax_victim import STEPS_PER_EPOCH, JaxCase

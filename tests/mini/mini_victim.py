@@ -20,7 +20,6 @@ from harness import compare_states, trained_on, without_clock  # noqa: E402
 from victim import enter, handlers, record_samples, write_end  # noqa: E402
 
 from file_operations import Watch, block_in_save, mark  # noqa: E402
-
 from trainformer import seed_everything  # noqa: E402
 from trainformer.mini import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, LoggingHook  # noqa: E402
 

@@ -29,7 +29,7 @@ def process_identity(number: int) -> str | None:
 def is_alive(process: int) -> bool:
     """Whether another process of this machine is running; False for this process itself, and for a zombie.
 
-    A killed process stays a zombie until its parent has waited for it: for ever, if that is a container's first process.
+    A killed process stays a zombie until its parent waits for it: for ever, if that is a container's first process.
     """
     if process == os.getpid():
         return False
