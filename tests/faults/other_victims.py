@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -245,7 +246,8 @@ class FSDP(Victim):
         """Kill the rank, or all processes."""
         path = folder / "ranks.json"
         if self.alone and path.exists():
-            os.kill(json.loads(path.read_text())[self.victim], signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(json.loads(path.read_text())[self.victim], signal.SIGKILL)
         else:
             kill_group(process)
             ranks = json.loads(path.read_text()) if path.exists() else []
