@@ -195,8 +195,9 @@ def _is_killed(process, folder: Path) -> bool:
 def kill_somehow(case, folder: Path, rng: random.Random, way: str, events: dict[str, Any]) -> bool:
     """Run a case and kill it at a random moment of one kind; False if it ended before."""
     operations = events["operation"]
-    if way == "save":  # there are at least 12 fsyncs in a save
-        return kill_in_save(case, folder, rng.randint(1, 2), rng.randint(1, 12), rng.uniform(0, 0.1))
+    if way == "save":
+        sync = rng.randint(1, getattr(case, "syncs", 12))  # there are at least 12 fsyncs in a save
+        return kill_in_save(case, folder, rng.randint(1, 2), sync, rng.uniform(0, 0.1))
     if way == "end":  # the last log point, evaluation, save and the status; of a run that was not killed before
         return kill_at_event(case, folder, rng.randint(operations - 50, operations))
     if way == "operation":

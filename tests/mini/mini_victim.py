@@ -37,6 +37,7 @@ class Case:
     block_in_save: tuple[int, int] | None = None  # (save, fsync): block there until killed
     die_at: int | tuple[str, int] | None = None  # end by SIGKILL at this event, see `Watch`
     signals: tuple[tuple[int, int], ...] = ()  # (step, signal) that the process gets just after that step
+    syncs = 1  # fsyncs in a save: it is a single file
 
     def start(self, folder):
         """The target of a forked process: train in a folder."""
