@@ -6,6 +6,8 @@ import logging
 import mmap
 import os
 import random
+import subprocess
+import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, field
@@ -23,6 +25,7 @@ import trainformer
 from trainformer import utils
 from trainformer.core.errors import BadArgument
 from trainformer.utils import count_parameters, get_device, move_to_device, profile_memory, seed_everything
+from trainformer.utils.processes import is_alive
 
 # -- seeds -------------------------------------------------------------------------------------------------
 
@@ -292,3 +295,18 @@ def test_public_names() -> None:
     ]
     assert all(hasattr(utils, name) for name in utils.__all__)
     assert trainformer.seed_everything is seed_everything
+
+
+# -- processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+def test_a_zombie_is_not_alive() -> None:
+    """What a killed process left is removed by the next one, even if nobody has waited for the killed one."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    assert is_alive(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+    assert not is_alive(child.pid)
+    child.wait()
+    assert not is_alive(child.pid)

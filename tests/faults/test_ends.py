@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness import complete, differences, kill_at_operation
+from harness import complete, differences, kill_at_event
 from victim import Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,7 +26,7 @@ def test_a_kill_at_the_end_of_a_run_changes_nothing(tmp_path, name):
     first = operations - 30 + list(CASES).index(name)  # each case at other operations
     for operation in range(first, operations, len(CASES)):
         folder = tmp_path / str(operation)
-        assert kill_at_operation(case, folder, operation)
+        assert kill_at_event(case, folder, operation)
         complete(case, folder)
         if found := differences(reference, folder):
             wrong[operation - operations] = found

@@ -7,26 +7,30 @@ that do not coincide.
     python victim.py '{"run_dir": "somewhere", "workers": 2}'
 """
 
+import io
 import json
 import multiprocessing
 import os
 import random
 import signal
 import sys
+import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from file_operations import block, block_in_save, count_operations
+from file_operations import Watch, block, block_in_save, mark
 from trainformer import Trainer
 from trainformer.callbacks import EMA, EarlyStopping
 from trainformer.checkpointing import store
+from trainformer.data import MappedStream, WebDataset
 
 SAMPLES = 102  # 26 micro-batches, the last with 2 samples; 9 steps, the last with 2 micro-batches
 STEPS_PER_EPOCH = 9
@@ -37,6 +41,7 @@ class Case:
     """One command. The same case always means the same training, whatever faults are injected."""
 
     run_dir: str | None = "run"  # None: unnamed; the library chooses a folder in runs/
+    data: str = "map"  # or "stream", or "tar": WebDataset shards
     workers: int = 0
     save_async: bool = False
     epochs: int = 4
@@ -56,10 +61,20 @@ class Case:
     slow: float = 0.0  # extra seconds per fsync of a checkpoint file
     block_in_save: tuple[int, int] | None = None  # (save, fsync): block there until killed, see `file_operations`
     block_in_step: int | None = None  # block inside this step, from "in_step" to "release" (files)
-    die_at: int | None = None  # SIGKILL at this file operation
+    die_at: int | tuple[str, int] | None = None  # SIGKILL at this event, see `Watch`
     failing_saves: tuple[int, ...] = ()  # saves (counted from 1) that find the disk full
     fail_in_step: int | None = None  # such a save fails only when training has reached this step
     signals: tuple[tuple[int, int], ...] = ()  # (step, signal) sent to itself just after that step
+
+    def start(self, folder):
+        """The target of a forked process: train in a folder."""
+        start(self, folder)
+
+    def differences(self, reference, other, retention=True):
+        """What differs between two finished runs."""
+        from harness import differences
+
+        return differences(reference, other, retention)
 
 
 class Augmented(Dataset):
@@ -81,6 +96,46 @@ class Augmented(Dataset):
         return x, self.y[index], index
 
 
+class Stream(IterableDataset):
+    """The same samples in a fixed order, without a length or a state."""
+
+    def __init__(self):
+        self.data = Augmented(random_too=False)
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+def tar_shards(folder="shards"):
+    """Images of 2 x 1 pixels in tar files, with the index of the sample as label; written once."""
+    if not Path(folder).exists():
+        temporary = Path(f"{folder}-{os.getpid()}")
+        temporary.mkdir()
+        pixels = np.random.default_rng(7).integers(0, 256, (SAMPLES, 1, 2, 3), dtype=np.uint8)
+        for shard in range(4):
+            with tarfile.open(temporary / f"{shard}.tar", "w") as tar:
+                for index in range(shard, SAMPLES, 4):
+                    png = io.BytesIO()
+                    Image.fromarray(pixels[index]).save(png, "png")
+                    for ending, content in (("png", png.getvalue()), ("cls", str(index).encode())):
+                        member = tarfile.TarInfo(f"{index:04}.{ending}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+        temporary.rename(folder)
+    return MappedStream(WebDataset(folder), with_noise, shuffle=20)
+
+
+def with_noise(image):
+    """An image with random augmentation."""
+    x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    return x + 0.1 * torch.randn(3, 1, 2) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
+
+
+def training_data(kind):
+    """The samples of a case."""
+    return {"map": Augmented, "stream": Stream, "tar": tar_shards}[kind]()
+
+
 class Task:
     """Classification; remembers the samples it has seen since the last step."""
 
@@ -94,7 +149,8 @@ class Task:
         self.seen = []
 
     def train_step(self, batch):
-        x, y, index = batch
+        mark("step")
+        x, y, index = batch if len(batch) == 3 else (batch[0].flatten(1), batch[1] % 3, batch[1])
         self.seen += index.tolist()
         time.sleep(self.case.pause)
         self.micro_batches += 1
@@ -103,6 +159,7 @@ class Task:
         return F.cross_entropy(self.model(x), y)
 
     def eval_step(self, batch):
+        mark("evaluation")
         x, y, _ = batch
         logits = self.model(x)
         return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).float().mean()}
@@ -115,13 +172,18 @@ class Recorder:
         self.task, self.path, self.signals = task, path, dict(signals)
 
     def on_step_end(self, trainer, step, loss):
-        line = {"step": step, "epoch": trainer.state.epoch, "samples": self.task.seen}
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(descriptor, (json.dumps(line) + "\n").encode())
-        os.close(descriptor)
+        record_samples(step, trainer.state.epoch, self.task.seen, self.path)
         self.task.seen = []
+        mark("step", step)
         if step in self.signals:
             signal.raise_signal(self.signals[step])  # to this thread: handled before the next line
+
+
+def record_samples(step, epoch, samples, path="samples.jsonl"):
+    """Append a line, in one system call."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, (json.dumps({"step": step, "epoch": epoch, "samples": samples}) + "\n").encode())
+    os.close(descriptor)
 
 
 def make_trainer(case, callbacks=()):
@@ -129,7 +191,7 @@ def make_trainer(case, callbacks=()):
     task = Task(case)
     return Trainer(
         task,
-        Augmented(),
+        training_data(case.data),
         Augmented(size=20, random_too=False),
         callbacks=[
             EMA(decay=0.9),
@@ -163,15 +225,22 @@ def train(case):
     slow_down_saves(case.slow)
     fail_saves(case.failing_saves, case.fail_in_step)
     if case.block_in_save is not None:
-        block_in_save([store], case.block_in_save)
-    operations = count_operations(Path.cwd(), case.die_at)
+        block_in_save(case.block_in_save)
+    watch = Watch(Path.cwd(), case.die_at)
     before = handlers()
     try:
         make_trainer(case).fit()
     finally:
-        # Not reached by a process that is killed.
-        end = {"operations": operations[0], "handlers_restored": handlers() == before}
-        Path("end.json").write_text(json.dumps(end))
+        write_end(watch, before)  # not reached by a process that is killed
+
+
+def write_end(watch, handlers_before):
+    """Record what a process has done."""
+    end = {
+        "operations": watch.counts["operation"],
+        "events": watch.counts | {"seconds": time.monotonic() - watch.began},
+    }
+    Path("end.json").write_text(json.dumps(end | {"handlers_restored": handlers() == handlers_before}))
 
 
 def handlers():
@@ -206,14 +275,19 @@ def fail_saves(numbers, step):
 
 def start(case, folder):
     """The target of a forked process: train in a folder, with the output in a file there."""
+    enter(folder)
+    train(case)
+
+
+def enter(folder):
+    """Make a forked process one that was started in a folder, with the output in a file there."""
+    os.setpgid(0, 0)
     os.chdir(folder)
     # Workers must be children of the victim, as usual, not of the server that it was forked from.
     multiprocessing.set_start_method("fork", force=True)
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.setpgid(0, 0)
-    train(case)
 
 
 if __name__ == "__main__":

@@ -257,6 +257,16 @@ def test_the_components_of_a_checkpoint(tmp_path):
     assert trainer.unwrapped_model() is trainer.model
 
 
+def test_a_resumed_epoch_keeps_its_first_step(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make(tmp_path, max_steps=4, **options).train()  # 40 samples in batches of 8: an epoch has 3 steps
+    resumed = make(tmp_path, max_steps=5, **options, resume_from_checkpoint="auto")
+    resumed.train()
+    assert resumed.state_dict()["epoch_start_step"] == 3
+    saved = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
+    assert saved["epoch_start_step"] == 3
+
+
 def test_state_dict_round_trip(tmp_path):
     trainer = make(tmp_path, max_steps=7, logging_steps=2)
     trainer.train()

@@ -7,15 +7,15 @@ results.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from victim import enter, handlers, record_samples, write_end
 
-from file_operations import block_in_save, count_operations
+from file_operations import Watch, block_in_save, mark
 from trainformer.run import run_of
 
 SAMPLES = 102  # as in the torch victim: 8 batches of 12 and one of 6
@@ -38,8 +38,18 @@ class JaxCase:
     # What is done to it; none of this may change the result.
     pause: float = 0.0  # seconds that a step takes longer
     block_in_save: tuple[int, int] | None = None  # (save, fsync): block there until killed
-    die_at: int | None = None  # end by SIGKILL at this file operation
+    die_at: int | tuple[str, int] | None = None  # end by SIGKILL at this event, see `Watch`
     signals: tuple[tuple[int, int], ...] = ()  # (step, signal) that the process gets just after that step
+
+    def start(self, folder):
+        """The target of a forked process: train in a folder."""
+        start(self, folder)
+
+    def differences(self, reference, other, retention=True):
+        """What differs between two finished runs."""
+        from harness import differences
+
+        return differences(reference, other, retention, final_state)
 
 
 class Augmented:
@@ -54,6 +64,8 @@ class Augmented:
         return len(self.x)
 
     def __getitem__(self, index):
+        if not self.random_too and Watch.current is not None and Watch.current.phase != "start-up":
+            mark("evaluation")
         noise = 0.1 * np.random.standard_normal(8).astype(np.float32) if self.random_too else 0.0
         return {"x": self.x[index] + noise, "y": self.y[index], "index": np.int32(index)}
 
@@ -61,16 +73,17 @@ class Augmented:
 def training_data(kind):
     """The same samples as a map-style dataset, or as one of three kinds of streams."""
     plain = Augmented(random_too=False)
+    plain = [plain[i] for i in range(SAMPLES)]
     if kind == "generator":
-        return lambda: (plain[i] for i in range(SAMPLES))
+        return lambda: iter(plain)
     if kind == "grain":
         import grain
 
-        return grain.MapDataset.source([plain[i] for i in range(SAMPLES)]).shuffle(seed=3).to_iter_dataset()
+        return grain.MapDataset.source(plain).shuffle(seed=3).to_iter_dataset()
     if kind == "huggingface":
         import datasets
 
-        rows = [{name: value.tolist() for name, value in plain[i].items()} for i in range(SAMPLES)]
+        rows = [{name: value.tolist() for name, value in row.items()} for row in plain]
         return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
     return Augmented()
 
@@ -82,14 +95,15 @@ class Recorder:
         self.path, self.signals, self.pause = path, dict(case.signals), case.pause
         self.rows = []
 
+    def on_step_begin(self, trainer, step):
+        mark("step")
+
     def on_after_optimizer_step(self, trainer, step):
         self.rows = np.asarray(run_of(trainer).backend.batch.data["index"]).tolist()
 
     def on_step_end(self, trainer, step, loss):
-        line = {"step": step, "epoch": trainer.state.epoch, "samples": self.rows}
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(descriptor, (json.dumps(line) + "\n").encode())
-        os.close(descriptor)
+        record_samples(step, trainer.state.epoch, self.rows, self.path)
+        mark("step", step)
         time.sleep(self.pause)
         if step in self.signals:
             os.kill(os.getpid(), self.signals[step])
@@ -150,30 +164,24 @@ def make_trainer(case, callbacks=()):
 
 def train(case, callbacks=()):
     """Train to the end, with the faults that the case asks for."""
-    from trainformer.checkpointing import jax_files, store
-
     if case.block_in_save is not None:
-        block_in_save([store, jax_files], case.block_in_save)
-    operations = count_operations(Path.cwd(), case.die_at)
+        block_in_save(case.block_in_save)
+    watch, before = Watch(Path.cwd(), case.die_at), handlers()
     trainer = make_trainer(case, callbacks)
     try:
         trainer.train()
     finally:  # not reached after SIGKILL
-        Path("end.json").write_text(json.dumps({"operations": operations[0]}))
+        write_end(watch, before)
 
 
 def start(case, folder, *callbacks):
     """The main function of a forked process: train in a folder, with output to a file."""
     import jax
 
-    os.chdir(folder)
+    enter(folder)
     # Before jax initialises its devices. The last flag wins.
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={case.devices}"
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # start fast
-    output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.setpgid(0, 0)
     train(case, callbacks)
 
 

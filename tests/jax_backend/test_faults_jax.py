@@ -15,18 +15,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "live"))
 
-import harness
 import jax_victim
 from controlled import Gate, asked, wait_at
 from harness import (
     check_epochs,
     complete,
-    differences,
     finish,
-    kill_at_operation,
+    kill_at_event,
     kill_in_save,
     launch,
     output,
+    phase_of_kill,
     records,
 )
 from jax_victim import STEPS_PER_EPOCH, JaxCase
@@ -36,21 +35,11 @@ from forking import SERVER
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(autouse=True)
-def on_jax(monkeypatch):
-    """Let the harness start JAX victims and read their checkpoints."""
-    monkeypatch.setattr(harness, "start", jax_victim.start)
-    monkeypatch.setattr(harness, "final_state", jax_victim.final_state)
-    # The number of compilations depends on the process, like timings.
-    is_clock = harness._is_clock
-    monkeypatch.setattr(harness, "_is_clock", lambda name: is_clock(name) or name == "train/recompilations")
-
-
 _REFERENCES = {}
 
 
 @pytest.fixture
-def reference(tmp_path_factory, on_jax):
+def reference(tmp_path_factory):
     """The folder of an uninterrupted run of a case."""
 
     def run(case):
@@ -70,18 +59,17 @@ def killed_after(step, case, folder):
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, reference, save_async):
     """Killed inside a save, at a file operation and after a step, each chosen at random."""
     case, rng = JaxCase(save_async=save_async), random.Random(f"kill {save_async}")
-    uninterrupted, tally = reference(case), harness.Tally()
+    uninterrupted, phases = reference(case), []
     operations = json.loads((uninterrupted / "end.json").read_text())["operations"]
     assert kill_in_save(case, tmp_path, rng.randint(1, 2), rng.randint(1, 4), rng.uniform(0, 0.1)), output(tmp_path)
-    tally.note_kill(tmp_path)
-    assert kill_at_operation(case, tmp_path, rng.randint(operations // 8, operations // 3)), output(tmp_path)
-    tally.note_kill(tmp_path)
+    phases.append(phase_of_kill(tmp_path)[0])
+    assert kill_at_event(case, tmp_path, rng.randint(operations // 8, operations // 3)), output(tmp_path)
+    phases.append(phase_of_kill(tmp_path)[0])
     killed_after(rng.randint(2 * STEPS_PER_EPOCH, 3 * STEPS_PER_EPOCH - 1), case, tmp_path)
-    tally.note_kill(tmp_path)
+    phases.append(phase_of_kill(tmp_path)[0])
     complete(case, tmp_path)
-    assert differences(uninterrupted, tmp_path) == []
-    assert tally.kills == 3
-    assert tally.inside_saves > 0, "no kill hit a partial checkpoint"
+    assert case.differences(uninterrupted, tmp_path) == []
+    assert phases[0] == "save"
 
 
 @pytest.mark.parametrize("data", ["generator", "grain", "huggingface"])
@@ -90,7 +78,7 @@ def test_a_killed_run_on_a_stream_resumes_at_its_position(tmp_path, reference, d
     killed_after(rng.randint(5, 8), case, tmp_path)
     killed_after(rng.randint(STEPS_PER_EPOCH + 4, 2 * STEPS_PER_EPOCH - 1), case, tmp_path)
     complete(case, tmp_path)
-    assert differences(reference(case), tmp_path) == []
+    assert case.differences(reference(case), tmp_path) == []
     assert "resuming from run/checkpoints/step_0000001" in (tmp_path / "run/log.txt").read_text()
 
 
@@ -118,7 +106,7 @@ def test_sigterm_saves_and_exits_with_143(tmp_path, reference):
     assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "interrupted"
     assert finish(launch(stopped, tmp_path), tmp_path) == 130, output(tmp_path)
     complete(case, tmp_path)
-    assert differences(reference(case), tmp_path, retention=False) == []
+    assert case.differences(reference(case), tmp_path, retention=False) == []
 
 
 def test_a_running_job_obeys_ctl(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "faults"), str(Path(__file__).parent)]
 
-from victim import count_operations, handlers  # noqa: E402
+from harness import compare_states, trained_on, without_clock  # noqa: E402
+from victim import enter, handlers, record_samples, write_end  # noqa: E402
 
+from file_operations import Watch, block_in_save, mark  # noqa: E402
 from trainformer import seed_everything  # noqa: E402
 from trainformer.mini import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, LoggingHook  # noqa: E402
 
@@ -30,8 +33,23 @@ class Case:
     exit_code: int | str = "128+signal"
     keep_previous: int | None = 2
     seed: int = 8
-    die_at: int | None = None  # end by SIGKILL at this file operation
+    pause: float = 0.0  # extra seconds per step
+    block_in_save: tuple[int, int] | None = None  # (save, fsync): block there until killed
+    die_at: int | tuple[str, int] | None = None  # end by SIGKILL at this event, see `Watch`
     signals: tuple[tuple[int, int], ...] = ()  # (step, signal) that the process gets just after that step
+    syncs = 1  # fsyncs in a save: it is a single file
+
+    def start(self, folder):
+        """The target of a forked process: train in a folder."""
+        start(self, folder)
+
+    def differences(self, reference, other, retention=True):
+        """What differs between two finished runs."""
+        (ours, our_records), (theirs, their_records) = ending(reference), ending(other)
+        found = compare_states(ours, theirs) + ([] if our_records == their_records else ["records"])
+        found += [] if trained_on(reference) == trained_on(other) else ["a step was trained on different samples"]
+        kept = [sorted(p.name for p in (folder / "ws/checkpoints").iterdir()) for folder in (reference, other)]
+        return found + ([] if kept[0] == kept[1] or not retention else [f"files: {kept[0]} and {kept[1]}"])
 
 
 class Augmented(Dataset):
@@ -43,7 +61,7 @@ class Augmented(Dataset):
     def __getitem__(self, index):
         g = torch.Generator().manual_seed(index)
         x = torch.randn(6, generator=g)
-        return x + 0.1 * torch.randn(6) + 0.1 * float(np.random.rand()) + 0.1 * random.random(), x[:3].argmax()
+        return x + 0.1 * torch.randn(6) + 0.1 * float(np.random.rand()) + 0.1 * random.random(), x[:3].argmax(), index
 
 
 class Signals(BaseHook):
@@ -53,6 +71,9 @@ class Signals(BaseHook):
         self.signals = dict(signals)
 
     def on_after_step(self, trainer):
+        record_samples(trainer.step, 0, trainer.seen)
+        trainer.seen = []
+        mark("step", trainer.step)
         if trainer.step in self.signals:
             os.kill(os.getpid(), self.signals[trainer.step])
 
@@ -61,7 +82,7 @@ class Victim(BaseTrainer):
     """Dropout, batch norm, fp16 with a scaler, accumulation that does not divide an epoch, a schedule, EMA."""
 
     def __init__(self, case):
-        self.case = case
+        self.case, self.seen = case, []
         super().__init__(
             case.max_steps,
             grad_clip=1.0,
@@ -90,7 +111,10 @@ class Victim(BaseTrainer):
         return [Signals(case.signals), checkpoints, LoggingHook(interval=3), EmaHook(decay=0.9)]
 
     def forward(self, input):
-        x, y = input
+        mark("step")
+        time.sleep(self.case.pause)
+        x, y, index = input
+        self.seen += index.tolist()
         logits = self.model(x)
         return F.cross_entropy(logits, y), {"accuracy": (logits.argmax(-1) == y).float().mean()}
 
@@ -103,21 +127,31 @@ class Victim(BaseTrainer):
 def train(case):
     torch.set_num_threads(1)
     seed_everything(case.seed)
-    operations, before = count_operations(Path.cwd(), case.die_at), handlers()
+    if case.block_in_save is not None:
+        block_in_save(case.block_in_save)
+    watch, before = Watch(Path.cwd(), case.die_at), handlers()
     try:
         trainer = Victim(case)
         trainer.train()
         torch.save(trainer.state_dict(), "end.pt")
     finally:  # not reached by who is killed
-        Path("end.json").write_text(
-            json.dumps({"operations": operations[0], "handlers_restored": handlers() == before})
-        )
+        write_end(watch, before)
 
 
 def start(case, folder):
     """The main function of a process: train in a folder, with output to a file."""
-    os.chdir(folder)
-    output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    enter(folder)
     train(case)
+
+
+def ending(folder):
+    """The final state and records of a run, without timings."""
+    state = {key: strip_times(value) for key, value in torch.load(folder / "end.pt").items() if key != "context"}
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return without_clock(state), {line["step"]: line for line in lines}
+
+
+def strip_times(tree):
+    if isinstance(tree, dict):
+        return {k: strip_times(v) for k, v in tree.items() if not str(k).endswith("_time")}
+    return [strip_times(item) for item in tree] if isinstance(tree, list) else tree

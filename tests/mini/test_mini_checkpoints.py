@@ -10,7 +10,7 @@ from pathlib import Path
 import mini_victim  # first: it makes the harness of tests/faults importable
 import pytest
 import torch
-from harness import compare_states, finish, output, without_clock
+from harness import finish, output
 from mini_toys import Classifier, Keeper, shuffled_loader
 from mini_victim import Case
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -282,24 +282,6 @@ def launch(case, folder):
     return finish(process, folder)
 
 
-def ending(folder):
-    """The final state and records of a run, without timings."""
-    state = {key: strip_times(value) for key, value in torch.load(folder / "end.pt").items() if key != "context"}
-    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    return without_clock(state), {line["step"]: line for line in lines}
-
-
-def strip_times(tree):
-    if isinstance(tree, dict):
-        return {k: strip_times(v) for k, v in tree.items() if not str(k).endswith("_time")}
-    return [strip_times(item) for item in tree] if isinstance(tree, list) else tree
-
-
-def differences(reference, folder):
-    (ours, our_records), (theirs, their_records) = ending(reference), ending(folder)
-    return compare_states(ours, theirs) + ([] if our_records == their_records else ["records"])
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
@@ -322,7 +304,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, reference):
             assert code in (0, -signal.SIGKILL), output(folder)
             kills, first = kills + (code != 0), False
         assert launch(Case(seed=8 if not numbers(folder / "ws/checkpoints") else 55), folder) == 0, output(folder)
-        assert differences(reference, folder) == []
+        assert Case().differences(reference, folder) == []
         assert files(folder / "ws/checkpoints") == files(reference / "ws/checkpoints")
     assert kills >= 8
 
@@ -338,7 +320,7 @@ def test_a_signal_saves_and_exits_and_the_run_resumes(tmp_path, reference, numbe
         assert numbers(tmp_path / "ws/checkpoints")[-1] == step
         assert json.loads((tmp_path / "end.json").read_text())["handlers_restored"]
     assert launch(case, tmp_path) == 0, output(tmp_path)
-    assert differences(reference, tmp_path) == []
+    assert Case().differences(reference, tmp_path, retention=False) == []
 
 
 @pytest.mark.slow

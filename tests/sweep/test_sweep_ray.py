@@ -50,6 +50,8 @@ def test_trial_of_a_lost_node_is_retried_on_another(cluster, tmp_path):
     @sweep(x=grid(0, 1, 2, 3))
     def experiment(x):
         trial = current_trial()
+        with trial.folder_for(None, "attempts").open("a") as file:  # a run would have its checkpoints there
+            file.write(str(trial.attempt))
         (tmp_path / f"{x}-{trial.attempt}").write_text(ray.get_runtime_context().get_node_id())
         trial.report(x)
         if x == 3:
@@ -92,6 +94,7 @@ def test_trial_of_a_lost_node_is_retried_on_another(cluster, tmp_path):
     assert nodes[f"{lost}-2"] == nodes[f"{1 - lost}-1"] == cluster.head_node.node_id
     (trial,) = [t for t in trials_of("experiment") if t.number == lost]
     assert "NodeDiedError" in trial.earlier[0]
+    assert Path(trial.run).read_text() == "12"  # a retry has the same run folder, so a run resumes
 
     with pytest.raises(BadArgument, match="a trial to fit on a node"):
         experiment.run(method="grid", name="large", gpus_per_trial=8, log="none", **options)

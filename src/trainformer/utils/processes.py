@@ -17,7 +17,7 @@ def process_identity(number: int) -> str | None:
     True
     """
     try:
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat(number)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         here = number == os.getpid() or is_alive(number)
@@ -28,7 +28,10 @@ def process_identity(number: int) -> str | None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether another process of this machine is running; False for this process itself."""
+    """Whether another process of this machine is running; False for this process itself, and for a zombie.
+
+    A killed process stays a zombie until its parent waits for it: for ever, if that is a container's first process.
+    """
     if process == os.getpid():
         return False
     with contextlib.suppress(PermissionError):
@@ -36,7 +39,15 @@ def is_alive(process: int) -> bool:
             os.kill(process, 0)
         except (ProcessLookupError, OverflowError):  # a number that no process can have
             return False
-    return True
+    try:
+        return _stat(process)[0] not in "ZX"
+    except OSError:  # no /proc, or it shows only one's own processes
+        return True
+
+
+def _stat(number: int) -> list[str]:
+    """The fields of /proc/<number>/stat from the state on."""
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 
 def resident_bytes() -> int:

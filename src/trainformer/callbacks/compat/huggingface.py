@@ -100,9 +100,10 @@ class HuggingFaceCallback(CallbackAdapter):
         self._flush_epoch_end(trainer)  # pending if the checkpoint was saved between the save and the end of the epoch
 
     def _epoch_begin(self, trainer: Any) -> None:
-        self._epoch = trainer.state.epoch
-        if trainer.state.batch == 0:
-            self.bridge.state.epoch_start_step = trainer.state.step
+        run = trainer.state
+        self._epoch = run.epoch
+        steps = run.batch // arguments_of(trainer).gradient_accumulation_steps  # of an epoch that is resumed
+        self.bridge.state.epoch_start_step = run.step - steps
         self._call(trainer, "on_epoch_begin")
 
     def _substep_end(self, trainer: Any) -> None:
