@@ -86,7 +86,15 @@ class Manifest:
     @classmethod
     def parsed(cls, content: dict[str, Any]) -> Manifest:
         """The manifest with this content, whatever somebody may have written; `ValueError` says what is wrong."""
-        content = {"epoch": 0, "world_size": 1, "metrics": {}, "versions": {}, "formats": {}, "time": 0.0} | content
+        defaults: dict[str, Any] = {
+            "epoch": 0,
+            "world_size": 1,
+            "metrics": {},
+            "versions": {},
+            "formats": {},
+            "time": 0.0,
+        }
+        content = defaults | content
         _check_kinds(content, "the manifest", _KINDS)
         for name, kind in (("metrics", (int, float)), ("versions", str), ("formats", str), ("components", list)):
             _check_kinds(content[name], name, dict.fromkeys(content[name], kind))

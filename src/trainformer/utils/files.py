@@ -11,7 +11,7 @@ from typing import Any
 from trainformer.core.errors import DataError
 
 
-def decode_json(text: str | bytes) -> Any:
+def decode_json(text: str | bytes | bytearray) -> Any:
     """`json.loads` for what others wrote: whatever is wrong raises `json.JSONDecodeError`.
 
     >>> decode_json("[" * 100_000)
