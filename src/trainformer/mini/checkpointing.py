@@ -22,6 +22,7 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 from trainformer.mini.hooks import IntervalHook
 from trainformer.mini.utils import barrier, broadcast, check_integer
 from trainformer.utils.distributed import rank
+from trainformer.utils.files import make_folder, sync
 from trainformer.utils.processes import is_alive
 
 _NAME = re.compile(r"checkpoint_step_(\d+)\.pt")
@@ -193,9 +194,11 @@ class CheckpointingHook(IntervalHook):
         number = 1
         while (place := folder / f"abandoned-{number}").exists():
             number += 1
-        place.mkdir()
+        make_folder(place)
         for path in later:
             path.rename(place / path.name)
+        sync(place)
+        sync(folder)
         trainer.logger.warning("moved %d files of steps after %d to %s", len(later), trainer.step, place)
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:

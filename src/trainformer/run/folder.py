@@ -19,7 +19,7 @@ from trainformer.live.runs import read_status
 from trainformer.run.context import current_context
 from trainformer.run.logging import log_handler
 from trainformer.run.provenance import fingerprint
-from trainformer.utils.files import write_atomically
+from trainformer.utils.files import make_folder, sync, write_atomically
 from trainformer.utils.processes import is_alive, process_identity
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class RunFolder:
 
     def open(self, from_scratch: bool) -> None:
         """Create the folder. With `from_scratch`, files of an earlier run are moved to ``previous/``."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         for draft in self.path.glob(".*.tmp"):  # left by a process that was killed while writing
             match = _TEMPORARY.fullmatch(draft.name)
             if match and not is_alive(int(match[1])):
@@ -80,9 +80,11 @@ class RunFolder:
             number = 1
             while (archive := self.path / "previous" / f"{number:03d}").exists():
                 number += 1
-            archive.mkdir(parents=True)
+            make_folder(archive)
             for item in found:
                 item.rename(archive / item.name)
+            sync(archive)
+            sync(self.path)
             logger.info("moved files of an earlier run in %s to %s", self.path, archive)
 
     def was_interrupted(self) -> bool:

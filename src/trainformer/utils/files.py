@@ -1,4 +1,4 @@
-"""Durable files: atomic writes and fsync."""
+"""Durable files: atomic writes and fsync. A name is durable once its folder is fsynced; an fsync of the file is not enough."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file durably: readers, also after a crash, see either the old or the new content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file durably: readers see either the old or the new content, after a power cut the new one."""
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -18,6 +18,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, unless they exist; their names are durable."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def sync(path: Path) -> None:
