@@ -291,9 +291,11 @@ __attribute__((constructor)) static void start(void) {
     trap();
 }
 
-/* What the program itself has to say. */
+/* What the program itself has to say, and in which folder it works. */
 void powercut_mark(const char *text) {
+    char folder[PATH_MAX];
+    if (!getcwd(folder, sizeof folder)) abort();
     take();
-    record("mark", 0, 0, 0, text, "");
+    record("mark", 0, 0, 0, text, folder);
     release();
 }

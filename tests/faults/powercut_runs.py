@@ -1,6 +1,6 @@
 """The programs whose file operations are recorded, and what must hold in every state that a power cut can leave.
 
-    python powercut_runs.py native        with LD_PRELOAD, as `powercuts.record` does
+    python powercut_runs.py native mini       with LD_PRELOAD, as `powercuts.record` does
 
 A program marks in the log when a save has returned. From then on its checkpoint must survive.
 """
@@ -18,18 +18,18 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("", "faults", "hf", "mini", "jax_backend")]
 
 import torch
-from powercuts import Blobs, History, Operation, State, Tally, place_of, record
+from powercuts import Blobs, History, Operation, State, Tally, place_of, read_log, record
 
 from trainformer.checkpointing import CheckpointStore, Manifest
 from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.checkpointing.store import protect
+from trainformer.checkpointing.store import LATEST, is_named, protect
 from trainformer.checkpointing.torch_files import read_component, read_single_file
 from trainformer.core.errors import DataError
 from trainformer.live.runs import read_status
@@ -121,17 +121,17 @@ class Run:
     train: Callable[[], None]
     processes: int = 1
     resumes: bool = True  # running it again in the same folder continues it
-    folder: str | None = "run"
+    protected: str | None = None  # a file that must survive as soon as step 2 is saved
 
 
 RUNS = {
     "native": Run(native),
     "native, async": Run(lambda: native(save_async=True)),
-    "native, unnamed": Run(lambda: native(run_dir=None), folder=None),
+    "native, unnamed": Run(lambda: native(run_dir=None)),
     "went back": Run(went_back, resumes=False),
-    "rewritten": Run(rewritten, resumes=False),
+    "rewritten": Run(rewritten, resumes=False, protected="run/checkpoints/step_00000001/protected"),
     "hf": Run(hf),
-    "mini": Run(mini, folder="ws"),
+    "mini": Run(mini),
     "jax": Run(jax),
     "jax, async": Run(lambda: jax(save_async=True)),
     "two ranks": Run(sharded, processes=2, resumes=False),
@@ -139,18 +139,21 @@ RUNS = {
 
 
 class Marks(logging.Handler):
-    """Marks in the log of file operations what the library has said."""
+    """Marks in the log of file operations what the library has said. With several ranks, rank 0 completes a save."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if message.startswith(("saved ", "moved ")):
+        if message.startswith(("saved ", "moved ")) and os.environ.get("RANK", "0") == "0":
             ctypes.CDLL(None).powercut_mark(os.fsencode(message))
 
 
-def recorded(name: str, folder: Path, scratch: Path) -> Recording:
-    """Run a program in a folder and record it."""
-    operations = record([sys.executable, __file__, name], folder, scratch, RUNS[name].processes)
-    return Recording(name, operations, folder)
+def recorded(names: Collection[str], folder: Path) -> dict[str, Recording]:
+    """Run programs, each in a folder of its name, in one process (if they need no more), and record them."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    (processes,) = {RUNS[name].processes for name in names}
+    log = record([sys.executable, __file__, *names], folder, processes)
+    return {name: Recording(name, read_log(log, folder / name), folder / name) for name in names}
 
 
 # -- what must hold --------------------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ class Recording:
         with warnings_caught() as messages:
             try:
                 found = newest(folder)
-                problems = [*self._broken(found, before, after), *unreadable(folder, complete=before is not None)]
+                problems = [*self._broken(found, before, after), *self._missing(folder, before), *unreadable(folder)]
             except Exception as error:  # whatever it is, it would have ended a resume
                 problems = [f"{type(error).__name__}: {error}"]
         tally.fell_back += any("Falling back" in message for message in messages)
@@ -237,6 +240,24 @@ class Recording:
             allowed = known | {(None, None)}
         if (found or (None, None)) not in allowed:
             yield f"the newest checkpoint is of step {found and found[0]}, expected {sorted({a[0] or 0 for a in allowed})}"
+
+    def _missing(self, folder: Path, before: Promise | None) -> Iterator[str]:
+        """What is there besides checkpoints when a save returns: metrics up to that step, and how the run can be found."""
+        if before is None or before.step is None:
+            return
+        if self.run.protected and before.step >= 2 and not (folder / self.run.protected).exists():
+            yield f"{self.run.protected} is missing"
+        if not self.run.resumes:
+            return
+        for place in self.folder.glob("**/metrics.jsonl"):
+            path = folder / place.relative_to(self.folder)
+            wanted = [r for r in read_jsonl(place) if r["step"] <= before.step]
+            found = read_jsonl(path) if path.exists() else []
+            if any(r not in found for r in wanted):
+                yield f"metrics.jsonl lacks records up to step {before.step}"
+            for name in ("config.json", "status.json"):
+                if not path.with_name(name).exists():
+                    yield f"{name} is missing"
 
     def _moves(self, promise: Promise) -> bool:
         return self.operations[promise.index].path.startswith("moved")
@@ -271,10 +292,10 @@ def _step(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
 
 
-def unreadable(folder: Path, complete: bool) -> list[str]:
-    """The files of a run that its readers cannot read; if a checkpoint is complete, they must also be there."""
+def unreadable(folder: Path) -> list[str]:
+    """The files of a run that its readers cannot read; a partial last line counts as read."""
     problems = []
-    for run in (folder / "run", *folder.glob("runs/*")):
+    for run in (folder / "run", folder / "ws", *folder.glob("runs/*")):
         for name in ("metrics.jsonl", "records.jsonl"):
             if (run / name).exists():
                 read_jsonl(run / name)
@@ -282,6 +303,9 @@ def unreadable(folder: Path, complete: bool) -> list[str]:
             json.loads((run / "config.json").read_bytes())
         if (run / "status.json").exists() and not read_status(run):
             problems.append("status.json is damaged")
+        for latest in (run / LATEST, run / "checkpoints" / LATEST):
+            if latest.is_file() and not is_named(Path(latest.read_text())):
+                problems.append(f"{LATEST} holds {latest.read_bytes()[:40]!r}")
     return problems
 
 
@@ -336,24 +360,30 @@ def resume(recording: Recording, rng: random.Random, folder: Path) -> Tally:
 
 def differences(reference: Path, other: Path) -> list[str]:
     """What differs at the end of two runs: states, apart from times, and metrics."""
-    from harness import compare_records, compare_states, without_clock
+    from harness import compare_records, compare_states
 
-    ours, theirs = (final_state(folder) for folder in (reference, other))
-    found = compare_states(ours, theirs)
-    metrics = [
-        [without_clock(r) for path in folder.glob("**/metrics.jsonl") for r in read_jsonl(path)]
-        for folder in (reference, other)
-    ]
-    return found + compare_records(*metrics)
+    found = compare_states(final_state(reference), final_state(other))
+    if list(reference.glob("run/runs/*")):  # of trainformer.hf: each start has a file of its own
+        return found
+    return found + compare_records(*[
+        [timeless(r) for path in folder.glob("**/metrics.jsonl") for r in read_jsonl(path)] for folder in (reference, other)
+    ])
+
+
+def timeless(tree: Any) -> Any:
+    """The tree without anything that a clock has measured."""
+    from harness import without_clock
+
+    if isinstance(tree, dict):
+        return {k: timeless(v) for k, v in without_clock(tree).items() if not str(k).endswith(("_time", "runtime"))}
+    return type(tree)(map(timeless, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 def final_state(folder: Path) -> dict[str, Any]:
-    """The components of the newest checkpoint, without times; arrays of JAX as the bytes of their files."""
-    from harness import without_clock
-
+    """The components of the newest checkpoint, without times; arrays of JAX as bytes."""
     if (folder / "ws").is_dir():
         path = max(folder.glob("ws/checkpoints/checkpoint_step_*.pt"), key=_step)
-        return dict(without_clock(read_single_file(path)))
+        return dict(timeless(read_single_file(path)))
     (root,) = {path.parents[1] for path in folder.glob(f"**/{MANIFEST}")}
     checkpoint = CheckpointStore(root).newest()
     assert checkpoint is not None
@@ -367,9 +397,9 @@ def final_state(folder: Path) -> dict[str, Any]:
         elif format == "tree":
             from trainformer.utils.tree_files import read_tree
 
-            found[key] = without_clock(read_tree(checkpoint.path, names))
+            found[key] = timeless(read_tree(checkpoint.path, names))
         else:
-            found[key] = without_clock(read_component(checkpoint.path, names, format))
+            found[key] = timeless(read_component(checkpoint.path, names, format))
     return found
 
 
@@ -378,4 +408,6 @@ if __name__ == "__main__":
     logger = logging.getLogger("trainformer")
     logger.setLevel(logging.INFO)
     logger.addHandler(Marks())
-    RUNS[sys.argv[1]].train()
+    for name in sys.argv[1:]:
+        with chdir(name):
+            RUNS[name].train()

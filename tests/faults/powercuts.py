@@ -18,8 +18,10 @@ import math
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -41,16 +43,13 @@ def unavailable() -> str | None:
     return None if shutil.which("gcc") else "recording file operations needs gcc: install it"
 
 
-def record(command: list[str], folder: Path, scratch: Path, processes: int = 1) -> list[Operation]:
-    """Run a command in an empty folder; its file operations there, and the marks it made.
+def record(command: list[str], folder: Path, processes: int = 1) -> Path:
+    """Run a command in a folder; the log of its file operations there.
 
-    With several `processes` each gets the variables of torchrun. The operations are only returned if replaying all of
-    them gives exactly the files that are there at the end.
+    With several `processes` each gets the variables of torchrun.
     """
-    scratch.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(parents=True)
+    scratch = Path(tempfile.mkdtemp(prefix="log-", dir=folder.parent))
     library, log = scratch / "powercut.so", scratch / "operations.log"
-    log.unlink(missing_ok=True)
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, _HERE / "powercut.c"], check=True)
     environment = {
         **os.environ,
@@ -59,8 +58,10 @@ def record(command: list[str], folder: Path, scratch: Path, processes: int = 1) 
         "POWERCUT_LOG": str(log),
         "OMP_NUM_THREADS": "1",
     }
+    port = str(_free_port())
     ranks = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         for rank in range(processes if processes > 1 else 0)
     ]
     with (scratch / "output.txt").open("wb") as output:
@@ -70,10 +71,13 @@ def record(command: list[str], folder: Path, scratch: Path, processes: int = 1) 
         ]
         codes = [process.wait() for process in running]
     assert not any(codes), f"exit codes {codes}:\n{(scratch / 'output.txt').read_text()[-4000:]}"
-    operations = read_log(log, folder)
-    differences = History(operations, folder.stat().st_ino).differences(folder)
-    assert not differences, f"the log is not complete, it does not explain these files: {differences[:20]}"
-    return operations
+    return log
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 class Operation(NamedTuple):
@@ -88,15 +92,24 @@ class Operation(NamedTuple):
 
 
 def read_log(path: Path, root: Path) -> list[Operation]:
-    """The operations of a log, in order."""
+    """The operations below a folder, in order, and the marks of the program that worked in it.
+
+    They are only returned if replaying them gives exactly the files that are there at the end.
+    """
     operations = []
-    prefix = f"{root.resolve()}"
+    prefix = f"{root.resolve()}/"
     with path.open("rb") as file:
         while line := file.readline():
             kind, inode, offset, size, name, other = line.decode().removesuffix("\n").split("\t")
             data = file.read(int(size))
-            relative = [n.removeprefix(prefix).removeprefix("/") for n in (name, other)]
-            operations.append(Operation(kind, int(inode), int(offset), data, *relative))
+            if kind == "mark":
+                if f"{other}/" == prefix:
+                    operations.append(Operation(kind, 0, 0, b"", name, ""))
+            elif f"{name}/".startswith(prefix) and (kind != "mkdir" or name + "/" != prefix):
+                relative = name.removeprefix(prefix.rstrip("/")).lstrip("/")
+                operations.append(Operation(kind, int(inode), int(offset), data, relative, other.removeprefix(prefix)))
+    differences = History(operations, root.stat().st_ino).differences(root)
+    assert not differences, f"the log is not complete, it does not explain these files: {differences[:20]}"
     return operations
 
 
