@@ -1,9 +1,9 @@
 """Cut the power ten thousand times while runs save checkpoints, and see whether one is lost.
 
-Runs are recorded below Python (`tests/faults/powercut.c`): every write, rename, removal and fsync, in order. Then the power
-fails at a random operation. A simulated disk, which keeps only what POSIX promises, drops, tears and reorders what was not
-fsynced (`tests/faults/powercuts.py`). In every state the newest checkpoint whose save had returned must be found, intact, with
-its metrics; some of the states are resumed to the end and compared with the recorded run, bitwise.
+Runs are recorded below Python (`tests/faults/powercut.c`): every write, rename, removal and fsync, in order. Then the
+power fails at a random operation. A simulated disk, which keeps only what POSIX promises, drops, tears and reorders
+what was not fsynced (`tests/faults/powercuts.py`). In every state the newest checkpoint whose save had returned must be
+found, intact, with its metrics; some of the states are resumed to the end and compared with the recorded run, bitwise.
 
     python benchmarks/powercuts.py --cuts 10000
     python benchmarks/powercuts.py --cuts 500 --seed 7 --only jax
@@ -57,7 +57,16 @@ def show(tallies: dict[str, Tally], seconds: float) -> Tally:
     total = Tally()
     for tally in tallies.values():
         total += tally
-    columns = "cuts", "torn files", "lost names", "before the first", "already the next", "fell back", "resumed", "failures"
+    columns = (
+        "cuts",
+        "torn files",
+        "lost names",
+        "before first",
+        "already next",
+        "fell back",
+        "resumed",
+        "failures",
+    )
     table = Table(title=f"Power cuts, {seconds:.0f} s")
     table.add_column("run", no_wrap=True)
     for heading in columns:
@@ -82,7 +91,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resumes", type=int, default=5, help="states to resume to the end, per run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=list(RUNS), metavar="RUN", help=f"some of: {', '.join(RUNS)}")
-    parser.add_argument("--without", nargs="+", choices=CONTROLS, default=[], help="ignore these: failures are expected")
+    parser.add_argument(
+        "--without", nargs="+", choices=CONTROLS, default=[], help="ignore these: failures are expected"
+    )
     parser.add_argument("--anew", action="store_true", help="do not continue an earlier result")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results go")
     args = parser.parse_args()
@@ -127,7 +138,9 @@ def main() -> None:
             folder.mkdir(parents=True)
             tallies[name] += cut_power(recording, cuts, random.Random(f"{args.seed} {number}"), folder)
             write()
-        for name in track([name for name in names if RUNS[name].resumes and not args.without], "resuming", console=console):
+        for name in track(
+            [name for name in names if RUNS[name].resumes and not args.without], "resuming", console=console
+        ):
             for number in range(tallies[name].resumed, args.resumes):
                 rng = random.Random(f"{args.seed} resume {number}")
                 tallies[name] += resume(recordings[name], rng, Path(scratch, "resumed", name, str(number)))

@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("", "faults", "hf", "mini", "jax_backend")]
 
-import torch
-from powercuts import Blobs, History, Operation, State, Tally, place_of, read_log, record
+import torch  # noqa: E402
+from powercuts import Blobs, History, Operation, State, Tally, place_of, read_log, record  # noqa: E402
 
-from trainformer.checkpointing import CheckpointStore, Manifest
-from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.checkpointing.store import LATEST, is_named, protect
-from trainformer.checkpointing.torch_files import read_component, read_single_file
-from trainformer.core.errors import DataError
-from trainformer.live.runs import read_status
-from trainformer.loggers.jsonl import read_jsonl
+from trainformer.checkpointing import CheckpointStore, Manifest  # noqa: E402
+from trainformer.checkpointing.manifest import MANIFEST  # noqa: E402
+from trainformer.checkpointing.store import LATEST, is_named, protect  # noqa: E402
+from trainformer.checkpointing.torch_files import read_component, read_single_file  # noqa: E402
+from trainformer.core.errors import DataError  # noqa: E402
+from trainformer.live.runs import read_status  # noqa: E402
+from trainformer.loggers.jsonl import read_jsonl  # noqa: E402
 
 NOISE = {"samples.jsonl", "output.txt", "end.json", "end.pt"}  # written by the test's callbacks, not by the library
 
@@ -91,8 +91,8 @@ def hf() -> None:
 
     make(
         "run", Classifier(dropout=0.3), train=examples(43), evaluation=examples(16, seed=1), max_steps=14,
-        learning_rate=1e-2, save_strategy="steps", save_steps=3, save_total_limit=2, eval_strategy="steps", eval_steps=5,
-        logging_steps=2, resume_from_checkpoint="auto",
+        learning_rate=1e-2, save_strategy="steps", save_steps=3, save_total_limit=2, eval_strategy="steps",
+        eval_steps=5, logging_steps=2, resume_from_checkpoint="auto",
     ).train()  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def recorded(names: Collection[str], folder: Path) -> dict[str, Recording]:
 class Promise(NamedTuple):
     """From an operation on, the newest checkpoint has this content: that of its manifest, or of its single file.
 
-    None: there need not be any, as all were moved away. `anything`: checkpoints are being moved.
+    None: there need not be any, as all were moved away.
     """
 
     index: int
@@ -236,13 +236,14 @@ class Recording:
         allowed = {promise[1:] for promise in (before, after) if promise is not None}
         if before is None or (None, None) in allowed:
             allowed.add((None, None))
-        if after is not None and after.index > 0 and self._moves(after):
+        if after is not None and self._moves(after):
             allowed = known | {(None, None)}
         if (found or (None, None)) not in allowed:
-            yield f"the newest checkpoint is of step {found and found[0]}, expected {sorted({a[0] or 0 for a in allowed})}"
+            steps = sorted({step or 0 for step, _ in allowed})
+            yield f"the newest checkpoint is of step {found and found[0]}, expected one of {steps}"
 
     def _missing(self, folder: Path, before: Promise | None) -> Iterator[str]:
-        """What is there besides checkpoints when a save returns: metrics up to that step, and how the run can be found."""
+        """What else must be there when a save returns: metrics up to that step, and by what the run is found again."""
         if before is None or before.step is None:
             return
         if self.run.protected and before.step >= 2 and not (folder / self.run.protected).exists():
@@ -365,17 +366,20 @@ def differences(reference: Path, other: Path) -> list[str]:
     found = compare_states(final_state(reference), final_state(other))
     if list(reference.glob("run/runs/*")):  # of trainformer.hf: each start has a file of its own
         return found
-    return found + compare_records(*[
-        [timeless(r) for path in folder.glob("**/metrics.jsonl") for r in read_jsonl(path)] for folder in (reference, other)
-    ])
+    metrics = [
+        [timeless(record) for path in folder.glob("**/metrics.jsonl") for record in read_jsonl(path)]
+        for folder in (reference, other)
+    ]
+    return found + compare_records(*metrics)
 
 
 def timeless(tree: Any) -> Any:
-    """The tree without anything that a clock has measured."""
+    """The tree without anything that a clock has measured, and without the folder it was written to."""
     from harness import without_clock
 
+    others = ("_time", "runtime", "save_dir", "run_dir")
     if isinstance(tree, dict):
-        return {k: timeless(v) for k, v in without_clock(tree).items() if not str(k).endswith(("_time", "runtime"))}
+        return {k: timeless(v) for k, v in without_clock(tree).items() if not str(k).endswith(others)}
     return type(tree)(map(timeless, tree)) if isinstance(tree, (list, tuple)) else tree
 
 

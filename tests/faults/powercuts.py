@@ -1,12 +1,12 @@
 """Simulated power cuts: what a disk may hold after one, given the file operations that a program made.
 
-`record` runs a program under `powercut.c`, which logs its file operations below Python. `History` replays the log into a
-model of a file system that promises as little as POSIX does:
+`record` runs a program under `powercut.c`, which logs its file operations below Python. `History` replays the log into
+a model of a file system that promises as little as POSIX does:
 
-- The data of a file is durable after an fsync of that file. Before, any 512-byte sector of it may be lost, in any order,
-  and the file may have its new size with zeros or old garbage in place of the data.
-- A name (create, rename, link, remove) is durable after an fsync of its folder. Before, it may be lost, and others that
-  came later may not be. An fsync of a file says nothing about its name. A rename is atomic.
+- The data of a file is durable after an fsync of that file. Before, any 512-byte sector of it may be lost, in any
+  order, and the file may have its new size with zeros or old garbage in place of the data.
+- A name (create, rename, link, remove) is durable after an fsync of its folder. Before, it may be lost, and others
+  that came later may not be. An fsync of a file says nothing about its name. A rename is atomic.
 - Nothing else orders anything.
 
 `History.cut` chooses one of the states that are possible if the power fails at a moment.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import random
 import shutil
 import socket
@@ -38,8 +39,8 @@ _HERE = Path(__file__).parent
 
 def unavailable() -> str | None:
     """Why programs cannot be recorded here; None if they can."""
-    if sys.platform != "linux":
-        return "recording file operations needs LD_PRELOAD, so Linux"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "recording file operations needs seccomp and LD_PRELOAD: Linux on x86_64"
     return None if shutil.which("gcc") else "recording file operations needs gcc: install it"
 
 
@@ -142,7 +143,7 @@ class State:
     folders: list[str]
     links: dict[str, str]
     lost_names: int = 0  # names that had changed, and changed back
-    torn_files: int = 0  # files that are neither as they were before nor after a write
+    torn_files: int = 0  # files that are neither as at their last fsync nor as they were when the power failed
 
     def write(self, folder: Path, blobs: Blobs) -> None:
         """Create the files of this state in an empty folder. They must not be written to, as they share content."""

@@ -1,4 +1,4 @@
-"""Durable files: atomic writes and fsync. A name is durable once its folder is fsynced; an fsync of the file is not enough."""
+"""Durable files: atomic writes and fsync. The name of a file is durable once its folder is fsynced, not before."""
 
 from __future__ import annotations
 
