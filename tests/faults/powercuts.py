@@ -58,9 +58,7 @@ def record(command: list[str], folder: Path, processes: int = 1) -> Path:
         "POWERCUT_ROOT": str(folder),
         "POWERCUT_LOG": str(log),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(
-            os.path.abspath(path) for path in sys.path
-        ),  # the same packages, in another folder
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
     }
     port = str(_free_port())
     ranks = [
