@@ -3,6 +3,9 @@
 Files are written to a folder with a temporary name and fsynced, the manifest is written last, and the folder is renamed
 into place. A process that is killed in between leaves a temporary folder, which the next run removes. So a folder
 ``step_<n>`` (or ``checkpoint-<n>``) with a valid manifest is a checkpoint, and nothing else is.
+
+After a power cut, names that were not fsynced may be lost in any order. So folders are fsynced after every rename, and
+before anything is deleted that the rename replaces.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainformer.checkpointing.manifest import MANIFEST, FileRecord, InvalidCheckpoint, Manifest
-from trainformer.utils.files import decode_json, sync
+from trainformer.utils.files import decode_json, make_folder, sync, write_atomically
 from trainformer.utils.processes import is_alive
 
 logger = logging.getLogger("trainformer")
@@ -25,7 +28,7 @@ logger = logging.getLogger("trainformer")
 LATEST = "latest"
 _PROTECTED = "protected"
 _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
-_LEFTOVER = re.compile(rf"\.(?:(?:writing|deleting)-{_NAME.pattern}|latest)-(?P<process>\d+)")
+_LEFTOVER = re.compile(rf"\.(?:(?:writing|deleting)-{_NAME.pattern}-(?P<process>\d+)|latest\.(?P<writer>\d+)\.tmp)")
 _REPLACED = re.compile(rf"\.replaced-(?P<name>{_NAME.pattern})-(?P<process>\d+)")
 
 
@@ -77,7 +80,8 @@ class CheckpointStore:
         """An empty temporary folder for the files of a checkpoint."""
         draft = self.root / f".writing-{self.path_of(step).name}-{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        make_folder(self.root)
+        draft.mkdir()
         return draft
 
     def complete(self, draft: Path, manifest: Manifest, records: dict[str, list[FileRecord]]) -> Checkpoint:
@@ -104,9 +108,7 @@ class CheckpointStore:
 
     def _update_latest(self, target: Path) -> None:
         """The file `latest` is for people and scripts; nothing here relies on it."""
-        temporary = self.root / f".{LATEST}-{os.getpid()}"
-        temporary.write_text(target.name)
-        temporary.replace(self.root / LATEST)
+        write_atomically(self.root / LATEST, target.name.encode())
 
     # -- reading -------------------------------------------------------------------------------------------
 
@@ -143,6 +145,7 @@ class CheckpointStore:
         """Delete a checkpoint: renamed first, so that it stops being one at once, then removed file by file."""
         trash = self.root / f".deleting-{checkpoint.path.name}-{os.getpid()}"
         checkpoint.path.rename(trash)
+        sync(self.root)
         shutil.rmtree(trash, ignore_errors=True)
 
     def set_aside(self, after: int) -> None:
@@ -153,22 +156,25 @@ class CheckpointStore:
         number = 1
         while (place := self.root / f"abandoned-{number}").exists():
             number += 1
-        place.mkdir()
+        make_folder(place)
         for path in abandoned:
             path.rename(place / path.name)
+        sync(place)
+        sync(self.root)
         logger.warning("moved %d checkpoints after step %d to %s", len(abandoned), after, place)
 
     def clean(self) -> None:
         """Remove what a killed process left: temporary and half-deleted folders. Those of live processes stay."""
         if not self.root.is_dir():
             return
+        sync(self.root)  # the rename that makes a leftover useless may not be durable yet
         for path in self.root.iterdir():
             if (match := _REPLACED.fullmatch(path.name)) and not is_alive(int(match["process"])):
                 if not (self.root / match["name"]).exists():
                     path.rename(self.root / match["name"])
                 else:
                     shutil.rmtree(path, ignore_errors=True)
-            elif (match := _LEFTOVER.fullmatch(path.name)) and not is_alive(int(match["process"])):
+            elif (match := _LEFTOVER.fullmatch(path.name)) and not is_alive(int(match["process"] or match["writer"])):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -194,6 +200,7 @@ def protect(checkpoint: Checkpoint, on: bool = True) -> None:
         marker.touch()
     else:
         marker.unlink(missing_ok=True)
+    sync(checkpoint.path)
 
 
 def checkpoints_folder(path: Path) -> Path:

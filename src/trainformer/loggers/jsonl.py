@@ -20,7 +20,7 @@ from typing import Any
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.loggers.base import BaseLogger, as_numbers
-from trainformer.utils.files import decode_json, write_atomically
+from trainformer.utils.files import decode_json, make_folder, sync, write_atomically
 
 _NONFINITE = {"NaN", "Infinity", "-Infinity"}
 
@@ -47,9 +47,10 @@ class JsonlLogger(BaseLogger):
 
     def init(self, config: dict[str, Any]) -> None:
         self.finish()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         truncate_partial_line(self.path)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed in finish()
+        sync(self.path.parent)  # `flush` makes the records durable, but not the name of a new file
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         reserved = {"step", "time"} & metrics.keys()

@@ -23,6 +23,7 @@ from trainformer.mini.hooks import IntervalHook
 from trainformer.mini.utils import barrier, broadcast, check_integer
 from trainformer.run.provenance import check_unchanged
 from trainformer.utils.distributed import rank
+from trainformer.utils.files import make_folder, sync
 from trainformer.utils.processes import is_alive
 
 _NAME = re.compile(r"checkpoint_step_(\d+)\.pt")
@@ -198,9 +199,11 @@ class CheckpointingHook(IntervalHook):
         number = 1
         while (place := folder / f"abandoned-{number}").exists():
             number += 1
-        place.mkdir()
+        make_folder(place)
         for path in later:
             path.rename(place / path.name)
+        sync(place)
+        sync(folder)
         trainer.logger.warning("moved %d files of steps after %d to %s", len(later), trainer.step, place)
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:

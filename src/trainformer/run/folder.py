@@ -20,7 +20,7 @@ from trainformer.live.runs import read_status
 from trainformer.run.context import current_context
 from trainformer.run.logging import log_handler
 from trainformer.run.provenance import fingerprint
-from trainformer.utils.files import write_atomically
+from trainformer.utils.files import make_folder, sync, write_atomically
 from trainformer.utils.locks import FolderLock
 from trainformer.utils.processes import is_alive, process_identity
 
@@ -69,10 +69,12 @@ class RunFolder:
         stem = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
         for number in itertools.count(1):
             path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+            make_folder(path.parent)
             try:
-                path.mkdir(parents=True)
+                path.mkdir()
             except FileExistsError:  # perhaps created by another process, just now
                 continue
+            sync(path.parent)
             return cls(path, save_dir)
         raise AssertionError("count() has no end")
 
@@ -86,7 +88,7 @@ class RunFolder:
 
     def open(self, from_scratch: bool) -> None:
         """Create the folder. With `from_scratch`, files of an earlier run are moved to ``previous/``."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         for draft in self.path.glob(".*.tmp"):  # left by a process that was killed while writing
             match = _TEMPORARY.fullmatch(draft.name)
             if match and not is_alive(int(match[1])):
@@ -96,9 +98,11 @@ class RunFolder:
             number = 1
             while (archive := self.path / "previous" / f"{number:03d}").exists():
                 number += 1
-            archive.mkdir(parents=True)
+            make_folder(archive)
             for item in found:
                 item.rename(archive / item.name)
+            sync(archive)
+            sync(self.path)
             logger.info("moved files of an earlier run in %s to %s", self.path, archive)
 
     def was_interrupted(self) -> bool:

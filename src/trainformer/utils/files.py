@@ -1,4 +1,4 @@
-"""Durable files (atomic writes and fsync), and JSON from strangers."""
+"""Durable files: atomic writes and fsync (a name is durable once its folder is fsynced); and JSON from strangers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def check_archive(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file durably: readers, also after a crash, see either the old or the new content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file durably: readers see either the old or the new content, after a power cut the new one."""
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -59,6 +59,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, unless they exist; their names are durable."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def sync(path: Path) -> None:

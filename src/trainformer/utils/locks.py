@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import TrainformerError
+from trainformer.utils.files import make_folder
 from trainformer.utils.processes import process_identity
 
 try:
@@ -57,7 +58,7 @@ class FolderLock:
     def acquire(self) -> None:
         """Take the lock. Raises `FolderInUse` if its owner is alive; waits some seconds where only heartbeats tell."""
         self._created = not self.path.parent.exists()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         seen: int | None = None
         deadline = 0.0
         while True:
