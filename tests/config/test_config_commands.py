@@ -113,7 +113,7 @@ def run_alone(*words):
     folder = str(Path(toys.__file__).parent)
     code = f"import sys; sys.path.append({folder!r}); from trainformer.cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-P", "-c", code, "run", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", code, "run", *words, "--trust", "work"], capture_output=True, text=True, check=False
     )
 
 

@@ -94,7 +94,8 @@ def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise BadArgument(expected("a Python file that defines a sweep", str(path), "Its name does not end in .py."))
-    sys.path.insert(0, str(path.parent.absolute()))  # as when it is run: modules beside it can be imported
+    # Modules beside it can be imported, as when it is run, but hide no installed package.
+    sys.path.append(str(path.parent.absolute()))
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module
     spec.loader.exec_module(module)

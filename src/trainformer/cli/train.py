@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.cli import options, recipes
 from trainformer.cli.app import Command
+from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.output import positive, print_json, print_table, stdout_to_stderr
 from trainformer.config import load_config
 from trainformer.core.errors import BadArgument, did_you_mean, expected
@@ -59,8 +60,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    from trainformer.cli.trained import add_trust_argument
-
     parser.epilog = "To train a finished run for longer: trainformer resume RUN --epochs 20"
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name under runs/")
     longer = parser.add_mutually_exclusive_group()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command
+from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.output import check_free, lines_of, positive, print_result, stdout_to_stderr
 from trainformer.cli.recipes import trainer_of
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -61,12 +62,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def add_batch_size_argument(parser: argparse.ArgumentParser) -> None:
     """The batch size of evaluation; it changes no result."""
     parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per batch (default: as in the run)")
-
-
-def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Packages that a recipe may import."""
-    trust = "a package that may be imported for the run's recipe, besides the usual ones and the project's own"
-    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
 
 
 def load_trained(args: argparse.Namespace) -> Trained:
