@@ -57,7 +57,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
         prog="trainformer sweep show", description="Sweeps, or the trials of one.", allow_abbrev=False
     )
     showing.add_argument("sweep", metavar="SWEEP", nargs="?", help="a folder, or a name under sweeps/ (none: all)")
-    showing.add_argument("--storage", metavar="URL", help="storage of its trials, if the address is secret")
+    showing.add_argument("--storage", metavar="URL", help="storage of its trials, if it is not in the folder")
     showing.add_argument("--json", action="store_true", help="print JSON")
     showing.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = showing.parse_args(words[1:])
