@@ -53,9 +53,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def _in_a_clean_place(tmp_path, monkeypatch):
+def _in_a_clean_place(tmp_path, tmp_path_factory, monkeypatch):
     """Tests that do not name a folder write to a fresh one, and begin from the same random numbers."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))  # approvals of code
     monkeypatch.setenv("TERM", "xterm")  # rich draws nothing on a terminal that calls itself dumb
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)

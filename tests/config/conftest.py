@@ -87,7 +87,8 @@ def job(n=1):
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
-    """The module, found from the current folder."""
+    """The module, found from the current folder, whose settings trust it."""
+    Path("pyproject.toml").write_text('[tool.trainformer]\ntrust = ["lab"]\n')
     Path("lab").mkdir()
     Path("lab/__init__.py").write_text(LAB)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -244,7 +244,7 @@ def page(write, tmp_path, monkeypatch):
     def built(text):
         for theirs, ours in MODULES.items():
             text = text.replace(theirs, ours)
-        made = materialize(load_config(write(text)))
+        made = materialize(load_config(write(text)), trust="my_module")
         writers.extend([made["summary_writer"]] if "summary_writer" in made else [])
         return made
 

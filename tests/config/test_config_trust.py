@@ -12,7 +12,8 @@ import torch
 import trainformer
 from trainformer.config import REGISTRY, build_from_cfg, load_config, materialize
 from trainformer.config.allowed import ALLOWED, CLASSES, DENIED, FUNCTIONS, may_be_asked
-from trainformer.config.trust import Importer, is_own
+from trainformer.config.own_code import find_code
+from trainformer.config.trust import Importer
 from trainformer.core.errors import BadArgument
 
 TRACE = "open('imported', 'w').close()\nclass Thing: pass\n"
@@ -375,16 +376,21 @@ def load_partial(path):
     return load_config("p.yaml")["p"]
 
 
-def test_the_projects_own_package(lab, foreign, monkeypatch):
-    assert is_own("lab")
-    assert not is_own("foreign")
-    assert not is_own("no_such_package")
-    assert not is_own("sys")
+def is_local(package):
+    code = find_code(package)
+    return code is not None and code.is_local
+
+
+def test_which_code_is_that_of_the_working_directory(lab, foreign, monkeypatch):
+    assert is_local("lab")
+    assert not is_local("foreign")
+    assert not is_local("no_such_package")
+    assert not is_local("sys")
     monkeypatch.chdir("/")
-    assert not is_own("os")  # all files are below /
-    assert not is_own("subprocess")
-    assert not is_own("yaml")
-    assert not is_own("_io")
+    assert not is_local("os")  # all files are below /
+    assert not is_local("subprocess")
+    assert not is_local("yaml")
+    assert not is_local("_io")
 
 
 @pytest.mark.parametrize("inside", ["venv/lib/python3/site-packages", "env/lib", "usr/dist-packages"])
@@ -396,7 +402,7 @@ def test_packages_installed_in_the_project_are_not_its_own(tmp_path, monkeypatch
     (tmp_path / "env" / "pyvenv.cfg").touch()
     monkeypatch.syspath_prepend(str(folder))
     assert importlib.util.find_spec("guest") is not None
-    assert not is_own("guest")
+    assert not is_local("guest")
     with pytest.raises(BadArgument, match="--trust guest"):
         build_from_cfg({"type": "guest.Thing"})
     assert not Path("imported").exists()
@@ -405,16 +411,7 @@ def test_packages_installed_in_the_project_are_not_its_own(tmp_path, monkeypatch
 def test_a_symlink_does_not_make_a_package_own(foreign, tmp_path, monkeypatch):
     Path("linked").symlink_to(foreign / "foreign")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not is_own("linked")
-
-
-def test_folders_without_init_are_packages_too(tmp_path, monkeypatch):
-    Path("bare").mkdir()
-    Path("bare/parts.py").write_text("def made(): return 5\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert build_from_cfg({"type": "bare.parts.made"}) == 5
-    sys.modules.pop("bare.parts")
-    sys.modules.pop("bare")
+    assert not is_local("linked")
 
 
 def test_an_import_that_fails_says_so(tmp_path, monkeypatch):
@@ -422,9 +419,9 @@ def test_an_import_that_fails_says_so(tmp_path, monkeypatch):
     Path("worse.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(BadArgument, match=r"to import 'ailing'.*ModuleNotFoundError.*no_such_package_at_all"):
-        build_from_cfg({"type": "ailing.Thing"})
+        build_from_cfg({"type": "ailing.Thing"}, trust="ailing")
     with pytest.raises(BadArgument, match=r"to import 'worse'.*ZeroDivisionError"):
-        build_from_cfg({"type": "worse.Thing"})
+        build_from_cfg({"type": "worse.Thing"}, trust="worse")
     with pytest.raises(BadArgument, match=r"received 'torhc\.nn\.Linear'\. Did you mean 'torch'"):
         build_from_cfg({"type": "torhc.nn.Linear"})
     with pytest.raises(BadArgument, match=r"received 'trainformer.tasks.nowhere', which does not exist"):

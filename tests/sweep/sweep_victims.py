@@ -55,6 +55,6 @@ def accidents(x):
     return 10 * x
 
 
-def trials_of(name):
+def trials_of(name, storage=None):
     """The trials of a sweep, read from its folder; without importances, which take long."""
-    return read_sweep(name, with_importances=False).trials
+    return read_sweep(name, storage, with_importances=False).trials

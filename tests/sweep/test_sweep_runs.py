@@ -171,7 +171,7 @@ def test_bayes_is_better_than_random():
         for method in ("random", "bayes")
     }
     assert found["bayes"][0]["metric"] > found["random"][0]["metric"]
-    importances = read_sweep("bayes").importances
+    importances = read_sweep("bayes", "studies.log").importances
     assert set(importances) == {"x", "y"}
     assert sum(importances.values()) == pytest.approx(1)
 
@@ -217,7 +217,7 @@ def test_hyperband_prunes_and_keeps_the_best():
     pruned = [row for row in results if row["status"] == "pruned"]
     assert 3 <= len(pruned) < 16
     assert max(results, key=lambda row: row["config"]["quality"])["status"] == "completed"
-    assert all(len(t.intermediate) < 12 for t in trials_of("learner") if t.status == "pruned")
+    assert all(len(t.intermediate) < 12 for t in trials_of("learner", "study.log") if t.status == "pruned")
 
 
 # -- the folder ----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_a_journal_file_as_storage_and_secrets():
     backend = optuna.storages.journal.JournalFileBackend("shared/study.log")
     theirs = optuna.load_study(study_name="fn", storage=optuna.storages.JournalStorage(backend)).trials
     assert sorted(trial.value for trial in theirs) == sorted(row["metric"] for row in results)
-    assert [trial.metric for trial in trials_of("fn")] == [row["metric"] for row in results]
+    assert [trial.metric for trial in trials_of("fn", "shared/study.log")] == [row["metric"] for row in results]
     with pytest.raises(BadArgument, match="choose another name"):
         fn.run(storage="shared/study.log", resume=False, **QUIET)
     with pytest.raises(BadArgument, match=r"sqlite:///study\.txt"):

@@ -124,6 +124,9 @@ def load_adapter(model: nn.Module, folder: FolderPath) -> nn.Module:
     state = load_file(source / WEIGHTS_FILE)
     if not is_adapted(model):
         config = peft().PeftConfig.from_pretrained(str(source))
+        if getattr(config, "megatron_config", None) is not None:
+            do = "peft would import any module that it names."
+            raise DataError(expected(f"an adapter without megatron_config in '{source}'", config.megatron_config, do))
         config.inference_mode = False
         try:
             model = peft().get_peft_model(unwrap_model(model), config)

@@ -77,11 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0]
     if name not in COMMANDS:
         return _unknown(name)
+    from trainformer.cli.consent import asking
+
     debug = "--debug" in words
     # torchao warns about its own enums when it is imported; the user cannot do anything about it.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
-        with _sigterm_raises():
+        with _sigterm_raises(), asking():
             args, command = _parse(name, words[1:])
             debug = getattr(args, "debug", False)
             code = command.run(args) or 0

@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import operator
-import os
 import re
 import sys
 import textwrap
@@ -24,6 +23,7 @@ from pathlib import PurePath
 from typing import Any, Literal, Union, get_args, get_origin
 
 from trainformer.config.building import signature_of
+from trainformer.config.trust import import_named
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.plugins import load_plugin, plugin_names
 
@@ -260,19 +260,12 @@ def _paper_options(name: str) -> tuple[Mapping[str, Any], frozenset[str]]:
 
 
 def _imported(target: str, role: str) -> Callable[..., Any]:
-    """What a target names. The user's own modules are imported from the current folder, because the user named them."""
+    """What a target names. Modules in the current folder are imported, because the user typed their names."""
     module, _, path = target.partition(":")
     if not all(word.isidentifier() for word in [*module.split("."), *path.split(".")]):
         do = "Without .py, and with dots between folders and files."
         raise BadArgument(expected(f"--{role} to name your own class as module:Class", target, do))
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        thing: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-            raise
-        raise BadArgument(expected(f"--{role} to name a module that exists", module, "Is it in this folder?")) from None
+    thing: Any = import_named(module, f"--{role}")
     for word in path.split("."):
         if not hasattr(thing, word):
             close = did_you_mean(word, [name for name in dir(thing) if not name.startswith("_")])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.cli import recipes
 from trainformer.cli.app import Command, add_action
+from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.output import add_variable_argument, variables_of
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.secrets import mask_text
@@ -27,11 +28,12 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_config(args: argparse.Namespace, trust: list[str] | None = None) -> Config:
-    """The config with its changes. Modules in the current folder can be imported from now on."""
+    """The config with its changes."""
     from trainformer.config import load_config
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    # A .py file is a program that the user named; like every program it may import what lies beside it.
+    if args.config.lower().endswith(".py") and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     variables = variables_of(args)
     return load_config(args.config, args.overrides, search=args.search, trust=trust or (), variables=variables)
 
@@ -43,8 +45,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
     target = "the key to run; by default trainer, else main, else the only one that can be built"
     parser.add_argument("--target", metavar="NAME", help=target)
-    trust = "a package that may be imported for the config, besides the usual ones and the project's own"
-    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
+    add_trust_argument(parser)
 
 
 def _run(args: argparse.Namespace) -> None:

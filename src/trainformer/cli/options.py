@@ -28,6 +28,7 @@ from trainformer.cli.components import (
     summaries,
     trainer_component,
 )
+from trainformer.cli.consent import add_trust_argument
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} --task=TASK --data=DATA [--model=MODEL] [OPTION ...]"
     parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=28)  # type: ignore[assignment]
     parser.epilog = f"Options of a task: {parser.prog} --task=TASK --help. {_SPELLING}"
-    trust = "allow objects in options from this package, besides the usual ones and the project's own"
-    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
+    add_trust_argument(parser)
     group = parser.add_argument_group(_WHAT)
     names = {kind: list(summaries(kind)) for kind in ("tasks", "adapters")}
     own = "or your own class: module:Class"

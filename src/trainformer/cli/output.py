@@ -33,6 +33,9 @@ def whole_number(least: int) -> Any:
 positive = whole_number(1)
 
 
+SECRET = "a secret of the run, which its recipe does not contain"
+
+
 def add_variable_argument(parser: argparse.ArgumentParser, purpose: str) -> None:
     """Variables of a config, which are also its secrets."""
     parser.add_argument("--var", action="append", default=[], metavar="NAME=VALUE", dest="variables", help=purpose)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -63,8 +62,6 @@ def trainer_of(
             f"Expected {file}, which describes the trainer of the run; there is none. The run was started by a "
             "Python program: run that again, or load its checkpoint there with trainer.load()."
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     recipe = load_config(file, trust=trust, variables=variables)
     if "trainer" not in recipe:
         raise BadArgument(

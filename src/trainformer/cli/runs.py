@@ -292,6 +292,8 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title", help="the title of the page (default: the names)")
     top = "of each sweep, also show the runs of the N best trials (default: 0)"
     parser.add_argument("--top", metavar="N", type=int, default=0, help=top)
+    storage = "storage of the trials of sweeps, if it is not in their folder"
+    parser.add_argument("--storage", metavar="URL", help=storage)
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -299,7 +301,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def _report(args: argparse.Namespace) -> None:
     from trainformer.report import write_report
 
-    path = write_report(args.sources, args.out, title=args.title, top=args.top)
+    path = write_report(args.sources, args.out, title=args.title, top=args.top, storage=args.storage)
     size = path.stat().st_size
     print_result(args, {"report": str(path), "bytes": size}, f"wrote {path} ({size / 1e6:.1f} MB)")
     if args.open:

@@ -58,7 +58,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
         prog="trainformer sweep show", description="Sweeps, or the trials of one.", allow_abbrev=False
     )
     showing.add_argument("sweep", metavar="SWEEP", nargs="?", help="a folder, or a name under sweeps/ (none: all)")
-    showing.add_argument("--storage", metavar="URL", help="storage of its trials, if the address is secret")
+    showing.add_argument("--storage", metavar="URL", help="storage of its trials, if it is not in the folder")
     showing.add_argument("--json", action="store_true", help="print JSON")
     showing.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = showing.parse_args(words[1:])
@@ -95,7 +95,8 @@ def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise BadArgument(expected("a Python file that defines a sweep", str(path), "Its name does not end in .py."))
-    sys.path.insert(0, str(path.parent.absolute()))  # as when it is run: modules beside it can be imported
+    # Modules beside it can be imported, as when it is run, but hide no installed package.
+    sys.path.append(str(path.parent.absolute()))
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module
     spec.loader.exec_module(module)

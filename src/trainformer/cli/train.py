@@ -9,13 +9,23 @@ import argparse
 import contextlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.cli import options, recipes
 from trainformer.cli.app import Command
-from trainformer.cli.output import positive, print_json, print_table, stdout_to_stderr, variables_of
+from trainformer.cli.consent import add_trust_argument
+from trainformer.cli.output import (
+    SECRET,
+    add_variable_argument,
+    positive,
+    print_json,
+    print_table,
+    stdout_to_stderr,
+    variables_of,
+)
 from trainformer.config import load_config
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
@@ -59,8 +69,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    from trainformer.cli.trained import add_trust_argument
-
     parser.epilog = "To train a finished run for longer: trainformer resume RUN --epochs 20"
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name under runs/")
     longer = parser.add_mutually_exclusive_group()
@@ -69,6 +77,7 @@ def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     change = "change a setting of the trainer, such as batch_size=64; the value is YAML"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help=change)
     add_trust_argument(parser)
+    add_variable_argument(parser, SECRET)
 
 
 def _resume(args: argparse.Namespace) -> None:
@@ -110,7 +119,7 @@ def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any], variable
     written, defaults = recipes.settings_in(info.path, trust, variables), RunSettings.defaults()
     settings = {
         name: value
-        for name, value in {**changes, **_start(info)}.items()
+        for name, value in {**changes, **_start(info, changes)}.items()
         # A default that the user has not set stays one: `config.json` tells which settings the user set.
         if name in written or name not in _IMPLIED_BY_RESUME or value != defaults[name]
     }
@@ -122,13 +131,14 @@ def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any], variable
     trainer.fit()
 
 
-def _start(info: RunInfo) -> dict[str, Any]:
+def _start(info: RunInfo, changes: Collection[str]) -> dict[str, Any]:
     """The settings that resume from the newest checkpoint, if there is one."""
     if info.checkpoint is None:
         return {}
-    # `auto` does not resume a run that was stopped on purpose, which is right for the command that started it.
-    stopped = info.status == "stopped"
-    return {"resume": str(Path(info.checkpoint).absolute()) if stopped else "auto", "load_components": None}
+    # `auto` does not resume a run that was stopped on purpose, or with other settings, which is right for the command
+    # that started it.
+    named = info.status == "stopped" or not {"epochs", "max_steps"}.issuperset(changes)
+    return {"resume": str(Path(info.checkpoint).absolute()) if named else "auto", "load_components": None}
 
 
 # -- tasks -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command
+from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.output import (
+    SECRET,
     add_variable_argument,
     check_free,
     lines_of,
@@ -64,18 +66,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     which = "which checkpoint of a run (default: last)"
     parser.add_argument("--which", choices=("last", "best"), default="last", help=which)
     add_trust_argument(parser)
+    add_variable_argument(parser, SECRET)
 
 
 def add_batch_size_argument(parser: argparse.ArgumentParser) -> None:
     """The batch size of evaluation; it changes no result."""
     parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per batch (default: as in the run)")
-
-
-def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Packages that a recipe may import, and its secrets."""
-    trust = "a package that may be imported for the run's recipe, besides the usual ones and the project's own"
-    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=trust)
-    add_variable_argument(parser, "a secret of the run, which its recipe does not contain")
 
 
 def load_trained(args: argparse.Namespace) -> Trained:

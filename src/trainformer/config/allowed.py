@@ -105,6 +105,11 @@ def _has_no_options(value: Any) -> bool:
     return value is None or isinstance(value, bool | str) or (isinstance(value, Mapping) and "options" not in value)
 
 
+def _names_no_url(value: Any) -> bool:
+    """timm reads what a URL leads to safely first, but unpickles it if that fails with a TypeError (as of 1.0.30)."""
+    return value is None or isinstance(value, str) or (isinstance(value, Mapping) and not {"url", "type"} & set(value))
+
+
 # Arguments of any call: which values they may have, and why not others.
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trust_remote_code": (_only(False, None), "runs a repository's code"),
@@ -119,6 +124,8 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "import_allowlist": (_only(None), "imports any module"),
     "compile": (_has_no_options, "chooses the programs that compile"),
     "compile_config": (_has_no_options, "chooses the programs that compile"),
+    "pretrained_cfg": (_names_no_url, "would let a file run code"),
+    "pretrained_cfg_overlay": (_names_no_url, "would let a file run code"),
     "weights_only": (_only(True), "would let a checkpoint run code"),
     "pickle_module": (_only(), "chooses what reads pickles"),
     "allow_pickle": (_only(False), "would let a file run code"),

@@ -28,7 +28,7 @@ def build_from_cfg(cfg: Any, /, recursive: bool = True, *, trust: Sequence[str] 
         cfg: The section. `type` is a registered name, `package.module.Class` or `package.module:Class`; all other keys
             are arguments.
         recursive: Also build nested sections. Otherwise they are passed as they are.
-        trust: Packages that may be imported, besides those that always may.
+        trust: Packages and modules that may be imported, besides those that always may.
         extra: More arguments, passed as they are. They override those of the config.
 
     A required parameter `x_cfg` that the section does not set gets the section `x` of the whole config, not built.
@@ -64,7 +64,7 @@ class _Builder:
     def __init__(self, root: Config | None, registry: Registry, trust: Sequence[str], recursive: bool) -> None:
         of_file = root.source.trust if root is not None else ()
         self.root = root
-        self.importer = Importer(registry, (*of_file, *checked_trust(trust)))
+        self.importer = Importer(registry, (*of_file, *checked_trust(trust)), root)
         self.recursive = recursive
         self.shared: dict[int, Any] = {}
         self.open: list[int] = []

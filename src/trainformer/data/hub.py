@@ -40,9 +40,17 @@ def load_registered(name: str) -> Any | None:
     return data
 
 
+def check_is_dataset(name: str) -> None:
+    """Refuse the names of formats: `datasets` would take the files of this folder, and unpickle them for `pandas`."""
+    formats = require("datasets.packaged_modules", "datasets", "to load data")._PACKAGED_DATASETS_MODULES
+    if name in formats:
+        raise DataError(expected("the name of a dataset on the Hugging Face hub", name, "It is that of a format."))
+
+
 def load_from_hub(name: str, split: str | None, configuration: str | None = None) -> Any:
     """One split of a dataset of the Hugging Face hub: the given one, else the only one, else `"train"`."""
     datasets = require("datasets", "datasets", "to load data from the Hugging Face hub")
+    check_is_dataset(name)
     what = f"'{name}', split {split!r}," if split else f"'{name}'"
     try:
         loaded = datasets.load_dataset(name, configuration, split=split)

@@ -97,6 +97,11 @@ def build_backbone(
 ) -> nn.Module:
     """A timm model with a head of `num_classes` (0: features). `checkpoint` overrides pretrained weights."""
     name, options = timm_name(name), dict(options or {})
+    for key in ("pretrained_cfg", "pretrained_cfg_overlay"):
+        own = options.get(key)
+        if (own.get("url") if isinstance(own, Mapping) else getattr(own, "url", None)) is not None:
+            do = "timm may execute what is in a file from a URL. Download it, and pass checkpoint=path."
+            raise BadArgument(expected(f"no URL in {key}", own, do))
     if image_size is not None and "img_size" not in options and has_fixed_size(name):
         options["img_size"] = image_size
     pretrained = pretrained and checkpoint is None

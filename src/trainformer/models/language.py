@@ -44,6 +44,7 @@ def load_model(source: ModelSource, kind: str, *, dtype: torch.dtype | None = No
     transformers = _transformers()
     auto = getattr(transformers, _CLASSES[kind])
     dtype = dtype or torch.float32
+    options = {"trust_remote_code": False, **options}  # without it, transformers asks on a terminal
     if isinstance(source, transformers.PretrainedConfig):
         return auto.from_config(source, dtype=dtype, **options)
     name = _checked_name(source, "model_name")
@@ -59,7 +60,7 @@ def load_tokenizer(source: ModelSource, **options: Any) -> Any:
         return source
     name = _checked_name(source, "tokenizer")
     try:
-        return _transformers().AutoTokenizer.from_pretrained(name, **options)
+        return _transformers().AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False, **options})
     except Exception as error:
         raise BadArgument(_not_found("a tokenizer", name, None, error)) from error
 

@@ -173,9 +173,9 @@ def _rounded(values: Sequence[float]) -> list[Any]:
     return [value if isinstance(value, int) else float(f"{value:.7g}") for value in values]
 
 
-def read_sweep_trials(folder: Path) -> dict[str, Any]:
+def read_sweep_trials(folder: Path, storage: Any = None) -> dict[str, Any]:
     """The content of the page about one sweep. `run` of a trial is the resolved path of its run folder."""
-    content = asdict(read_sweep(folder))
+    content = asdict(read_sweep(folder, storage))
     for trial in content["trials"]:
         trial["intermediate"] = sorted(trial["intermediate"].items())
         trial["run"] = None if trial["run"] is None else str(Path(trial["run"]).resolve())

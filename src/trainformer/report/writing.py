@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import logging
 import os
 import re
 import time
@@ -23,6 +24,8 @@ from trainformer.report.series import group_plots, points_for
 from trainformer.sweep.reading import SWEEPS, is_sweep, list_sweeps
 from trainformer.utils.files import write_atomically
 
+logger = logging.getLogger("trainformer")
+
 FILE = "report.html"
 AnyPath = str | os.PathLike[str]
 _SCRIPTS = ("dom", "curves", "overview", "settings", "details", "sweep_plots", "sweeps", "report")
@@ -31,13 +34,19 @@ _BANNER = re.compile(r"^/\*!.*?\*/\s*", re.S)
 
 
 def write_report(
-    sources: AnyPath | Iterable[AnyPath], out: AnyPath | None = None, *, title: str | None = None, top: int = 0
+    sources: AnyPath | Iterable[AnyPath],
+    out: AnyPath | None = None,
+    *,
+    title: str | None = None,
+    top: int = 0,
+    storage: Any = None,
 ) -> Path:
     """Write one HTML file about runs and sweeps; returns its path.
 
     `sources` are run folders, sweep folders, folders that contain runs or sweeps, or names under ``runs/`` or
     ``sweeps/``. `out` is a file or a folder; the default is ``report.html`` in the folder of a single run or sweep,
-    else in the current folder. `top` adds the runs of that many best trials of each sweep.
+    else in the current folder. `top` adds the runs of that many best trials of each sweep, if they lie in its folder.
+    `storage` has the trials of the sweeps; without it, only files in their folders are opened.
     """
     given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     if not given:
@@ -50,14 +59,25 @@ def write_report(
         path = folders[0] / FILE if len(folders) == 1 else Path(FILE)
     else:
         path = Path(out) / FILE if Path(out).is_dir() or str(out).endswith(os.sep) else Path(out)
-    sweeps = [read_sweep_trials(folder) for folder in sweep_folders]
+    sweeps = [read_sweep_trials(folder, storage) for folder in sweep_folders]
     names = [folder.resolve().name for folder in folders]
     title = title or (names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more")
     for sweep in sweeps:
         best = [Path(trial["run"]) for trial in sweep["trials"] if trial["metric"] is not None and trial["run"]]
-        runs = _union(runs, filter(_has_run, best[:top]))
+        runs = _union(runs, filter(_has_run, _inside(best[:top], Path(sweep["path"]))))
     _write(path, render(collect_content(title, runs, sweeps)))
     return path
+
+
+def _inside(runs: Iterable[Path], folder: Path) -> list[Path]:
+    """Those in the folder of their sweep: one from somebody else must not put other files on the page."""
+    found = []
+    for run in runs:
+        if run.resolve().is_relative_to(folder.resolve()):
+            found.append(run)
+        else:
+            logger.warning("%s is left out: it does not lie in %s. Name it to have it in the report.", run, folder)
+    return found
 
 
 def find(given: Iterable[AnyPath]) -> tuple[list[Path], list[Path]]:

@@ -117,27 +117,26 @@ def read_spec(folder: Path) -> dict[str, Any]:
 def read_sweep(sweep: str | os.PathLike[str], storage: Any = None, *, with_importances: bool = True) -> SweepRecord:
     """Read a sweep, given its folder or its name.
 
-    Pass `storage` if the sweep was run with a storage whose URL contains a password: passwords are not kept in the
-    folder. Importances take some seconds, mostly for imports.
+    Without `storage`, only files in the folder are opened: a folder may come from somebody else. Pass `storage` if the
+    trials are elsewhere. Importances take some seconds, mostly for imports.
     """
     optuna = require("optuna", "sweep", "to read the trials of a sweep")
-    from trainformer.sweep.study import open_storage, quiet_optuna
+    from trainformer.sweep.study import quiet_optuna, reading, redact
 
     folder = find_sweep(sweep)
     spec = read_spec(folder)
-    location = storage if storage is not None else spec.get("storage")
     with quiet_optuna():
         try:
-            opened = open_storage(location, folder, create=False)
-            study = optuna.load_study(study_name=spec["name"], storage=opened)
+            with reading(storage, spec, folder) as opened:
+                study = optuna.load_study(study_name=spec["name"], storage=opened)
+                trials = collect_trials(study.get_trials(deepcopy=False), spec, folder)
+                importances = _importances(study) if with_importances else {}
         except BadArgument:
             raise
         except Exception as error:
             do = f"The storage could not be opened: {error}. Pass it as storage=..., with its password."
             what = "a storage with the trials of the sweep"
-            raise BadArgument(expected(what, location or str(folder), do)) from error
-        trials = collect_trials(study.get_trials(deepcopy=False), spec, folder)
-        importances = _importances(study) if with_importances else {}
+            raise BadArgument(expected(what, redact(storage) or str(folder), do)) from error
     known = {key: spec[key] for key in _REQUIRED if key != "constants"}
     return SweepRecord(folder=folder, trials=trials, importances=importances, **known)
 

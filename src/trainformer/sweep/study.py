@@ -10,7 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import socket
+import sqlite3
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import numpy as np
@@ -25,7 +29,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage, journal
+from optuna.storages import BaseStorage, RDBStorage, journal
 from optuna.trial import FrozenTrial, TrialState
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
@@ -131,7 +135,9 @@ class SweepStudy:
         self._owner = {"host": socket.gethostname(), "process": process, "identity": identity, "call": self._call}
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / SPEC).exists():
-            spec.check_same(read_spec(folder))
+            stored_spec = read_spec(folder)
+            spec.check_same(stored_spec)
+            _check_same_storage(storage, stored_spec.get("storage"), folder)
         with quiet_optuna(), self._lock():
             self._storage = open_storage(storage, folder)
             direction = optuna.study.StudyDirection[spec.direction.upper()]
@@ -395,11 +401,73 @@ def quiet_optuna() -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def open_storage(storage: Storage, folder: Path, create: bool = True) -> BaseStorage:
-    """Open the storage of a sweep. Without `create`, the default SQLite file must exist."""
+@contextmanager
+def reading(storage: Storage, spec: Mapping[str, Any], folder: Path) -> Iterator[BaseStorage]:
+    """The storage of a sweep, to read from.
+
+    Without `storage`, only a file in the folder is opened, whatever `sweep.json` says: the folder may come from
+    somebody else. A database is opened read-only.
+    """
+    if storage is not None:
+        yield open_storage(storage, folder)
+        return
+    path = _path_inside(spec.get("storage"), folder)
+    if path.suffix in _JOURNAL_SUFFIXES:
+        yield open_storage(path, folder)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        opened = _open_read_only(path, Path(scratch))
+        try:
+            yield opened
+        finally:
+            opened.engine.dispose()
+
+
+def _path_inside(stored: Any, folder: Path) -> Path:
+    """The file in the folder of a sweep that has its trials."""
+    text = _DATABASE if stored is None else str(stored).removeprefix("sqlite:///")
+    path = folder / text  # an absolute path stays as it is
+    if "://" not in text and path.resolve().is_relative_to(folder.resolve()) and path.is_file():
+        return path
+    if stored is None and not path.exists():
+        raise BadArgument(expected(f"a sweep with its {_DATABASE}", str(folder), "There is none."))
+    do = (
+        "Only files in the folder are opened, because a folder may come from somebody else. If this storage is yours, "
+        "name it: --storage URL, or storage=..., with its password."
+    )
+    raise BadArgument(expected(f"a sweep whose trials are in {folder}", redact(text) if stored else str(path), do))
+
+
+def _open_read_only(path: Path, scratch: Path) -> RDBStorage:
+    address = f"file:{quote(str(path.absolute()))}?mode=ro"
+    try:
+        return _open_database(f"sqlite:///{path}", creator=lambda: sqlite3.connect(address, timeout=60, uri=True))
+    except BadArgument as error:
+        journal_file = path.with_name(f"{path.name}-journal")
+        if not journal_file.is_file():
+            raise
+        # A killed process left half a transaction, which can only be rolled back by writing: in a copy.
+        for file in (path, journal_file):
+            shutil.copyfile(file, scratch / file.name)
+        try:
+            return _open_database(f"sqlite:///{scratch / path.name}")
+        except BadArgument:
+            raise error from None
+
+
+class _RedisJournal(journal.JournalRedisBackend):
+    """Replays the log. Optuna's snapshots are pickles, which execute code when they are read."""
+
+    def load_snapshot(self) -> bytes | None:
+        return None
+
+    def save_snapshot(self, snapshot: bytes) -> None: ...
+
+
+def open_storage(storage: Storage, folder: Path) -> BaseStorage:
+    """Open the storage of a sweep, or create it."""
     if storage is None:
-        if not create and not (folder / _DATABASE).exists():
-            raise BadArgument(expected(f"a sweep with its {_DATABASE}", str(folder), "There is none."))
+        _check_own_database(folder)
         return _open_database(f"sqlite:///{(folder / _DATABASE).absolute()}")
     if isinstance(storage, BaseStorage):
         return storage
@@ -410,7 +478,7 @@ def open_storage(storage: Storage, folder: Path, create: bool = True) -> BaseSto
         do = "Its password is not kept in files: pass storage=... (--storage), for instance from the environment."
         raise BadArgument(expected("the storage of the sweep with its password", text, do))
     if text.startswith("redis") and "://" in text:
-        return optuna.storages.JournalStorage(journal.JournalRedisBackend(text))
+        return optuna.storages.JournalStorage(_RedisJournal(text))
     if "://" in text:
         return _open_database(text)
     path = Path(text)
@@ -422,9 +490,24 @@ def open_storage(storage: Storage, folder: Path, create: bool = True) -> BaseSto
     return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path)))
 
 
-def _open_database(url: str) -> BaseStorage:
-    # SQLite allows one writer at a time: wait for it instead of failing at once.
-    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+def _check_same_storage(storage: Storage, stored: Any, folder: Path) -> None:
+    """A sweep with a storage of its own is resumed with it: not in a new one, and not where only its file says."""
+    if storage is None and stored is not None:
+        do = "Name it again if it is yours: --storage URL, or storage=..., with its password."
+        raise BadArgument(expected(f"the storage that {folder} was started with ({redact(str(stored))})", None, do))
+
+
+def _check_own_database(folder: Path) -> None:
+    """Refuse a link to a file elsewhere: what a sweep writes belongs in its folder."""
+    path = folder / _DATABASE
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        do = "Name the storage if it is yours: --storage URL, or storage=..."
+        raise BadArgument(expected(f"{_DATABASE} to lie in {folder}", f"a link to {path.resolve()}", do))
+
+
+def _open_database(url: str, **options: Any) -> RDBStorage:
+    if url.startswith("sqlite"):  # it allows one writer at a time: wait for it instead of failing at once
+        options = {"connect_args": {"timeout": 60}, **options}
     try:
         return optuna.storages.RDBStorage(url, engine_kwargs=options)
     except ImportError as error:

@@ -126,7 +126,9 @@ def _loaded(request: Request, draft: Path) -> Any:
         if (request.folder / name).is_file():
             shutil.copyfile(request.folder / name, source / name)
     export_weights(request.folder, source / WEIGHTS, ema=request.ema or False)
-    config = require("transformers", "text", "for this model").AutoConfig.from_pretrained(source)
+    config = require("transformers", "text", "for this model").AutoConfig.from_pretrained(
+        source, trust_remote_code=False
+    )
     dtype = getattr(config, "dtype", None)
     model = load_model(source, str(request.kind), dtype=dtype if isinstance(dtype, torch.dtype) else None)
     shutil.rmtree(source)
@@ -194,7 +196,11 @@ def _quantised(plain: Path, kind: str, recipe: Recipe, layers: Layers, device: s
     left = [name for names in layers.skipped.values() for name in names]
     config = transformers.TorchAoConfig(recipe.base(), modules_to_not_convert=left)
     # The kernels of a GPU take bf16 alone.
-    dtype = torch.bfloat16 if recipe.needs_gpu else transformers.AutoConfig.from_pretrained(plain).dtype
+    dtype = (
+        torch.bfloat16
+        if recipe.needs_gpu
+        else transformers.AutoConfig.from_pretrained(plain, trust_remote_code=False).dtype
+    )
     model: Any = load_model(plain, kind, dtype=dtype, quantization_config=config, **_placed(device))
     linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     found = {name for name, part in linear.items() if type(part.weight.data) is not Tensor}
@@ -221,7 +227,7 @@ def _mend_names(folder: Path) -> None:
 def _opened(folder: Path, device: str) -> Any:
     """As anybody would open it."""
     transformers = require("transformers", "text", "for this model")
-    written = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    written = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0]
     try:
         return getattr(transformers, written).from_pretrained(str(folder), **_placed(device)).eval()
     except (RuntimeError, ValueError, KeyError) as error:

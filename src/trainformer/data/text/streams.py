@@ -17,7 +17,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
-from trainformer.data.hub import has_state
+from trainformer.data.hub import check_is_dataset, has_state
 from trainformer.data.labels import HF_STREAM, is_instance_of
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import content_suffix
@@ -43,6 +43,7 @@ def open_stream(name: str) -> Any:
     if spec.startswith("hf:"):
         path, _, split = spec.removeprefix("hf:").partition(":")
         path, _, configuration = path.partition("@")
+        check_is_dataset(path)
         what, options = f"the dataset '{path}' of the Hugging Face hub", {"name": configuration or None}
     else:
         files = [spec] if Path(spec).is_file() else sorted(glob.glob(spec, recursive=True))

@@ -168,7 +168,8 @@ def _config_of(source: Any) -> Any:
     """The config of a model; None if there is none (loading the model raises the error)."""
     if not isinstance(source, str | Path):
         return getattr(source, "config", source)
+    auto = require("transformers", "text", "for language models").AutoConfig
     try:
-        return require("transformers", "text", "for language models").AutoConfig.from_pretrained(str(source))
+        return auto.from_pretrained(str(source), trust_remote_code=False)
     except (OSError, ValueError):
         return None

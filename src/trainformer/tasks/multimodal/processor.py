@@ -33,6 +33,7 @@ def load_processor(source: Any, **options: Any) -> Any:
         )
     transformers = require("transformers", "text", "for models of images and text")
     try:
+        options = {"trust_remote_code": False, **options}
         found = transformers.AutoProcessor.from_pretrained(str(Path(source).expanduser()), **options)
     except Exception as error:  # whatever a hub, a file or a missing class may raise
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
