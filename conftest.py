@@ -1,6 +1,7 @@
 """What all tests and doctests share: no network, one thread, slow tests last, a clean folder for each."""
 
 import os
+import sys
 import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,6 +57,7 @@ def pytest_collection_modifyitems(items):
 def _in_a_clean_place(tmp_path, tmp_path_factory, monkeypatch):
     """Tests that do not name a folder write to a fresh one, and begin from the same random numbers."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # commands add the folder they are started in
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))  # approvals of code
     monkeypatch.setenv("TERM", "xterm")  # rich draws nothing on a terminal that calls itself dumb
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):

@@ -42,9 +42,8 @@ COMMANDS = [
 
 
 @pytest.fixture(autouse=True)
-def tidy(monkeypatch):
-    """Modules and search paths of one test are not those of the next."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def tidy():
+    """Modules of one test are not those of the next."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

@@ -161,8 +161,9 @@ trainer: !singleton:trainformer.hf:Trainer
 """
 
 
-def test_the_code_of_real_trainers_builds_the_same(write, capsys):
+def test_the_code_of_real_trainers_builds_the_same(write, capsys, tmp_path, monkeypatch):
     """What `config code` prints is run, and compared with what `run` builds."""
+    monkeypatch.syspath_prepend(str(tmp_path))  # where a program of this folder would find its modules
     write(WORK, "work.py")
     for text in (HF, TRAINER):
         config = load_config(write(text))
