@@ -182,7 +182,7 @@ def test_code_named_like_a_package_that_may_be_built(monkeypatch):
 def test_the_working_directory_hides_no_package(capsys):
     Path("light.py").write_text("import colorsys\ndef job(): print(colorsys.__file__)\n")
     Path("light.yaml").write_text("main: !partial:light:job\n")
-    for name in ("torch", "colorsys", "yaml", "json"):
+    for name in ("torch", "colorsys", "yaml"):
         Path(f"{name}.py").write_text(EVIL)
     # `-m` would search the current folder first.
     words = [sys.executable, "-m", "trainformer.cli", "run", "light.yaml", "--trust", "light"]
