@@ -289,7 +289,7 @@ def test_no_secret_reaches_a_file_or_the_console(capfd):
     fn.spaces["hub_token"] = "another-2"  # another secret is the same sweep
     assert fn.run(n_trials=4, storage=storage, **QUIET)
     assert received[-1][0] == "another-2"
-    with pytest.raises(BadArgument, match=r"the storage of the sweep with its password.*--storage"):
+    with pytest.raises(BadArgument, match=r"If this storage is yours, name it: --storage URL"):
         read_sweep("fn")
 
 
