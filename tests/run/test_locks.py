@@ -249,6 +249,25 @@ def test_changed_settings_are_listed_and_the_run_is_not_resumed(tmp_path):
     assert trainer(tmp_path, lr=0.2, batch_size=8, epochs=4).fit().state.step == 10  # now these are its settings
 
 
+def test_a_model_that_has_moved_is_the_same_model(tmp_path):
+    class Named(Task):
+        def __init__(self, model_name):
+            super().__init__()
+            self.model_name = model_name
+
+        def config_dict(self):
+            return {"model_name": self.model_name}
+
+    def run(model_name, epochs):
+        made = Trainer(Named(model_name), DATA, epochs=epochs, batch_size=4, log="none", run_dir=tmp_path)
+        return made.fit().state.step
+
+    run("/scratch/1/model", 1)
+    assert run("/scratch/2/model", 2) == 8
+    with pytest.raises(BadArgument, match="'/scratch/2/model' -> 'gpt2'"):
+        run("gpt2", 3)
+
+
 def test_other_data_counts_as_a_change(tmp_path):
     trainer(tmp_path).fit()
     other = Trainer(Task(), TensorDataset(*DATA[:12]), epochs=2, batch_size=4, log="none", run_dir=tmp_path)

@@ -257,7 +257,7 @@ def test_resuming_is_exact(task, tmp_path, adapted):
     with pytest.raises(KeyboardInterrupt):
         run("other", callbacks=[toys.Cut()]).fit()
     with pytest.raises(DataError, match="reference model that the run started with"):
-        run("other", AutoModelForCausalLM.from_config(gpt2())).fit()
+        run("other", AutoModelForCausalLM.from_config(gpt2()), resume=tmp_path / "other").fit()
 
 
 def test_the_reference_may_be_another_model(task, tmp_path):

@@ -88,6 +88,8 @@ def check_unchanged(run: Run, folder: Path, checkpoint: Path, ignore: Collection
     names = [k for k in now if k in before and k not in skipped and now[k]["source"] not in ("env", "derived")]
     names = [k for k in names if _is_plain(config.get(k))]  # the text of an optimizer changes while it trains
     changed = {k: (before[k]["value"], now[k]["value"]) for k in names if before[k]["value"] != now[k]["value"]}
+    # Where a model or data lie may differ from one job of a cluster to the next.
+    changed = {k: pair for k, pair in changed.items() if not all(map(_is_absolute, pair))}
     changed = {k: values for k, values in changed.items() if find_mask(values[0]) is None}  # a secret may be another
     if changed:
         listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
@@ -97,6 +99,10 @@ def check_unchanged(run: Run, folder: Path, checkpoint: Path, ignore: Collection
             f"new settings, {proceed}; to start from scratch, {run.options.fresh_start_hint}; or choose another folder "
             "or name."
         )
+
+
+def _is_absolute(value: Any) -> bool:
+    return isinstance(value, str) and Path(value).is_absolute()
 
 
 def _is_plain(value: Any) -> bool:
