@@ -279,9 +279,13 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(old_run, caplog):
 def test_another_model_is_refused(old_run):
     before = contents(old_run)
     other = nnx.Sequential(nnx.Linear(6, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 3, rngs=nnx.Rngs(0)))
-    for options in ({"model": other}, {"optimizer": "sgd"}):
+    for resume in ("auto", "old"):
         with pytest.raises(DataError, match="does not fit this run"):
-            mlp_trainer(output_dir="old", num_train_epochs=9, **options).train()
+            mlp_trainer(output_dir="old", num_train_epochs=9, model=other, resume=resume).train()
+    with pytest.raises(BadArgument, match="optimizer 'adamw' -> 'sgd'"):
+        mlp_trainer(output_dir="old", num_train_epochs=9, optimizer="sgd").train()
+    with pytest.raises(DataError, match="does not fit this run"):
+        mlp_trainer(output_dir="old", num_train_epochs=9, optimizer="sgd", resume="old").train()
     assert contents(old_run) == before
 
 
@@ -289,7 +293,7 @@ def test_a_torch_checkpoint_is_refused():
     task, data = MeanTask(), TensorDataset(*classes())
     Trainer(task, data, run_dir="torch", epochs=1, batch_size=8, precision="fp32", log="none", device="cpu").fit()
     before = contents("torch")
-    with pytest.raises(DataError, match="not a checkpoint of a JAX run"):
+    with pytest.raises(BadArgument, match="task_type 'MeanTask' -> 'MeanTrainer'"):
         mlp_trainer(output_dir="torch").train()
     with pytest.raises(DataError, match="not a checkpoint of a JAX run"):
         mlp_trainer(output_dir="new").train(ckpt_path="torch")

@@ -135,9 +135,11 @@ def _start(info: RunInfo, changes: Collection[str]) -> dict[str, Any]:
     """The settings that resume from the newest checkpoint, if there is one."""
     if info.checkpoint is None:
         return {}
+    from trainformer.run.provenance import ADJUSTABLE
+
     # `auto` does not resume a run that was stopped on purpose, or with other settings, which is right for the command
     # that started it.
-    named = info.status == "stopped" or not {"epochs", "max_steps"}.issuperset(changes)
+    named = info.status == "stopped" or not ADJUSTABLE.issuperset(changes)
     return {"resume": str(Path(info.checkpoint).absolute()) if named else "auto", "load_components": None}
 
 

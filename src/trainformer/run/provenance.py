@@ -28,13 +28,13 @@ _INCIDENTAL = (
 )  # fmt: skip
 
 
-# Settings that may differ when a run is resumed: its length, and what is saved and evaluated when.
-_ADJUSTABLE = (
+# Settings that may differ when a run is resumed: these, its length, and what is saved and evaluated when.
+ADJUSTABLE = frozenset(_INCIDENTAL) | {
     "epochs", "max_steps", "name", "save_dir", "save_every", "save_strategy", "save_best", "save_last", "keep_every",
     "save_async", "eval_on_save", "eval_every", "eval_batch_size", "monitor_metric", "monitor_mode", "load_components",
     "exit_on_signal", "nonfinite", "oom", "bad_samples", "compile", "channels_last", "gradient_checkpointing",
     "activation_offload", "sdpa_backend", "matmul_precision", "fp8_dim_alignment",
-)  # fmt: skip
+}  # fmt: skip
 
 
 def record_settings(run: Run, derived: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def check_unchanged(run: Run, folder: Path, checkpoint: Path, ignore: Collection
     """Refuse to resume a run of the folder with settings that would make it another run. Run by rank 0."""
     config, before = run.context.config, read_config(folder)
     now = json.loads(json.dumps(config.to_json()))
-    skipped = {*_INCIDENTAL, *_ADJUSTABLE, *ignore}
+    skipped = {*ADJUSTABLE, *ignore}
     names = [k for k in now if k in before and k not in skipped and now[k]["source"] not in ("env", "derived")]
     names = [k for k in names if _is_plain(config.get(k))]  # the text of an optimizer changes while it trains
     changed = {k: (before[k]["value"], now[k]["value"]) for k in names if before[k]["value"] != now[k]["value"]}
