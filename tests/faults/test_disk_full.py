@@ -50,7 +50,7 @@ def test_a_failed_save_does_not_affect_the_next(tmp_path, references):
     """An asynchronous save fails only when the next one, the last of the run, is due."""
     complete(replace(CASES["asynchronous"], failing_saves=(8,), fail_in_step=36), tmp_path)
     assert (tmp_path / "run/log.txt").read_text().count("could not be written") == 1
-    assert final_state(tmp_path)["run"]["step"] == 36
+    assert final_state(tmp_path)["run"]["run.json"]["step"] == 36
     assert differences(references["asynchronous"], tmp_path, retention=False) == []
 
 
