@@ -29,7 +29,6 @@ OTHERS = {
     "hf": HF(),
     "LoRA with packing": PackedLoRA(),
     "FSDP": FSDP(),
-    "FSDP, one rank": FSDP(alone=True, victim=1, save_async=True),
 }
 
 

@@ -193,7 +193,8 @@ def test_silent_connections_do_not_keep_others_out(monkeypatch):
             connection.close()
 
 
-def _sit_there(path, count, ready, end):
+def _sit_there(folder, path, count, ready, end):
+    os.chdir(folder)  # the path of the socket is relative
     kept = [connected(path) for _ in range(count)]
     ready.set()
     end.wait(300)
@@ -205,7 +206,7 @@ def test_a_process_with_many_connections_closes_only_its_own(monkeypatch):
     ready, end = SERVER.Event(), SERVER.Event()
     with Listening() as run:
         mine = [address.connect(run.address, 300) for _ in range(3)]
-        other = SERVER.Process(target=_sit_there, args=(run.address.path, 200, ready, end), daemon=True)
+        other = SERVER.Process(target=_sit_there, args=(os.getcwd(), run.address.path, 200, ready, end), daemon=True)
         other.start()
         assert ready.wait(300)
         assert run.ask(verb="status") == {"ok": True, "step": 3}

@@ -75,10 +75,12 @@ class MultiRankWriter:
         self._store = store
         self._process_group = process_group
         self._timeout = timeout
+        self._is_monitored = False
 
     def begin(self, step: int) -> Path:
         """Create the folder and broadcast its path. If that fails, every rank gets the error."""
         draft, problem = None, None
+        self._is_monitored = self._process_group.monitor is not None
         if self._process_group.is_main:
             try:
                 draft = str(self._store.begin(step))
@@ -145,6 +147,8 @@ class MultiRankWriter:
             lost = None if monitor is None else monitor.lost_ranks()
             if lost is not None:
                 raise lost
+            if monitor is None and self._is_monitored:  # a save in the background must not keep the process alive
+                raise OSError("the run ended before all ranks had written their parts of the checkpoint")
             if time.monotonic() > deadline:
                 late = [str(rank) for rank, path in enumerate(lists) if not path.exists()] or ["0"]
                 raise TimeoutError(
