@@ -1,6 +1,7 @@
 """Folders from strangers: none of their code is executed, whatever the command, the recipe and the place."""
 
 import json
+import logging
 import os
 import pty
 import shutil
@@ -343,7 +344,9 @@ def test_a_damaged_file_of_answers(project, monkeypatch, tmp_path_factory, caplo
     approvals_file().parent.mkdir()
     approvals_file().write_text(content)
     approvals_file().chmod(0o600)
-    assert call("run", "run.yaml") == 1
+    monkeypatch.setattr(logging.getLogger("trainformer"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "trainformer"):
+        assert call("run", "run.yaml") == 1
     assert "trust.json cannot be used" in caplog.text
     assert call("run", "run.yaml", "--trust", "work") == 0
     assert str(Path.cwd()) in json.loads(approvals_file().read_bytes())["approved"]
