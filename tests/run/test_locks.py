@@ -145,7 +145,7 @@ def test_an_owner_elsewhere_without_a_heartbeat_is_dead(tmp_path, monkeypatch, c
 def test_what_is_not_a_lock_is_nobodys(tmp_path, content):
     (tmp_path / LOCK).write_text(content)
     with FolderLock(tmp_path, "training").held():
-        pass
+        assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
 
 
 def test_the_heartbeat_is_seen_from_outside(tmp_path, monkeypatch):

@@ -101,8 +101,10 @@ def test_files_outside_of_the_folder_are_not_opened(received, storage, capsys):
     (received / "linked.db").symlink_to(outside / "study.db")
     (received / "linked.log").symlink_to(outside / "study.log")
     (received / "linked").symlink_to(outside)
+    before = {path: path.read_bytes() for path in outside.iterdir()}
     say(received, storage.format(outside=outside) if isinstance(storage, str) else storage)
-    read_everywhere(received)
+    assert len(read_everywhere(received)) == 2  # which asserts that every way of reading refuses
+    assert {path: path.read_bytes() for path in outside.iterdir()} == before
 
 
 def test_a_database_that_is_a_link(received, capsys):
