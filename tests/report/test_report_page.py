@@ -333,7 +333,7 @@ def test_sparse_and_damaged_runs_are_shown_as_far_as_possible(visit, tmp_path):
     draw_all(page)
     assert page.locator(".overview .badge").all_inner_texts() == ["unknown", "killed", "failed"]
     assert (
-        page.locator("#runs .note").inner_text() == "damaged: 2 lines of metrics.jsonl cannot be read and are skipped."
+        page.locator("#runs .note").inner_text() == "damaged: 3 lines of metrics.jsonl cannot be read and are skipped."
     )
     assert page.locator("#curves canvas").count() == 6
     assert page.locator("#settings, #checkpoints, #images").count() == 0
