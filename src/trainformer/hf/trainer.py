@@ -25,7 +25,8 @@ from trainformer.engine.state import append_record
 from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
-from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
+from trainformer.hf.checkpoints import find_checkpoint
+from trainformer.hf.compat import check_overrides
 from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.optimizers import OptimizerMixin
@@ -127,28 +128,13 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         if self.train_dataset is None and not self._overrides("get_train_dataloader"):
             raise BadArgument("Expected a train_dataset to train on, received none. Pass it to the trainer.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self._resume = self._find_checkpoint(wanted)
+        self._resume = find_checkpoint(wanted, self.args.output_dir)
         return super().train()
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
         """Check within seconds whether this run will work, without changing model, optimizer or random state."""
         with self._process_settings():
             return check_run(self._ready_run(), raise_on_failure)
-
-    def _find_checkpoint(self, wanted: Any) -> str | None:
-        if wanted in (None, False, "False", "false"):
-            return None
-        if wanted in (True, "True", "true", "auto"):
-            folder = Path(self.args.output_dir)
-            newest = CheckpointStore(folder).newest()
-            if newest is None:
-                reject_hf_checkpoint(*sorted(folder.glob("checkpoint-*")))
-            if newest is None and wanted != "auto":
-                do = "Pass 'auto' to resume only if there is one."
-                raise DataError(expected("a checkpoint to resume from", f"none in {self.args.output_dir}", do))
-            return "auto"
-        reject_hf_checkpoint(Path(wanted))
-        return str(wanted)
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Build a run if there is none, or if training starts again; evaluations use the current one."""

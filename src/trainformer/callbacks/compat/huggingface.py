@@ -267,7 +267,9 @@ class Bridge:
 
     def best(self, trainer: Any) -> tuple[float | None, int | None]:
         """The best value of the monitored metric, and its step."""
-        run = trainer.state
+        run, args = trainer.state, arguments_of(trainer)
+        if args.metric_for_best_model is None and not getattr(args, "preserve_best_model", False):
+            return None, None
         value = run.best_metrics.get(trainer.monitor_metric)
         return value, (run.best_step if value is not None else None)
 
