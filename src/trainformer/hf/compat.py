@@ -134,13 +134,6 @@ class ScriptMixin:
         """The number of trainable parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-    def get_learning_rates(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        optimizer = getattr(self, "optimizer", None)
-        if optimizer is None:
-            raise BadArgument(expected("an optimizer", "none yet", "Call train() first."))
-        return [group["lr"] for group in optimizer.param_groups]
-
     # -- aliases -------------------------------------------------------------------------------------------
 
     tokenizer = property(lambda self: self.processing_class)  # its old name

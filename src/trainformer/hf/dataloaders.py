@@ -19,7 +19,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed import TorchProcessGroup, make_strategy
 from trainformer.hf.base_trainer import BaseTrainer
 from trainformer.hf.collate import Collator, as_dataset, inner_model
-from trainformer.hf.distributed import strategy_spec
+from trainformer.hf.distributed import chosen_device, strategy_spec
 
 #: Methods whose override means that the run reads the user's loader instead of the dataset.
 _TRAIN_DATA = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader", "_remove_unused_columns")
@@ -50,7 +50,7 @@ class LoadingTrainer(BaseTrainer):
         """Join the process group, and return the specification of the strategy."""
         spec = strategy_spec(self.strategy, self.args)
         strategy = make_strategy(spec)
-        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+        strategy.setup_environment(chosen_device(self.args), self.args.ddp_timeout)
         self._process_group = strategy.process_group
         self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # contains the time
         return spec

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, add_new_entries, from_hf_name, to_hf_metrics
+from trainformer.engine import Event
 from trainformer.run import TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
 
@@ -52,6 +55,7 @@ class HfRun(TorchRun):
         numbers = {name: value for name, value in found.items() if isinstance(value, Real) and name != "epoch"}
         self.extra_metrics = {name: value for name, value in found.items() if not isinstance(value, Real)}
         self._last_metrics = metrics = {from_hf_name(name): value for name, value in numbers.items()}
+        self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
         for callback in self.callbacks:
             if hasattr(callback, "compute_metrics"):
                 metrics |= callback.compute_metrics(self.owner, metrics) or {}
@@ -70,6 +74,14 @@ class HfRun(TorchRun):
         """Write a checkpoint."""
         self._saved_path = super().save()
         return self._saved_path
+
+    def task_handlers(self) -> dict[Event, Any]:
+        return {**super().task_handlers(), Event.EPOCH_BEGIN: lambda epoch: self._draw_loader_seed()}
+
+    def _draw_loader_seed(self) -> None:
+        """Draw a number where HF's dataloader does: with the same seed, dropout masks are then those of HF."""
+        if self.state.batch == 0:
+            torch.empty((), dtype=torch.int64).random_()
 
     def _attach(self, callback: Any) -> None:
         # HF callbacks receive `on_init_end` once, when the trainer is built, not with every run.

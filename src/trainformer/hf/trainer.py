@@ -17,12 +17,10 @@ from torch.optim import SGD
 
 from trainformer.adapters.base import is_adapted
 from trainformer.adapters.state import adapter_state_dict
-from trainformer.backends.torch.optimizers import make_optimizer
 from trainformer.callbacks.compat.huggingface import from_hf_name, training_summary
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.core.optional import require
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.base_trainer import TrainOutput
@@ -31,10 +29,10 @@ from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
+from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
-from trainformer.hf.settings import SequentialSampler, front_options, optimizer_spec, planned_steps, scheduler_factory, settings_of
+from trainformer.hf.settings import front_options, planned_steps, settings_of
 from trainformer.hf.task import ModelTask, align_special_tokens
-from trainformer.run import RunSettings
 from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
 from trainformer.run.torch.preflight import CheckReport, check_run
@@ -46,7 +44,7 @@ logger = logging.getLogger("trainformer")
 _UNSHARDED = ("single", "ddp", "accelerate")
 
 
-class Trainer(EvaluatingTrainer):
+class Trainer(OptimizerMixin, EvaluatingTrainer):
     """Trains a model of transformers, or any other torch module.
 
     >>> import torch
@@ -118,8 +116,6 @@ class Trainer(EvaluatingTrainer):
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self._given_optimizer, self._given_scheduler = self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        if optimizer_cls_and_kwargs is not None and self._given_optimizer is not None:
-            raise BadArgument("Expected an optimizer in optimizers or optimizer_cls_and_kwargs, received both.")
         if model_init is not None and (optimizers[0] is not None or optimizers[1] is not None):
             do = "Override create_optimizer_and_scheduler instead."
             raise BadArgument(expected("no optimizers with model_init, which makes a new model", "both", do))
@@ -159,7 +155,7 @@ class Trainer(EvaluatingTrainer):
         try:
             if self.model_init is not None:
                 self._init_model(trial)
-                self._run = None
+                self._run = self.optimizer = self.lr_scheduler = None
             align_special_tokens(self.make_model(), self.processing_class)
             return super().train()
         finally:
@@ -190,6 +186,8 @@ class Trainer(EvaluatingTrainer):
         self._eval_data = eval_dataset
         trains = train_dataset is not None or (self.is_in_train and self._overrides("get_train_dataloader"))
         if self._run is None or (trains and (self._has_trained or self._evaluates_only)):
+            if self._run is not None:  # another run starts with an optimizer of its own
+                self.optimizer = self.lr_scheduler = None
             self._run = self._make_run(trains)
             self._has_trained = False
 
@@ -210,14 +208,14 @@ class Trainer(EvaluatingTrainer):
         if self._evaluates_only:
             train = None
         settings = settings_of(self.args, self._batches_of(train), self._resume, strategy, replicas)
-        if train is None or is_loader(train) or (settings.sampler is SequentialSampler and is_stream(train)):
+        if train is None or is_loader(train) or is_stream(train):
             settings.sampler = None  # loaders and streams define their own order
         if train is None:
             settings.scheduler = None  # needs the number of steps
             if not any(p.requires_grad for p in model.parameters()):
                 settings.optimizer = SGD(model.parameters(), lr=0.0)  # a frozen model can be evaluated
         if train is not None:
-            self._set_optimizer(settings)
+            self._set_optimizer(settings, settings.max_steps or planned_steps(self.args, self._batches_of(train)))
         self._handle = HfHandle(self)
         run = HfRun(
             self._handle,
@@ -233,7 +231,9 @@ class Trainer(EvaluatingTrainer):
             self._sharded_by = run.backend.strategy.name
         self._handle._run = run
         run.connect()
-        self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
+        if train is not None:
+            self.optimizer = run.backend.optimizer
+            self.lr_scheduler = getattr(run.backend.schedule, "scheduler", run.backend.schedule)
         self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
 
@@ -295,65 +295,6 @@ class Trainer(EvaluatingTrainer):
             return len(data)
         size = self.args.per_device_train_batch_size * self._num_replicas()
         return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
-
-    def _set_optimizer(self, settings: RunSettings) -> None:
-        """Use the optimizer and scheduler that the user passed, or creates in overridden methods."""
-        if self._overrides("create_optimizer_and_scheduler"):
-            self.create_optimizer_and_scheduler(settings.max_steps or -1)
-            settings.optimizer, settings.scheduler = self.optimizer, self.lr_scheduler
-            return
-        if self._given_optimizer is not None:
-            settings.optimizer = self._given_optimizer
-        elif self.optimizer_cls_and_kwargs is not None:
-            settings.optimizer = self.create_optimizer()
-        elif self._overrides("create_optimizer", "get_decay_parameter_names"):
-            settings.optimizer = self.create_optimizer() or self.optimizer
-        if self._given_scheduler is not None:
-            settings.scheduler = self._given_scheduler
-        elif self._overrides("create_scheduler"):
-            settings.scheduler = lambda optimizer, total: self.create_scheduler(total, optimizer) or self.lr_scheduler
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the optimizer of the arguments, or of `optimizer_cls_and_kwargs`. Override it to use your own."""
-        task = ModelTask(self, self.make_model() if model is None else model)
-        spec: Any = optimizer_spec(self.args)
-        if self.optimizer_cls_and_kwargs is not None or self._overrides("get_decay_parameter_names"):
-            self.optimizer = self._optimizer_by_groups(task.model)
-        else:
-            self.optimizer = make_optimizer(spec, task, self.args.learning_rate, self.args.weight_decay)
-        return self.optimizer
-
-    def _optimizer_by_groups(self, model: nn.Module) -> Any:
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
-        decayed = set(self.get_decay_parameter_names(model))
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for n, p in trained if n in decayed], "weight_decay": self.args.weight_decay},
-            {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
-        ]
-        return kind([group for group in groups if group["params"]], **options)
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """The class of the optimizer of the arguments, and its options, as HF derives them."""
-        hf = require("transformers", "hf", "for get_optimizer_cls_and_kwargs")
-        return hf.Trainer.get_optimizer_cls_and_kwargs(args, model)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters with weight decay: all but biases and the weights of normalisation layers."""
-        hf = require("transformers", "hf", "for get_decay_parameter_names")
-        return hf.Trainer.get_decay_parameter_names(self, model)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the scheduler of the arguments. Override it to use your own."""
-        optimizer = self.optimizer if optimizer is None else optimizer
-        self.lr_scheduler = scheduler_factory(self.args)(optimizer, num_training_steps)
-        return self.lr_scheduler
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Create both. Override it to use your own."""
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps)
 
     # -- callbacks and state -------------------------------------------------------------------------------
 
