@@ -206,7 +206,9 @@ def _progress(saved: TrainerState, run: HfRun) -> dict[str, Any]:
     step = saved.global_step
     epoch, steps = divmod(step, per_epoch) if per_epoch else (0, step)
     batches = steps * settings.accumulation_steps
-    history = [{from_hf_name(k) if k not in ("epoch", "step") else k: v for k, v in r.items()} for r in saved.log_history]
+    history = [
+        {from_hf_name(k) if k not in ("epoch", "step") else k: v for k, v in r.items()} for r in saved.log_history
+    ]
     best = {} if saved.best_metric is None else {settings.monitor_metric: float(saved.best_metric)}
     state = RunState(
         step=step,
@@ -244,7 +246,9 @@ def report_changes(args: Any, path: Path) -> None:
     if not (path / STATE).exists():
         return
     saved = TrainerState.load_from_json(path / STATE)
-    pairs = {name: (getattr(args, name), getattr(saved, name)) for name in ("logging_steps", "eval_steps", "save_steps")}
+    pairs = {
+        name: (getattr(args, name), getattr(saved, name)) for name in ("logging_steps", "eval_steps", "save_steps")
+    }
     pairs["per_device_train_batch_size"] = args.per_device_train_batch_size, saved.train_batch_size
     lines = [
         f"{name}: {now} (from args) != {before} (from {STATE})"
@@ -283,5 +287,3 @@ def exported_states(callbacks: Sequence[Any]) -> dict[str, Any]:
             else:
                 found[name] = state
     return found
-
-
