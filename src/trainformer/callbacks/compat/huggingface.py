@@ -29,6 +29,8 @@ _FLAGS = {
     "should_evaluate": "should_evaluate",
     "should_log": "should_log",
 }
+# Metrics of a training record that HF does not have.
+_NOT_IN_HF = ("train/samples_per_second", "train/tokens_per_second", "train/memory_gb", "train/save_seconds")
 _STOP_FLAGS = ("should_training_stop", "should_abort_without_save")
 
 
@@ -311,6 +313,8 @@ class Bridge:
             self.sync_history(trainer)
             self.refresh(trainer)
             logs = {**to_hf_metrics(metrics), "epoch": self.state.epoch}
+            if getattr(arguments_of(trainer), "include_num_input_tokens_seen", "no") != "no":
+                logs["num_input_tokens_seen"] = trainer.state.tokens
             self._logs = metrics, logs
             history = self.state.log_history
             if not any(name.startswith("eval_") for name in logs):
@@ -381,8 +385,8 @@ def to_hf_name(name: str) -> str:
 
 
 def to_hf_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics under HF names."""
-    return {to_hf_name(name): value for name, value in metrics.items()}
+    """Metrics under HF names, without those that HF does not log."""
+    return {to_hf_name(name): value for name, value in metrics.items() if name not in _NOT_IN_HF}
 
 
 def from_hf_name(name: str) -> str:
