@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainformer.callbacks.compat.huggingface_types import EVENTS
 from trainformer.core.errors import BadArgument
 from trainformer.utils.files import write_atomically
 
@@ -30,16 +32,6 @@ _NEVER_CALLED = {
                      "_load_best_model", "_load_optimizer_and_scheduler", "_load_rng_state"), _FILES),
     "_wrap_model": "Wrap the model before you pass it.",
 }  # fmt: skip
-
-# Attributes of the HF Trainer that are missing, and what to use instead.
-_MISSING = {
-    "hyperparameter_search": "Use a sweep (trainformer.sweep), which builds and trains one trainer per trial.",
-    "push_to_hub": "trainformer does not upload to the hub. After training, call model.push_to_hub(...).",
-    "create_model_card": "trainformer does not upload to the hub. Use huggingface_hub.ModelCard.",
-    "init_hf_repo": "trainformer does not upload to the hub. After training, call model.push_to_hub(...).",
-    **_NEVER_CALLED,
-}
-
 
 def check_overrides(kind: type) -> None:
     """Raise if a subclass overrides a method that would never be called."""
@@ -64,7 +56,7 @@ class ScriptMixin:
 
     def __getattr__(self, name: str) -> Any:
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(f"{message}. {_MISSING[name]}" if name in _MISSING else message)
+        raise AttributeError(f"{message}. {_NEVER_CALLED[name]}" if name in _NEVER_CALLED else message)
 
     # -- reports -------------------------------------------------------------------------------------------
 
@@ -153,6 +145,12 @@ class CallbackHandler:
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Dispatch an event to all HF callbacks; the returned control holds their requests."""
         return self._trainer._dispatch_event(event, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """`on_step_end(args, state, control)` and so on dispatch an event."""
+        if name not in EVENTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return partial(self.call_event, name)
 
 
 def _format(name: str, value: Any) -> Any:

@@ -30,8 +30,10 @@ from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
+from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
+from trainformer.hf.search import SearchMixin
 from trainformer.hf.settings import front_options, planned_steps, settings_of
 from trainformer.hf.task import ModelTask, align_special_tokens
 from trainformer.run.fit import fit
@@ -45,7 +47,7 @@ logger = logging.getLogger("trainformer")
 _UNSHARDED = ("single", "ddp", "accelerate")
 
 
-class Trainer(OptimizerMixin, EvaluatingTrainer):
+class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
     """Trains a model of transformers, or any other torch module.
 
     >>> import torch
