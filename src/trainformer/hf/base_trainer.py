@@ -408,4 +408,3 @@ class CallableBool(int):
 
     def __repr__(self) -> str:
         return repr(bool(self))
-

@@ -167,6 +167,17 @@ class CallbackHandler:
         """Dispatch an event to all HF callbacks; the returned control holds their requests."""
         return self._trainer._dispatch_event(event, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """`on_evaluate(args, state, control, metrics)` and the like; also the objects that callbacks receive."""
+        extra = {"on_evaluate": "metrics", "on_predict": "metrics", "on_log": "logs"}.get(name)
+        if name.startswith("on_"):
+            return lambda args, state, control, value=None, **kwargs: self.call_event(
+                name, args, state, control, **({extra: value} if extra else {}), **kwargs
+            )
+        if name in ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"):
+            return getattr(self._trainer, name)
+        raise AttributeError(f"'CallbackHandler' object has no attribute {name!r}")
+
 
 def _format(name: str, value: Any) -> Any:
     if "_runtime" in name:

@@ -40,7 +40,7 @@ class HfRun(TorchRun):
         return self._evaluation.loaded.val
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate with `evaluate` of the trainer, unless there is nothing to evaluate or `eval_delay` has not passed."""
+        """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""
         front, args = self.owner.front, self.owner.front.args
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
         if done < args.eval_delay:
@@ -101,6 +101,7 @@ class HfHandle(TorchTrainerApi):
     processing_class = property(lambda self: self.front.processing_class)
     task = property(lambda self: self._run.task)
     lr = property(lambda self: self._run.settings.lr)
+    extra_metrics = property(lambda self: self._run.extra_metrics)
     monitor_metric = property(lambda self: self._run.settings.monitor_metric)
 
     def was_set(self, name: str) -> bool:

@@ -58,7 +58,9 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
     ...         return self.scale(x)
     >>> import tempfile
     >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=3, save_strategy="no", disable_tqdm=True, use_cpu=True)
-    >>> Trainer(model=Line(), args=args, train_dataset=data).train().global_step
+    >>> output = Trainer(model=Line(), args=args, train_dataset=data).train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    >>> output.global_step
     3
     """
 
@@ -204,7 +206,9 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
             raise BadArgument(expected("training_step to be overridden in a single process", f"{replicas} ranks", do))
         train = self._train_data() if trains or self.train_dataset is not None else None
         evaluation = self._first_eval_data()
-        self._evaluates_only = train is None or (not trains and planned_steps(self.args, self._batches_of(train)) is None)
+        self._evaluates_only = train is None or (
+            not trains and planned_steps(self.args, self._batches_of(train)) is None
+        )
         if self._evaluates_only:
             train = None
         settings = settings_of(self.args, self._batches_of(train), self._resume, strategy, replicas)

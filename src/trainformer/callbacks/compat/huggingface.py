@@ -309,6 +309,8 @@ class Bridge:
             self.sync_history(trainer)
             self.refresh(trainer)
             logs = {**to_hf_metrics(metrics), "epoch": self.state.epoch}
+            if any(name.startswith("val/") for name in metrics):
+                logs |= getattr(trainer, "extra_metrics", {})
             self._logs = metrics, logs
             history = self.state.log_history
             if not any(name.startswith("eval_") for name in logs):
