@@ -55,11 +55,15 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Checkpoints of one run, in one folder. `naming` is formatted with the step to name new ones."""
+    """Checkpoints of one run, in one folder. `naming` is formatted with the step to name new ones.
 
-    def __init__(self, root: Path, naming: str = "step_{:08d}") -> None:
+    With `marks_latest`, a file `latest` names the newest one.
+    """
+
+    def __init__(self, root: Path, naming: str = "step_{:08d}", marks_latest: bool = True) -> None:
         self.root = root
         self._naming = naming
+        self._marks_latest = marks_latest
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is written."""
@@ -108,7 +112,8 @@ class CheckpointStore:
 
     def _update_latest(self, target: Path) -> None:
         """The file `latest` is for people and scripts; nothing here relies on it."""
-        write_atomically(self.root / LATEST, target.name.encode())
+        if self._marks_latest:
+            write_atomically(self.root / LATEST, target.name.encode())
 
     # -- reading -------------------------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument
 from trainformer.utils.files import write_atomically
 
 if TYPE_CHECKING:
@@ -49,18 +48,6 @@ def check_overrides(kind: type) -> None:
             raise BadArgument(
                 f"{kind.__name__} overrides {name}, which belongs to the HF training loop and is not called. {instead}"
             )
-
-
-def reject_hf_checkpoint(*folders: Path) -> None:
-    """Raise if a checkpoint was written by the HF Trainer: its optimizer state and data position cannot be resumed."""
-    for folder in folders:
-        if (folder / "trainer_state.json").exists() and not (folder / MANIFEST).exists():
-            do = (
-                f"You can use its weights: load them with from_pretrained({str(folder)!r}) and train in another "
-                "output_dir without resume_from_checkpoint. Optimizer, scheduler and data start from scratch."
-            )
-            what = f"a checkpoint with a {MANIFEST} to resume from"
-            raise DataError(expected(what, f"one written by the HF Trainer: {folder}", do))
 
 
 class ScriptMixin:

@@ -23,6 +23,7 @@ from trainformer.adapters.state import adapter_state_dict, load_adapter_state_di
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import BackwardDone, Mean
 from trainformer.data.sharding import batch_length
+from trainformer.hf.checkpoints import write_trainer_files
 from trainformer.hf.collate import inner_model
 from trainformer.hf.collecting import EvalScope
 from trainformer.hf.outputs import has_loss, logits_from_outputs, loss_from_outputs
@@ -166,9 +167,7 @@ class ModelTask(TaskBase):
     def save_assets(self, folder: Path) -> list[str]:
         """Write what `from_pretrained` needs besides the weights, and HF's trainer state and arguments."""
         names = self.front.save_checkpoint_assets(folder)
-        self.front.state.save_to_json(folder / "trainer_state.json")
-        (folder / "training_args.json").write_text(self.front.args.to_json_string(), encoding="utf-8")
-        return sorted({*names, "trainer_state.json", "training_args.json"})
+        return sorted({*names, *write_trainer_files(self.front, folder)})
 
 
 def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:

@@ -20,13 +20,14 @@ from trainformer.adapters.state import adapter_state_dict
 from trainformer.callbacks.compat.huggingface import from_hf_name, training_summary
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, StateComponent
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, PrinterCallback, ProgressCallback
+from trainformer.hf.checkpoints import find_checkpoint
 from trainformer.hf.collate import as_dataset, collator_for
-from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
+from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
 from trainformer.hf.optimizers import OptimizerMixin
@@ -151,7 +152,7 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         if self.train_dataset is None and not self._overrides("get_train_dataloader"):
             raise BadArgument("Expected a train_dataset to train on, received none. Pass it to the trainer.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self._resume = self._find_checkpoint(wanted)
+        self._resume = find_checkpoint(wanted, self.args.output_dir)
         self._ignore_keys_for_eval = ignore_keys_for_eval
         self.is_in_train = True
         try:
@@ -167,21 +168,6 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         """Check within seconds whether this run will work, without changing model, optimizer or random state."""
         with self._process_settings():
             return check_run(self._ready_run(), raise_on_failure)
-
-    def _find_checkpoint(self, wanted: Any) -> str | None:
-        if wanted in (None, False, "False", "false"):
-            return None
-        if wanted in (True, "True", "true", "auto"):
-            folder = Path(self.args.output_dir)
-            newest = CheckpointStore(folder).newest()
-            if newest is None:
-                reject_hf_checkpoint(*sorted(folder.glob("checkpoint-*")))
-            if newest is None and wanted != "auto":
-                do = "Pass 'auto' to resume only if there is one."
-                raise DataError(expected("a checkpoint to resume from", f"none in {self.args.output_dir}", do))
-            return "auto"
-        reject_hf_checkpoint(Path(wanted))
-        return str(wanted)
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Build a run if there is none, or if training starts again; evaluations use the current one."""

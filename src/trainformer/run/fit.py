@@ -75,7 +75,7 @@ def _open(run: Run, folder: RunFolder | NoFolder) -> None:
     run.checkpointer = checkpointer = Checkpointer(
         run.components,
         run.files,
-        CheckpointStore(folder.checkpoints, run.options.checkpoint_name),
+        CheckpointStore(folder.checkpoints, run.options.checkpoint_name, run.options.marks_latest),
         settings.retention(),
         asynchronous=settings.save_async,
         process_group=process_group,
@@ -84,6 +84,7 @@ def _open(run: Run, folder: RunFolder | NoFolder) -> None:
     )
     if process_group.is_main:
         checkpointer.store.clean()
+    if process_group.is_main and folder.path is not None:
         run.loggers = make_loggers(
             settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=run.console
         )
