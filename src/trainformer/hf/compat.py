@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.callbacks.compat.huggingface_types import EVENTS
 from trainformer.core.errors import BadArgument
 from trainformer.utils.files import write_atomically
 
@@ -147,10 +145,15 @@ class CallbackHandler:
         return self._trainer._dispatch_event(event, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """`on_step_end(args, state, control)` and so on dispatch an event."""
-        if name not in EVENTS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return partial(self.call_event, name)
+        """`on_evaluate(args, state, control, metrics)` and the like; also the objects that callbacks receive."""
+        extra = {"on_evaluate": "metrics", "on_predict": "metrics", "on_log": "logs"}.get(name)
+        if name.startswith("on_"):
+            return lambda args, state, control, value=None, **kwargs: self.call_event(
+                name, args, state, control, **({extra: value} if extra else {}), **kwargs
+            )
+        if name in ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"):
+            return getattr(self._trainer, name)
+        raise AttributeError(f"'CallbackHandler' object has no attribute {name!r}")
 
 
 def _format(name: str, value: Any) -> Any:

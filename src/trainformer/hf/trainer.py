@@ -61,7 +61,9 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
     ...         return self.scale(x)
     >>> import tempfile
     >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=3, save_strategy="no", disable_tqdm=True, use_cpu=True)
-    >>> Trainer(model=Line(), args=args, train_dataset=data).train().global_step
+    >>> output = Trainer(model=Line(), args=args, train_dataset=data).train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    >>> output.global_step
     3
     """
 
