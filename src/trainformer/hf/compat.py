@@ -31,6 +31,7 @@ _NEVER_CALLED = {
     "_wrap_model": "Wrap the model before you pass it.",
 }  # fmt: skip
 
+
 def check_overrides(kind: type) -> None:
     """Raise if a subclass overrides a method that would never be called."""
     for name, instead in _NEVER_CALLED.items():

@@ -30,6 +30,7 @@ from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
+from trainformer.hf.features import MemoryMetrics, callbacks_of, prepare_model, set_log_level, training_features
 from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
@@ -126,6 +127,12 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             raise BadArgument(expected("no optimizers with model_init, which makes a new model", "both", do))
         if model is None:
             self._init_model()
+        prepare_model(self.make_model(), self.args)
+        set_log_level(self.args)
+        for callback in callbacks_of(self):
+            self.add_callback(callback)
+        if self.args.push_to_hub:
+            self.init_hf_repo()
         self._dispatch_event("on_init_end")
 
     def _init_model(self, trial: Any = None) -> None:
@@ -162,7 +169,11 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
                 self._init_model(trial)
                 self._run = self.optimizer = self.lr_scheduler = None
             align_special_tokens(self.make_model(), self.processing_class)
-            return super().train()
+            memory = MemoryMetrics(self.args, "train")
+            with training_features(self.make_model(), self.args):
+                output = super().train()
+            output.metrics.update(memory.collect())
+            return output
         finally:
             self.is_in_train = False
 
@@ -287,6 +298,10 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             return len(data)
         size = self.args.per_device_train_batch_size * self._num_replicas()
         return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Where checkpoints are written."""
+        return self.args.output_dir
 
     # -- callbacks and state -------------------------------------------------------------------------------
 
