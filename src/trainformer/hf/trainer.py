@@ -115,6 +115,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         )
         if self.args.disable_tqdm and self._callbacks.remove(ProgressCallback) is not None:
             self.add_callback(PrinterCallback())
+            callbacks = self._callbacks.callbacks
+            callbacks.insert(0, callbacks.pop())  # in place of the progress bar
         if self._overrides("log"):
             self._callbacks.callbacks.insert(0, LogRelay(self))
         self.data_collator = collator_for(data_collator, processing_class)
