@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,6 +66,12 @@ def prepare_model(model: nn.Module, args: Any) -> None:
     config: Any = getattr(inner_model(model), "config", None)
     if hasattr(config, "to_dict"):
         config.use_cache = args.use_cache
+    if args.label_smoothing_factor and getattr(config, "problem_type", None) == "multi_label_classification":
+        warnings.warn(
+            "Label smoothing is not compatible with multi-label classification; label_smoothing_factor is set to 0.",
+            stacklevel=3,
+        )
+        args.label_smoothing_factor = 0.0
 
 
 @contextmanager

@@ -267,6 +267,10 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         fit(run)
         metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
         metrics["epoch"] = self.state.epoch
+        if self._overrides("log"):
+            self._record = {}
+            self.log(metrics)
+            metrics, self._record = {**metrics, **self._record}, None
         append_record(self.state.log_history, {**metrics, "step": run.state.step})
         control = run.control
         if control.should_stop:
