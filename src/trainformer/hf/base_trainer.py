@@ -293,7 +293,8 @@ class BaseTrainer(ScriptMixin, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         if not self._skips_weights:
             write_component(folder, "model", "weights", self._weights() if state_dict is None else state_dict)
-        save_pretrained_assets(self.make_model(), self.processing_class, folder)
+            torch.save(self.args, folder / "training_args.bin")
+        save_pretrained_assets(self.make_model(), self.processing_class, folder, self.data_collator)
 
     def save_checkpoint_assets(self, folder: Path) -> list[str]:
         """Write the files of a checkpoint besides its state, including those of an overridden `save_model`.
@@ -302,7 +303,7 @@ class BaseTrainer(ScriptMixin, ABC):
         """
         before = set(folder.iterdir())
         if type(self).save_model is BaseTrainer.save_model and type(self)._save is BaseTrainer._save:
-            save_pretrained_assets(self.make_model(), self.processing_class, folder)
+            save_pretrained_assets(self.make_model(), self.processing_class, folder, self.data_collator)
             return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
         own = folder / "saved_by_user"
         own.mkdir()
