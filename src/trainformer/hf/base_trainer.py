@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from trainformer.adapters.base import unwrap_model
+from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
@@ -35,6 +35,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, arguments_from
+from trainformer.hf.checkpoints import ARGUMENTS, place_adapter
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
 from trainformer.hf.run import LogRelay
@@ -293,8 +294,14 @@ class BaseTrainer(ScriptMixin, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         if not self._skips_weights:
             write_component(folder, "model", "weights", self._weights() if state_dict is None else state_dict)
-            torch.save(self.args, folder / "training_args.bin")
-        save_pretrained_assets(self.make_model(), self.processing_class, folder, self.data_collator)
+            if is_adapted(self.make_model()):
+                place_adapter(folder, self.make_model())
+        save_pretrained_assets(self.make_model(), self._saved_processor(), folder)
+        torch.save(self.args, folder / ARGUMENTS)
+
+    def _saved_processor(self) -> Any:
+        """What is saved beside the model: the processing class, or else the tokenizer of the collator."""
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def save_checkpoint_assets(self, folder: Path) -> list[str]:
         """Write the files of a checkpoint besides its state, including those of an overridden `save_model`.
@@ -303,7 +310,7 @@ class BaseTrainer(ScriptMixin, ABC):
         """
         before = set(folder.iterdir())
         if type(self).save_model is BaseTrainer.save_model and type(self)._save is BaseTrainer._save:
-            save_pretrained_assets(self.make_model(), self.processing_class, folder, self.data_collator)
+            save_pretrained_assets(self.make_model(), self._saved_processor(), folder)
             return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
         own = folder / "saved_by_user"
         own.mkdir()

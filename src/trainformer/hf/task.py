@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainformer.adapters.base import is_adapted, unwrap_model
-from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
+from trainformer.adapters.state import adapter_file, adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import BackwardDone, Mean
 from trainformer.data.sharding import batch_length
@@ -186,17 +186,14 @@ class ModelTask(TaskBase):
         return sorted({*names, *write_trainer_files(self.front, folder)})
 
 
-def save_pretrained_assets(
-    model: nn.Module, processing_class: Any, folder: Path, data_collator: Any = None
-) -> None:
-    """Write configs, tokenizer (otherwise that of the collator), and the config of an adapter, next to the weights."""
-    if processing_class is None:
-        processing_class = getattr(data_collator, "tokenizer", None)
-    weights = folder / "model.safetensors"
+def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:
+    """Write configs, tokenizer, and the peft config of an adapter, next to the weights."""
     inner: Any = unwrap_model(model)
     if is_adapted(model):
-        save_adapter_beside(model, weights)
+        save_adapter_beside(model, folder / adapter_file(model))
     elif hasattr(getattr(inner, "config", None), "save_pretrained"):
+        inner.config.architectures = [type(inner).__name__]  # as `model.save_pretrained` does
+        inner.config.dtype = str(next(inner.parameters()).dtype).removeprefix("torch.")
         inner.config.save_pretrained(folder)
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():
             inner.generation_config.save_pretrained(folder)

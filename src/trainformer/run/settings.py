@@ -135,7 +135,8 @@ class FrontOptions:
     `plan` replaces fields of the loop's plan. Without `keeps_folder` nothing is written to disk. `checkpoint_name` is
     formatted with the step. With `shows_messages` log messages go to the console whatever loggers there are.
     Without `keeps_records` a run writes checkpoints and nothing else, unless it has a `run_dir`. `marks_latest` is
-    whether a file `latest` names the newest checkpoint. `fresh_start_hint` tells the user how to start from scratch, `continue_hint` how to resume with other settings.
+    whether a file `latest` names the newest checkpoint. `fresh_start_hint` tells the user how to start from scratch,
+    `continue_hint` how to resume with other settings.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
