@@ -117,6 +117,8 @@ class HfRun(TorchRun):
         else:
             self.load_states([c for c in self.components() if c.key in states], states, path, only)
         if only is None:
+            if (path / STATE).exists():
+                self.task.flos = TrainerState.load_from_json(path / STATE).total_flos
             self._restore_callbacks(path)
             report_changes(self.owner.front.args, path)
             if self.owner.front.args.ignore_data_skip:

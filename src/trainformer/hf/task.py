@@ -52,6 +52,9 @@ class ModelTask(TaskBase):
         self._wraps_loss = front._overrides("compute_loss_context_manager", "autocast_smart_context_manager")
         self._prepares = front._overrides("_prepare_inputs", "_prepare_input")
         self.window_weight: Any = None  # of the current step; known if the user has overridden `training_step`
+        self.flos = 0.0  # floating point operations of the run, as HF estimates them
+        self._flos_per_input: float | None = None
+        self._counts_by_user = front._overrides("floating_point_ops")
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -63,6 +66,7 @@ class ModelTask(TaskBase):
 
     def train_step(self, batch: Any) -> Mean | BackwardDone:
         inputs = _shallow_copy(batch)
+        self._count_flos(inputs)
         if self._steps_by_user:
             return self._user_step(inputs)
         if self._prepares:
@@ -86,6 +90,18 @@ class ModelTask(TaskBase):
             raise BadArgument(expected("training_step to return its loss as a scalar tensor", received, do))
         # The losses of all micro-batches add up to that of the step.
         return BackwardDone(loss.detach().reshape(()) * self.window_weight, weight)
+
+    def _count_flos(self, inputs: Any) -> None:
+        """Count operations. They are proportional to the size of the main input: the model is asked only once."""
+        name = getattr(inner_model(self.model), "main_input_name", "input_ids")
+        main = inputs.get(name) if isinstance(inputs, Mapping) else None
+        if not isinstance(main, Tensor) or not main.numel():
+            return
+        if self._flos_per_input is None or self._counts_by_user:
+            run = self.front._run
+            ranks = 1 if run is None else run.process_group.dp_world_size
+            self._flos_per_input = ranks * self.front.floating_point_ops(inputs) / main.numel()
+        self.flos += self._flos_per_input * main.numel()
 
     def begin_window(self, batches: Sequence[Any]) -> None:
         """The batches of the next step, if `wants_window`: `training_step` needs to know their weight."""
