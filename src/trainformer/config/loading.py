@@ -59,7 +59,8 @@ def load_config(
         trust: Packages that may be imported when parts of this config are built.
         variables: Values for templates, `!var` and `!secret`; keyword arguments are the same.
     """
-    file = _existing(_config_of(Path(path)))
+    meta = _project_at(Path(path))
+    file = _config_file(Path(path), meta)
     given = {**(variables or {}), **more_variables}
     for name, value in given.items():
         if is_secret_name(name):
@@ -67,7 +68,7 @@ def load_config(
     source = Source(file=str(path), trust=checked_trust(trust))
     suffix = file.suffix.lower()
     if suffix in _YAML:
-        values = _read_yaml(file, source, given, search)
+        values = _parse(file, _render(file, given, search, meta), source, given)
     elif suffix in _READERS:
         if given:
             do = "Only YAML files have variables; change values with overrides."
@@ -107,10 +108,11 @@ def preprocessed_text(
     path: str | os.PathLike[str], variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]] = ()
 ) -> str:
     """The text of a YAML file after templates, even if it is not valid YAML then."""
-    file = _existing(_config_of(Path(path)))
+    meta = _project_at(Path(path))
+    file = _config_file(Path(path), meta)
     if file.suffix.lower() not in _YAML:
         raise BadArgument(expected("a .yaml file: only these are preprocessed", str(path)))
-    return _render(file, variables, search).text
+    return _render(file, variables, search, meta).text
 
 
 def checked_trust(trust: Sequence[str]) -> tuple[str, ...]:
@@ -139,14 +141,15 @@ def _text(file: Path) -> str:
         raise DataError(f"Expected text in UTF-8, received {file}: {error}.") from error
 
 
-def _config_of(path: Path) -> Path:
-    """The default config, if the path is the folder of a project."""
+def _project_at(path: Path) -> ProjectMeta | None:
+    """The project whose folder it is, if any."""
     from trainformer.config.project_meta import META, read_meta
 
-    if not (path / META).is_file():
-        return path
-    meta = read_meta(path)
-    return meta.find(meta.default_config())[1]
+    return read_meta(path) if (path / META).is_file() else None
+
+
+def _config_file(path: Path, meta: ProjectMeta | None) -> Path:
+    return _existing(path) if meta is None else meta.find(meta.default_config())[1]
 
 
 @dataclass(frozen=True)
@@ -166,32 +169,27 @@ class _Rendered:
         return _Rendered(rendered, rendered != text, templates.line_syntax)
 
 
-def _render(file: Path, variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]]) -> _Rendered:
+def _render(
+    file: Path, variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]], meta: ProjectMeta | None
+) -> _Rendered:
     from trainformer.config.line_syntax import uses_line_syntax
     from trainformer.config.project_meta import find_project
     from trainformer.config.templates import Templates
 
-    if not uses_line_syntax(_text(file)):
+    if meta is None and not uses_line_syntax(_text(file)):
         return _Rendered.of(file, variables, Templates(search))
-    meta = find_project(file)
+    meta = meta or find_project(file)
     if meta is None:
         return _Rendered.of(file, variables, Templates(search, line_syntax=True))
     templates = meta.templates()
-    return _Rendered.of(
-        file, variables, replace(templates, search=[*templates.search, *search]), meta.template_of(file) or ""
-    )
-
-
-def _read_yaml(
-    file: Path, source: Source, variables: dict[str, Any], search: Sequence[str | os.PathLike[str]]
-) -> Mapping[Any, Any]:
-    return _parse(file, _render(file, variables, search), source, variables)
+    folders = [*templates.search, *search]
+    return _Rendered.of(file, variables, replace(templates, search=folders), meta.template_of(file) or "")
 
 
 def _parse(file: Path, rendered: _Rendered, source: Source, variables: Mapping[str, Any]) -> Any:
     from trainformer.config.yaml_format import parse_yaml
 
-    source.pp_config = rendered.text
+    source.pp_config, source.forgather = rendered.text, rendered.forgather
     # In Forgather's syntax, variables that have no value yet may get one when something is built.
     known = variables if rendered.forgather else {"pp_config": rendered.text, **variables}
     first = Place(str(file), 1, preprocessed=rendered.is_changed)

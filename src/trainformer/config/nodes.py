@@ -48,6 +48,7 @@ class Source:
     file: str | None = None
     trust: tuple[str, ...] = ()
     pp_config: str | None = None
+    forgather: bool = False  # in Forgather's syntax
 
 
 class Config(dict[Any, Any]):
@@ -212,6 +213,8 @@ def as_call(value: Any) -> Call | None:
     if isinstance(value, Call):
         return value
     if not isinstance(value, Mapping) or getattr(value, "tagged", False):
+        return None
+    if isinstance(value, Config) and value.source.forgather:  # there only tags are calls
         return None
     target = value.get("type")
     if not isinstance(target, str) and not callable(target):

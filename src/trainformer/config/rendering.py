@@ -278,6 +278,8 @@ class _Program:
         if isinstance(value, Var):
             if value.default is not Missing:
                 return self.value(value.default, 0)
+            if value.name == "pp_config":
+                return repr(self.config.pp_config)
             do = f"Pass it as a keyword or with --var {value.name}=value."
             raise BadArgument(expected(f"a variable that has a value{at(value.place)}", value.name, do))
         if isinstance(value, Secret):

@@ -332,7 +332,8 @@ class _Writer(yaml.SafeDumper):  # type: ignore[misc]
         return node
 
     def mapping(self, data: Config) -> Any:
-        tag = f"!dict{f':@{data.name}' if data.name else ''}" if data.tagged else "tag:yaml.org,2002:map"
+        is_data = data.tagged or (data.source.forgather and "type" in data)
+        tag = f"!dict{f':@{data.name}' if data.name else ''}" if is_data else "tag:yaml.org,2002:map"
         return self.named(self._mapping(tag, data), data.name)
 
     def _mapping(self, tag: str, data: Mapping[Any, Any]) -> Any:
