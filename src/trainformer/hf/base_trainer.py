@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,7 @@ from trainformer.adapters.base import unwrap_model
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.compat import unwrap_callback
-from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, changed_flags
+from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, call_handler, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
@@ -34,9 +34,9 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
+from trainformer.hf.callback_view import CallbackView
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import this_process
-from trainformer.hf.run import LogRelay
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
 
@@ -54,7 +54,11 @@ class TrainOutput(NamedTuple):
 
 
 class BaseTrainer(ScriptMixin, ABC):
-    """Base class of HF-style trainers. `callbacks` are added to the default ones."""
+    """Base class of HF-style trainers. `callbacks` replace the default ones; `[]` means none."""
+
+    __class_getitem__ = classmethod(GenericAlias)  # BaseTrainer[MyArguments], for type checkers
+
+    checkpoint_manager: Any = None  # a subclass may create its own in `_prepare`
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
@@ -105,7 +109,7 @@ class BaseTrainer(ScriptMixin, ABC):
         state.max_steps, state.num_train_epochs = self.args.max_steps, self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
         state.logging_steps, state.eval_steps = self.args.logging_steps, self.args.eval_steps or state.eval_steps
-        for callback in [*self.default_callbacks(), *(callbacks or ())]:
+        for callback in self._initial_callbacks(callbacks):
             self.add_callback(callback)
 
     def __repr__(self) -> str:
@@ -188,10 +192,17 @@ class BaseTrainer(ScriptMixin, ABC):
 
     # -- callbacks -----------------------------------------------------------------------------------------
 
+    def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
+        return self.default_callbacks() if given is None else list(given)
+
     @property
-    def callbacks(self) -> list[Any]:
-        """The callbacks in order."""
-        return [unwrap_callback(callback) for callback in self._callbacks if not isinstance(callback, LogRelay)]
+    def callbacks(self) -> CallbackView:
+        """The callbacks in order; a list that can be changed."""
+        return CallbackView(self)
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Iterable[Any]) -> None:
+        CallbackView(self).replace(callbacks)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an object, a class to instantiate, or a name."""
@@ -210,10 +221,18 @@ class BaseTrainer(ScriptMixin, ABC):
         """The progress of the run."""
         return self._bridge.state
 
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._bridge.state = state
+
     @property
     def control(self) -> TrainerControl:
         """The requests of callbacks."""
         return self._bridge.control
+
+    @control.setter
+    def control(self, control: TrainerControl) -> None:
+        self._bridge.control = control
 
     def log(self, logs: dict[str, float]) -> TrainerControl:
         """Add metrics to the log history, and dispatch `on_log`."""
@@ -230,25 +249,26 @@ class BaseTrainer(ScriptMixin, ABC):
     def _call_callback(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
         control = self.control
         before = {name: bool(getattr(control, name)) for name in _FLAGS}
-        returned = getattr(callback, event)(
-            self.args,
-            self.state,
-            control,
-            model=self.unwrapped_model() if self.model is not None else None,
-            processing_class=self.processing_class,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            train_dataloader=self.train_dataloader,
-            eval_dataloader=self.eval_dataloader,
-            trainer=self,
+        keywords = {
+            "model": self.unwrapped_model() if self.model is not None else None,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            "trainer": self,
             **extra,
-        )
-        for name in changed_flags(before, control, returned):
+        }
+        returned = call_handler(getattr(callback, event), self.args, self.state, control, keywords)
+        changed = changed_flags(before, control, returned)
+        for name in changed:
             setattr(control, name, not before[name])
-            stops = {"should_training_stop": "stop", "should_abort_without_save": "abort"}
-            if name in stops and not before[name] and self._stop_requested_by is None:
-                self._stop_requested_by = type(callback).__name__, event, stops[name]
-                logger.info("%s asked to %s in %s", *(self._stop_requested_by[i] for i in (0, 2, 1)))
+        # Abort wins over stop: it is what the user has to know of.
+        stops = {"should_abort_without_save": "abort", "should_training_stop": "stop"}
+        asked = next((reason for name, reason in stops.items() if name in changed and not before[name]), None)
+        if asked is not None and self._stop_requested_by is None:
+            self._stop_requested_by = type(callback).__name__, event, asked
+            logger.info("%s asked to %s in %s", type(callback).__name__, asked, event)
 
     # -- saving and loading --------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from trainformer.hf.callbacks import InfoCallback, ProgressCallback
 from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
 from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
+from trainformer.hf.forgather import check_environment, factories, takes_outputs
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.settings import SequentialSampler, front_options, optimizer_spec, scheduler_factory, settings_of
 from trainformer.hf.task import ModelTask
@@ -83,8 +84,12 @@ class Trainer(EvaluatingTrainer):
         compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        optimizer_factory: Callable[[Any], Any] | None = None,
+        lr_scheduler_factory: Callable[..., Any] | None = None,
+        distributed_env: Any = None,
     ) -> None:
         check_overrides(type(self))
+        check_environment(distributed_env)
         self._run: HfRun | None = None
         self._handle = HfHandle(self)
         self._has_trained = False  # whether the run has begun: another train() needs a new one
@@ -100,7 +105,7 @@ class Trainer(EvaluatingTrainer):
             processing_class=processing_class,
             model_init=model_init,
             callbacks=callbacks,
-            compute_loss_func=compute_loss_func,
+            compute_loss_func=takes_outputs(compute_loss_func),
         )
         if self.args.disable_tqdm:
             self._callbacks.remove(ProgressCallback)
@@ -109,8 +114,22 @@ class Trainer(EvaluatingTrainer):
         self.data_collator = collator_for(data_collator, processing_class)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self._given_optimizer, self._given_scheduler = optimizers
+        self._given_optimizer, self._given_scheduler = factories(
+            optimizers, optimizer_factory, lr_scheduler_factory, self.make_model
+        )
         self._dispatch_event("on_init_end")
+
+    def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
+        """The default ones and those that are given, as in HF; one that is given replaces a default of its class.
+
+        An empty list means none, as in Forgather.
+        """
+        if given is None:
+            return self.default_callbacks()
+        given = list(given)
+        kinds = {callback if isinstance(callback, type) else type(callback) for callback in given}
+        defaults = [callback for callback in self.default_callbacks() if type(callback) not in kinds]
+        return [*defaults, *given] if given else []
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -290,6 +309,10 @@ class Trainer(EvaluatingTrainer):
             self._bridge.refresh(self._handle)
             self._bridge.sync_history(self._handle)
         return self._bridge.state
+
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._bridge.state = state
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> TrainerControl:
         """Send metrics to the loggers, add them to the log history, and dispatch `on_log`."""

@@ -1,0 +1,73 @@
+"""What a `Trainer` accepts from programs for Forgather: factories, a loss of logits, the distributed environment."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainformer.core.errors import BadArgument, expected
+from trainformer.hf.distributed import this_process
+from trainformer.hf.outputs import logits_from_outputs
+
+
+def check_environment(given: Any) -> None:
+    """Raise if a `distributed_env` says something else than the launcher, which decides."""
+    process = this_process()
+    if given is not None and (given.rank, given.world_size) != (process.rank, process.world_size):
+        do = "Leave it out: the launcher (trainformer launch, torchrun) decides."
+        what = f"distributed_env to have rank {process.rank} of {process.world_size}"
+        raise BadArgument(expected(what, f"rank {given.rank} of {given.world_size}", do))
+
+
+def factories(
+    optimizers: tuple[Any, Any],
+    optimizer_factory: Callable[[Any], Any] | None,
+    lr_scheduler_factory: Callable[..., Any] | None,
+    make_model: Callable[[], nn.Module],
+) -> tuple[Any, Any]:
+    """The optimizer and the scheduler that were passed, or functions that create them as Forgather does.
+
+    `optimizer_factory` gets the named parameters of the model, `lr_scheduler_factory` the optimizer.
+    """
+    optimizer, scheduler = optimizers
+    for name, given, factory in (
+        ("optimizer_factory", optimizer, optimizer_factory),
+        ("lr_scheduler_factory", scheduler, lr_scheduler_factory),
+    ):
+        if given is not None and factory is not None:
+            raise BadArgument(expected(f"either {name} or optimizers", "both", "Leave one out."))
+    if optimizer_factory is not None:
+        make_optimizer = optimizer_factory
+        optimizer = lambda groups: make_optimizer(list(make_model().named_parameters()))  # noqa: E731
+    if lr_scheduler_factory is not None:
+        make_scheduler = lr_scheduler_factory
+        scheduler = lambda optimizer: make_scheduler(optimizer=optimizer)  # noqa: E731
+    return optimizer, scheduler
+
+
+def takes_outputs(loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+    """The loss function; one whose first parameter is called `logits`, as in Forgather, gets the logits of the outputs.
+
+    >>> loss = takes_outputs(lambda logits, labels: logits.sum() - labels.sum())
+    >>> import torch
+    >>> loss(torch.ones(2), torch.ones(2)).item()
+    0.0
+    """
+    if loss is None:
+        return None
+    try:
+        names = list(inspect.signature(loss).parameters)
+    except (TypeError, ValueError):
+        return loss
+    if not names or names[0] not in ("logits", "preds", "predictions"):
+        return loss
+
+    @functools.wraps(loss)
+    def of_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return loss(logits_from_outputs(outputs), *args, **kwargs)
+
+    return of_outputs
