@@ -57,6 +57,7 @@ class DatasetSource(MapStyleSource):
         num_workers: int | None = None,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
+        worker_context: str | None = None,
         skip_bad: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
@@ -69,6 +70,7 @@ class DatasetSource(MapStyleSource):
         self._plan: list[tuple[int, np.ndarray]] = []
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
+        self._worker_context = worker_context
         self._loader: DataLoader | None = None
 
     def _fetched(self, epoch: int, chunks: list[np.ndarray]) -> Iterator[Fetched]:
@@ -113,6 +115,7 @@ class DatasetSource(MapStyleSource):
             persistent_workers=True,
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
+            multiprocessing_context=self._worker_context,
             # Without it torch draws a seed from the global generator, which changes every later draw.
             generator=torch.Generator().manual_seed(self.seed),
         )

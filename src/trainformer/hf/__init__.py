@@ -8,7 +8,12 @@ from trainformer.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "trainformer.hf.arguments": ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"],
+        "trainformer.hf.arguments": [
+            "BaseTrainingArguments",
+            "MinimalTrainingArguments",
+            "Seq2SeqTrainingArguments",
+            "TrainingArguments",
+        ],
         "trainformer.hf.base_trainer": ["BaseTrainer", "TrainOutput"],
         "trainformer.hf.trainer": [
             "AccelTrainer",
@@ -60,6 +65,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ],
         "trainformer.callbacks.compat.huggingface_types": [
             "IntervalStrategy",
+            "SaveStrategy",
             "TrainerCallback",
             "TrainerControl",
             "TrainerState",

@@ -33,10 +33,10 @@ from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
-from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
+from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, arguments_from
 from trainformer.hf.callback_view import CallbackView
 from trainformer.hf.compat import ScriptMixin
-from trainformer.hf.distributed import this_process
+from trainformer.hf.distributed import join, this_process
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
 
@@ -323,7 +323,7 @@ class BaseTrainer(ScriptMixin, ABC):
 
     def _join(self) -> TorchProcessGroup:
         """The process group of the run."""
-        return self.args.join()
+        return join(self.args)
 
     def save_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> str:
         """Save a checkpoint to resume from, and return its path.
@@ -408,19 +408,3 @@ class CallableBool(int):
     def __repr__(self) -> str:
         return repr(bool(self))
 
-
-def arguments_from(args: Any) -> BaseTrainingArguments:
-    """`TrainingArguments` from None, from our own classes, or from those of transformers."""
-    if args is None:
-        return TrainingArguments()
-    if isinstance(args, BaseTrainingArguments):
-        return args
-    if isinstance(args, MinimalTrainingArguments):
-        return TrainingArguments(**{n: getattr(args, n) for n in args.__dataclass_fields__ if n != "_"})
-    if type(args).__module__.startswith("transformers"):
-        # Compare with fresh arguments: transformers changes many defaults on construction.
-        fresh = type(args)(args.output_dir, use_cpu=args.use_cpu)
-        names = [name for name, f in args.__dataclass_fields__.items() if f.init]
-        given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(fresh, name)}
-        return TrainingArguments(**{**given, "output_dir": args.output_dir, "use_cpu": args.use_cpu})
-    raise BadArgument(expected("args to be TrainingArguments", type(args).__name__))

@@ -33,7 +33,6 @@ _NEVER_CALLED = {
                      "_set_signature_columns_if_needed", "_get_collator_with_removed_columns"), _LOADER),
     **dict.fromkeys(("_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state", "_load_from_checkpoint",
                      "_load_best_model", "_load_optimizer_and_scheduler", "_load_rng_state"), _FILES),
-    **dict.fromkeys(("get_decay_parameter_names", "get_optimizer_cls_and_kwargs"), "Override create_optimizer."),
     "_evaluate": "Override evaluate, which is also called during training.",
     "_wrap_model": "Wrap the model before you pass it.",
     "create_accelerator_and_postprocess": "Pass an Accelerator to trainformer.hf.AccelTrainer.",
@@ -143,13 +142,6 @@ class ScriptMixin:
     def get_num_trainable_parameters(self) -> int:
         """The number of trainable parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
-    def get_learning_rates(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        optimizer = getattr(self, "optimizer", None)
-        if optimizer is None:
-            raise BadArgument(expected("an optimizer", "none yet", "Call train() first."))
-        return [group["lr"] for group in optimizer.param_groups]
 
     # -- aliases -------------------------------------------------------------------------------------------
 

@@ -2,29 +2,80 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from trainformer.core.errors import BadArgument, TrainformerError, expected
+from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
 from trainformer.distributed import Launch, TorchProcessGroup, make_strategy
 
 if TYPE_CHECKING:
     from trainformer.hf.arguments import BaseTrainingArguments
 
-#: Options of `accelerator_config` besides `dispatch_batches`, and the values that match what we do anyway.
-_ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "split_batches": (False,),
-    "even_batches": (True, False),  # uneven last batches are computed exactly
-    "use_seedable_sampler": (True, False),
-    "non_blocking": (True, False),
-    "data_seed": (None,),
-    "gradient_accumulation_kwargs": (None,),
-    "use_configured_state": (False,),
-}
+
+@dataclass
+class AcceleratorConfig:
+    """Options of HF's `accelerator_config`.
+
+    >>> AcceleratorConfig.read({"dispatch_batches": True}).even_batches
+    True
+    """
+
+    split_batches: bool = False  # batch sizes are those of all ranks together
+    dispatch_batches: bool | None = None  # rank 0 reads the data
+    even_batches: bool = True  # uneven last batches are computed exactly, with either value
+    use_seedable_sampler: bool = True  # the order of the data is always a function of the seed
+    non_blocking: bool = False  # transfers always are, where memory is pinned
+    gradient_accumulation_kwargs: dict | None = None
+    use_configured_state: bool = False
+
+    @classmethod
+    def read(cls, value: Any) -> AcceleratorConfig:
+        """The config from None, a dict, the path of a JSON file, or the class of transformers."""
+        if isinstance(value, type):
+            raise NotImplementedError(
+                "Tried passing in a callable to `accelerator_config`: pass an instance, not the class."
+            )
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, (str, os.PathLike)):
+            value = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
+        values = value.to_dict() if hasattr(value, "to_dict") else dict(value or {})
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise BadArgument(expected("options of accelerator_config", name, did_you_mean(name, known)))
+        config = cls(**values)
+        if config.use_configured_state and not _has_accelerator_state():
+            do = "Create an Accelerator first, or leave it out."
+            raise BadArgument(expected("an Accelerator for use_configured_state=True", "none", do))
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options."""
+        return asdict(self)
+
+
+def _has_accelerator_state() -> bool:
+    state = sys.modules.get("accelerate.state")
+    return state is not None and bool(state.AcceleratorState._shared_state or state.PartialState._shared_state)
+
+
+def join(args: Any) -> TorchProcessGroup:
+    """Join the process group of a run with these arguments."""
+    return TorchProcessGroup.join(chosen_device(args), args.ddp_timeout)
+
+
+def chosen_device(args: Any) -> str | None:
+    """The device that the user chose, or None: that of this process."""
+    return "cpu" if args.use_cpu else getattr(args, "_chosen_device", None)
 
 
 def this_process() -> Launch:
@@ -62,7 +113,7 @@ def strategy_spec(strategy: Any, args: BaseTrainingArguments) -> Any:
         return strategy
     options = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
     kind = make_strategy(options["name"]).name
-    names = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers")
+    names = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
     ddp = {name: value for name in names if (value := getattr(args, f"ddp_{name}")) is not None}
     if kind == "ddp":
         if "broadcast_buffers" in ddp:
@@ -75,18 +126,3 @@ def strategy_spec(strategy: Any, args: BaseTrainingArguments) -> Any:
         raise BadArgument(expected(f"no ddp_{name} with the strategy {kind!r}", value, do))
     options |= given
     return strategy if set(options) == {"name"} else options
-
-
-def read_accelerator_config(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The arguments with `dispatch_batches` in place of HF's `accelerator_config`."""
-    config: Any = given.get("accelerator_config")
-    values = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(values, Mapping) or "dispatch_batches" not in known:
-        return dict(given)
-    for name, value in values.items():
-        if name != "dispatch_batches" and value not in _ACCEPTED.get(name, ()):
-            do = "Set per_device_train_batch_size instead." if name == "split_batches" else "Remove it."
-            what = "accelerator_config to set dispatch_batches only"
-            raise BadArgument(expected(what, f"{name}={value!r}", do))
-    rest = {name: value for name, value in given.items() if name != "accelerator_config"}
-    return {"dispatch_batches": bool(values.get("dispatch_batches")), **rest}

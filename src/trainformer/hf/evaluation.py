@@ -18,7 +18,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.distributed import TorchProcessGroup, make_strategy
 from trainformer.hf.base_trainer import BaseTrainer
 from trainformer.hf.collate import as_dataset
-from trainformer.hf.distributed import strategy_spec
+from trainformer.hf.distributed import chosen_device, strategy_spec
 from trainformer.hf.outputs import PredictionOutput, arrays, labels_of, logits_of
 from trainformer.hf.task import ModelTask, accepts, are_class_labels, default_loss
 
@@ -48,7 +48,7 @@ class EvaluatingTrainer(BaseTrainer):
         """Join the process group, and return the specification of the strategy."""
         spec = strategy_spec(self.strategy, self.args)
         strategy = make_strategy(spec)
-        strategy.setup_environment("cpu" if self.args.use_cpu else self.args.device, self.args.ddp_timeout)
+        strategy.setup_environment(chosen_device(self.args), self.args.ddp_timeout)
         self._process_group = strategy.process_group
         self.args.logging_dir = self._process_group.broadcast(self.args.logging_dir)  # contains the time
         return spec

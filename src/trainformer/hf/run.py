@@ -5,7 +5,10 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, add_new_entries, from_hf_name, to_hf_metrics
+from trainformer.engine import Event
 from trainformer.run import TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
 
@@ -34,7 +37,16 @@ class HfRun(TorchRun):
             front._called_by_run = False
         numbers = {name: value for name, value in found.items() if isinstance(value, Real) and name != "epoch"}
         self._last_metrics = metrics = {from_hf_name(name): value for name, value in numbers.items()}
+        self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
         return metrics
+
+    def task_handlers(self) -> dict[Event, Any]:
+        return {**super().task_handlers(), Event.EPOCH_BEGIN: lambda epoch: self._draw_loader_seed()}
+
+    def _draw_loader_seed(self) -> None:
+        """Draw a number where HF's dataloader does: with the same seed, dropout masks are then those of HF."""
+        if self.state.batch == 0:
+            torch.empty((), dtype=torch.int64).random_()
 
     def _attach(self, callback: Any) -> None:
         # HF callbacks receive `on_init_end` once, when the trainer is built, not with every run.

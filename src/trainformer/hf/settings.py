@@ -5,20 +5,24 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
-from trainformer.hf.arguments import BaseTrainingArguments, is_greater_better
+from trainformer.hf.argument_checks import LOGGERS, is_greater_better
+from trainformer.hf.arguments import BaseTrainingArguments
+from trainformer.hf.distributed import chosen_device
 from trainformer.run import RunSettings
 from trainformer.run.settings import FrontOptions
 
 CHECKPOINT_NAME = "checkpoint-{}"
 KEEP_ALL = 10**9  # checkpoints
-_LOGGERS = ("tensorboard", "wandb", "mlflow")
+_WITHOUT_TOTAL = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 
 
 def settings_of(
@@ -29,7 +33,14 @@ def settings_of(
     The arguments give the batch size per device; it is multiplied by `replicas`, the number of data-parallel ranks.
     """
     steps = planned_steps(args, batches)
-    samplers = {"random": None, "sequential": SequentialSampler, "group_by_length": "length"}
+    data_seed = args.seed if args.data_seed is None else args.data_seed
+    samplers = {
+        "random": partial(RandomOrder, seed=data_seed),
+        "sequential": SequentialSampler,
+        "group_by_length": "length",
+    }
+    if getattr(args.accelerator_config, "split_batches", False):
+        replicas = 1  # the batch sizes are those of all ranks together
     tf32 = None if args.tf32 is None else "high" if args.tf32 else "highest"
     ends_by_steps = args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)
     return RunSettings(
@@ -41,12 +52,10 @@ def settings_of(
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
         gradient_clip=args.max_grad_norm or None,
-        optimizer=optimizer_spec(args),
-        scheduler=scheduler_factory(args),
         seed=args.seed,
         sampler=samplers[args.train_sampling_strategy],
         drop_last=args.dataloader_drop_last,
-        device="cpu" if args.use_cpu else args.device,
+        device=chosen_device(args),
         strategy=strategy,
         dispatch_batches=args.dispatch_batches,
         rank_timeout=float(args.ddp_timeout),
@@ -60,6 +69,7 @@ def settings_of(
         matmul_precision=tf32 or args.float32_matmul_precision,
         num_workers=args.dataloader_num_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
+        worker_context=args.dataloader_multiprocessing_context,
         pin_memory=None if args.dataloader_pin_memory else False,
         log=_loggers(args),
         project=args.project,
@@ -129,16 +139,9 @@ def num_best_kept(args: BaseTrainingArguments) -> int:
     return args.preserve_n_best if keeps_best else 0
 
 
-def optimizer_spec(args: BaseTrainingArguments) -> dict[str, Any]:
-    """The name of the optimizer and its options."""
-    name = args.optim.lower()
-    options: dict[str, Any] = {"name": name}
-    if "adam" in name:
-        options |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    elif "lion" in name:
-        options |= {"betas": (args.adam_beta1, args.adam_beta2)}
-    elif name == "sgd":
-        options |= {"momentum": 0.0}
+def parse_optim_args(args: Any) -> dict[str, Any]:
+    """The options in `optim_args`, such as ``"momentum=0.9,nesterov=True"``."""
+    options: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in (args.optim_args or "").split(","))):
         name, equals, value = part.partition("=")
         if not equals:
@@ -152,29 +155,42 @@ def optimizer_spec(args: BaseTrainingArguments) -> dict[str, Any]:
 
 def scheduler_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
     """Creates the scheduler of transformers for these arguments."""
-    kind = args.lr_scheduler_type
-    if kind in ("reduce_lr_on_plateau", "greedy"):
-        do = "Use 'cosine', for instance, or pass your own scheduler in `optimizers`."
-        raise BadArgument(expected("an lr_scheduler_type that depends on the step only", kind, do))
+    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     optimization = require("transformers.optimization", "hf", "for lr_scheduler_type")
     known = [name.value for name in optimization.SchedulerType]
     if kind not in known:
         raise BadArgument(expected(f"lr_scheduler_type to be one of {', '.join(known)}", kind))
 
     def make(optimizer: Any, total: Any) -> Any:
-        if total is None:
+        if total is None and kind not in _WITHOUT_TOTAL:
             raise BadArgument(
                 f"The scheduler {kind!r} needs the number of steps, but the data has no length. Pass max_steps."
             )
         return optimization.get_scheduler(
             kind,
             optimizer,
-            num_warmup_steps=args.get_warmup_steps(total),
+            num_warmup_steps=args.get_warmup_steps(total or 0),
             num_training_steps=total,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
         )
 
     return make
+
+
+class RandomOrder:
+    """The order in which HF shuffles the dataset: a permutation drawn with the seed plus the epoch."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._length = len(dataset)
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._length
+
+    def order(self, epoch: int, seed: int) -> np.ndarray:
+        """Indices of an epoch."""
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        return torch.randperm(self._length, generator=generator).numpy()
 
 
 class SequentialSampler:
@@ -199,13 +215,4 @@ def _compile(args: BaseTrainingArguments) -> Any:
 
 
 def _loggers(args: BaseTrainingArguments) -> list[str] | str:
-    given = args.report_to
-    names = [] if given is None else [given] if isinstance(given, str) else list(given)
-    if "all" in names:
-        names = list(_LOGGERS)
-    names = [name for name in names if name != "none"]
-    unknown = [name for name in names if name not in _LOGGERS]
-    if unknown:
-        do = "For others, pass the callback of transformers in `callbacks`; it works unchanged."
-        raise BadArgument(expected(f"report_to to be among {', '.join(_LOGGERS)}, all, none", unknown[0], do))
-    return names or "none"
+    return [name for name in args.report_to or () if name in LOGGERS] or "none"

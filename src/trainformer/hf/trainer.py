@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import is_adapted
 from trainformer.adapters.state import adapter_state_dict
-from trainformer.backends.torch.optimizers import make_optimizer
 from trainformer.callbacks.compat.huggingface import from_hf_name, training_summary
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, StateComponent
@@ -30,7 +29,8 @@ from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
 from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
 from trainformer.hf.forgather import check_environment, factories, takes_outputs
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
-from trainformer.hf.settings import SequentialSampler, front_options, optimizer_spec, scheduler_factory, settings_of
+from trainformer.hf.optimizers import OptimizerMixin
+from trainformer.hf.settings import front_options, planned_steps, settings_of
 from trainformer.hf.task import ModelTask
 from trainformer.run import RunSettings
 from trainformer.run.fit import fit
@@ -43,7 +43,7 @@ logger = logging.getLogger("trainformer")
 _UNSHARDED = ("single", "ddp", "accelerate")
 
 
-class Trainer(EvaluatingTrainer):
+class Trainer(OptimizerMixin, EvaluatingTrainer):
     """Trains a model of transformers, or any other torch module.
 
     >>> import torch
@@ -83,6 +83,7 @@ class Trainer(EvaluatingTrainer):
         compute_loss_func: Callable[..., Tensor] | None = None,
         compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         optimizer_factory: Callable[[Any], Any] | None = None,
         lr_scheduler_factory: Callable[..., Any] | None = None,
@@ -117,6 +118,7 @@ class Trainer(EvaluatingTrainer):
         self._given_optimizer, self._given_scheduler = factories(
             optimizers, optimizer_factory, lr_scheduler_factory, self.make_model
         )
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._dispatch_event("on_init_end")
 
     def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
@@ -171,6 +173,8 @@ class Trainer(EvaluatingTrainer):
         """Build a run if there is none, or if training starts again; evaluations use the current one."""
         self._eval_data = eval_dataset
         if self._run is None or (train_dataset is not None and self._has_trained):
+            if self._run is not None:  # another run starts with an optimizer of its own
+                self.optimizer = self.lr_scheduler = None
             self._run = self._make_run()
             self._has_trained = False
 
@@ -190,9 +194,9 @@ class Trainer(EvaluatingTrainer):
         first = next(iter(given.values())) if isinstance(given, dict) else given
         evaluation = self.get_eval_dataloader() if self._overrides("get_eval_dataloader") else as_dataset(first)
         settings = settings_of(self.args, self._batches_of(train), self._resume, strategy, replicas)
-        if train is not None and (is_loader(train) or (settings.sampler is SequentialSampler and is_stream(train))):
+        if train is None or is_loader(train) or is_stream(train):
             settings.sampler = None  # loaders and streams define their own order
-        self._set_optimizer(settings)
+        self._set_optimizer(settings, settings.max_steps or planned_steps(self.args, self._batches_of(train)))
         self._handle = HfHandle(self)
         run = HfRun(
             self._handle,
@@ -208,7 +212,8 @@ class Trainer(EvaluatingTrainer):
             self._sharded_by = run.backend.strategy.name
         self._handle._run = run
         run.connect()
-        self.optimizer, self.lr_scheduler = run.backend.optimizer, run.backend.schedule
+        self.optimizer = run.backend.optimizer
+        self.lr_scheduler = getattr(run.backend.schedule, "scheduler", run.backend.schedule)
         self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
 
@@ -254,40 +259,6 @@ class Trainer(EvaluatingTrainer):
             return len(data)
         size = self.args.per_device_train_batch_size * self._num_replicas()
         return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
-
-    def _set_optimizer(self, settings: RunSettings) -> None:
-        """Use the optimizer and scheduler that the user passed, or creates in overridden methods."""
-        if self._overrides("create_optimizer_and_scheduler"):
-            self.create_optimizer_and_scheduler(settings.max_steps or -1)
-            settings.optimizer, settings.scheduler = self.optimizer, self.lr_scheduler
-            return
-        if self._given_optimizer is not None:
-            settings.optimizer = self._given_optimizer
-        elif self._overrides("create_optimizer"):
-            settings.optimizer = self.create_optimizer() or self.optimizer
-        if self._given_scheduler is not None:
-            settings.scheduler = self._given_scheduler
-        elif self._overrides("create_scheduler"):
-            settings.scheduler = lambda optimizer, total: self.create_scheduler(total, optimizer) or self.lr_scheduler
-
-    def create_optimizer(self) -> Any:
-        """Create the optimizer of the arguments. Override it to use your own."""
-        task = ModelTask(self, self.make_model(), [])
-        self.optimizer = make_optimizer(
-            optimizer_spec(self.args), task, self.args.learning_rate, self.args.weight_decay
-        )
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the scheduler of the arguments. Override it to use your own."""
-        optimizer = self.optimizer if optimizer is None else optimizer
-        self.lr_scheduler = scheduler_factory(self.args)(optimizer, num_training_steps)
-        return self.lr_scheduler
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Create both. Override it to use your own."""
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps)
 
     # -- callbacks and state -------------------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ class Schedule:
     def advance(self) -> None:
         """Called after the step; nothing to do for a function of the step."""
 
+    def observe(self, value: float | None) -> None:
+        """Called after an evaluation with the monitored metric; nothing to do for a function of the step."""
+
     def rescale(self, lr: float) -> None:
         """Set the learning rate of the first group to `lr`, the others in proportion."""
         ratio = lr / self.base[0] if self.base[0] else 1.0
@@ -89,6 +92,18 @@ class TorchSchedule(Schedule):
         self.scheduler.load_state_dict(state)
 
 
+class MetricSchedule(TorchSchedule):
+    """A scheduler that is stepped with the monitored metric after each evaluation, such as `ReduceLROnPlateau`."""
+
+    def advance(self) -> None:
+        """Nothing to do: only evaluations change the learning rate."""
+
+    def observe(self, value: float | None) -> None:
+        """Step the scheduler, if the evaluation had the metric."""
+        if value is not None:
+            self.scheduler.step(value)  # type: ignore[arg-type]
+
+
 class DecaySchedule:
     """Moves the weight decay of an optimizer along half a cosine to `end`, in the groups that have any.
 
@@ -120,8 +135,8 @@ def make_schedule(
     """
     if spec is None:
         return Schedule(optimizer, lambda step: 1.0)
-    if isinstance(spec, LRScheduler):
-        return TorchSchedule(spec)
+    if not isinstance(spec, (str, type)) and hasattr(spec, "step"):
+        return _stepped(spec)
     if isinstance(spec, str):
         name = spec.lower().replace("_", "").replace("-", "")
         if name not in SCHEDULES:
@@ -141,7 +156,12 @@ def make_schedule(
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         takes_total = sum(p.kind in kinds and p.default is p.empty for p in parameters) >= 2
         made = spec(optimizer, total) if takes_total else spec(optimizer)
-        if isinstance(made, LRScheduler):
-            return TorchSchedule(made)
+        if hasattr(made, "step"):
+            return _stepped(made)
         raise BadArgument(expected("the scheduler factory to return a torch LRScheduler", made))
     raise BadArgument(expected("scheduler to be a name, a factory or an LRScheduler", spec))
+
+
+def _stepped(scheduler: Any) -> TorchSchedule:
+    """A scheduler of torch, or one with the same methods, that is stepped after each step or each evaluation."""
+    return MetricSchedule(scheduler) if "metrics" in inspect.signature(scheduler.step).parameters else TorchSchedule(scheduler)

@@ -435,7 +435,8 @@ def from_hf_name(name: str) -> str:
 
 
 def _strategy(trainer: Any, name: str) -> IntervalStrategy:
-    value = str(getattr(arguments_of(trainer), name))
+    chosen = getattr(arguments_of(trainer), name)
+    value = str(getattr(chosen, "value", chosen))
     if value == "best":  # saved after an evaluation
         return _strategy(trainer, "eval_strategy")
     return IntervalStrategy(value)

@@ -31,6 +31,19 @@ class IntervalStrategy(enum.StrEnum):
     EPOCH = "epoch"
 
 
+class SaveStrategy(enum.StrEnum):
+    """When checkpoints are written: like `IntervalStrategy`, or after each evaluation that is the best so far.
+
+    >>> SaveStrategy("best") == "best"
+    True
+    """
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+    BEST = "best"
+
+
 @dataclass
 class TrainerState:
     """Progress of a run, for callbacks to read. Changes by callbacks are discarded, except to `log_history`.

@@ -34,6 +34,7 @@ class LoadOptions:
     num_workers: int | None
     pin_memory: bool
     prefetch_factor: int | None = None
+    worker_context: str | None = None
     skip_bad: bool = False
     sampler: Any = None  # for training only, like the next
     drop_last: bool = False
@@ -163,6 +164,7 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
         prefetch_factor=options.prefetch_factor,
+        worker_context=options.worker_context,
         skip_bad=options.skip_bad,
         shard=options.shard,
     )
@@ -183,6 +185,7 @@ def load_options(
         num_workers=settings.num_workers,
         pin_memory=device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
         prefetch_factor=settings.prefetch_factor,
+        worker_context=settings.worker_context,
         skip_bad=settings.bad_samples == "skip",
         sampler=settings.sampler,
         drop_last=settings.drop_last,

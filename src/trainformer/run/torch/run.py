@@ -105,6 +105,11 @@ class TorchRun(Run):
 
     # -- evaluation and prediction -----------------------------------------------------------------------------
 
+    def evaluate(self) -> dict[str, float]:
+        metrics = super().evaluate()
+        self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
+        return metrics
+
     def validate(self) -> dict[str, float]:
         return self._evaluation.validate()
 

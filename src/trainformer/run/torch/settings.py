@@ -50,6 +50,7 @@ class RunSettings(CommonSettings):
     matmul_precision: str | None = None  # highest, high, medium
     num_workers: int | None = None  # None: chosen for the data
     prefetch_factor: int | None = None  # batches that each worker prefetches; None: torch's default
+    worker_context: str | None = None  # how workers are started: fork, spawn, forkserver; None: torch's default
     pin_memory: bool | None = None  # None: on CUDA
     strategy: Any = "auto"  # single, ddp, fsdp, tp, pipeline, accelerate, {"name": ..., options}, or an Accelerator
     dispatch_batches: bool = False  # rank 0 reads the data and scatters it
@@ -60,7 +61,8 @@ class RunSettings(CommonSettings):
         self._whole("fp8_dim_alignment", least=1)
         self._whole("prefetch_factor", least=1, optional=True)
         self._whole("num_workers", least=0, optional=True)
-        self._number("lr", lambda v: v > 0, "a positive number")
+        self._choice("worker_context", ("fork", "spawn", "forkserver", None))
+        self._number("lr", lambda v: v >= 0, "a number of at least 0")
         self._number("weight_decay", lambda v: v >= 0, "a number of at least 0")
         self._number("weight_decay_end", lambda v: v >= 0, "a number of at least 0, or None")
         self._number("layer_decay", lambda v: 0 < v <= 1, "a number above 0 and up to 1, or None")
