@@ -251,6 +251,11 @@ def signature_of(target: Any) -> _Takes:
     """The parameters of a class or function; `None` if they are unknown, as of some that are written in C."""
     try:
         takes = inspect.signature(target).parameters
+        inner = getattr(target, "__func__", None)
+        if inspect.ismethod(target) and inspect.ismethod(getattr(inner, "__wrapped__", None)):
+            # A copied class method, such as AutoModel.from_config: inspect removes the class twice.
+            own = inspect.signature(inner, follow_wrapped=False).parameters
+            takes = dict(list(own.items())[1:])
         if isinstance(target, type) and target.__new__ is not object.__new__ and not _names(takes):
             # A __new__(*args, **kwargs) hides the signature of __init__.
             begin = inspect.getattr_static(target, "__init__")

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.hf.argument_checks import check_forgather, check_supported, normalise, validate
+from trainformer.hf.argument_checks import check_forgather, check_forgather_trainer, check_supported, normalise, validate
 from trainformer.hf.argument_methods import ArgumentMethods
 
 #: Names of older versions of transformers.
@@ -28,6 +28,10 @@ _RENAMED = {
     "half_precision_backend": "fp16=True",
     "include_inputs_for_metrics": "include_for_metrics=['inputs']",
     "torchdynamo": "torch_compile_backend",
+    **dict.fromkeys(
+        [f"{verb}_{part}_state" for verb in ("save", "restore") for part in ("optimizer", "scheduler", "dataset", "rng")],
+        "nothing: everything is saved. To skip a component, delete its file from the checkpoint",
+    ),
 }
 
 
@@ -227,6 +231,21 @@ class TrainingArguments(BaseTrainingArguments):
     ('bf16', 'epoch', True)
     """
 
+    # Of Forgather's Trainer
+    save_safetensors: bool = True  # False has no effect: weights are always safetensors, and tied ones are no problem
+    torch_compile_dynamic: bool | None = None
+    torch_compile_full_graph: bool = False
+    activation_memory_budget: float | None = None  # how much of the activations torch.compile keeps, from 0 to 1
+    epoch_train_steps: int = 100_000  # accepted at its default, like those below
+    gc_threshold: float = 0.5
+    construct_model_on: str = "default"
+    fuse_optim_with_backward: bool = False
+    speed_metrics_start_step: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_forgather_trainer(self)
+
 
 @dataclass(kw_only=True, repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments):
@@ -249,12 +268,12 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 
 def arguments_from(args: Any) -> Any:
-    """Arguments for a trainer: our own, None for the defaults, or an instance of transformers' classes.
+    """Arguments for a trainer: our own, also as a dict, None for the defaults, or an instance of transformers' classes.
 
     The latter is used itself, with Forgather's additions at their defaults.
     """
-    if args is None:
-        args = TrainingArguments()
+    if args is None or isinstance(args, dict):
+        args = TrainingArguments(**(args or {}))
     if isinstance(args, MinimalTrainingArguments) and not isinstance(args, BaseTrainingArguments):
         args = TrainingArguments(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
     if not isinstance(args, BaseTrainingArguments):

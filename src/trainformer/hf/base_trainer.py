@@ -162,6 +162,9 @@ class BaseTrainer(ScriptMixin, ABC):
                 stack.enter_context(torch.autograd.detect_anomaly(check_nan=True))
             if args.dynamo_recompile_limit is not None:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=args.dynamo_recompile_limit))
+            if getattr(args, "activation_memory_budget", None) is not None:
+                budget = args.activation_memory_budget
+                stack.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
             if args.full_determinism:
                 before = torch.are_deterministic_algorithms_enabled()
                 stack.callback(torch.use_deterministic_algorithms, before)

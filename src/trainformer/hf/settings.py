@@ -210,7 +210,12 @@ class SequentialSampler:
 def _compile(args: BaseTrainingArguments) -> Any:
     if not args.torch_compile:
         return False
-    options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    options = {
+        "backend": args.torch_compile_backend,
+        "mode": args.torch_compile_mode,
+        "dynamic": getattr(args, "torch_compile_dynamic", None),
+        "fullgraph": getattr(args, "torch_compile_full_graph", None) or None,
+    }
     return {name: value for name, value in options.items() if value is not None} or True
 
 
