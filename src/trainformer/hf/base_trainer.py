@@ -22,12 +22,11 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from trainformer.adapters.base import unwrap_model
-from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, call_handler, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
-from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent, StatefulAdapter
+from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent
 from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
 from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -35,6 +34,7 @@ from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, arguments_from
 from trainformer.hf.callback_view import CallbackView
+from trainformer.hf.checkpoint_manager import RNGState, TrainerCheckpoints
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
@@ -281,6 +281,8 @@ class BaseTrainer(ScriptMixin, ABC):
         Override it, or `_save`, to write more files; checkpoints call it, too. Call it on every rank: a sharded model
         is gathered. Rank 0 writes.
         """
+        if self._own_manager is not None:
+            return self._own_manager.save_model(output_dir, overwrite_output_dir=self.args.overwrite_output_dir)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         weights = None if self._skips_weights else self._weights()
         if self.is_world_process_zero:
@@ -324,6 +326,11 @@ class BaseTrainer(ScriptMixin, ABC):
     def _weights(self) -> dict[str, Any]:
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
 
+    @property
+    def _own_manager(self) -> Any:
+        """The checkpoint manager that a subclass has created."""
+        return None if isinstance(self.checkpoint_manager, TrainerCheckpoints) else self.checkpoint_manager
+
     def _join(self) -> TorchProcessGroup:
         """The process group of the run."""
         return join(self.args)
@@ -333,6 +340,8 @@ class BaseTrainer(ScriptMixin, ABC):
 
         The default path is ``output_dir/checkpoint-<step>``; older checkpoints there are deleted as the arguments say.
         """
+        if self._own_manager is not None:
+            return str(self._own_manager.save_checkpoint(checkpoint_path))
         metric, greater_is_better = monitored_metric(self.args)
         keep = Retention(
             last=self.args.save_total_limit or KEEP_ALL,
@@ -360,13 +369,16 @@ class BaseTrainer(ScriptMixin, ABC):
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         """Load a checkpoint, by default the newest in `output_dir`. Raises if it does not fit."""
-        states = read_states(self._checkpoint_at(checkpoint_path), TorchFiles(), self._join().rank)
+        if self._own_manager is not None:
+            return self._own_manager.load_checkpoint(checkpoint_path)
+        path = self._checkpoint_at(checkpoint_path)
+        states = read_states(path, TorchFiles(), self._join().rank, skips_deleted=True)
         load_components(self.get_state_components(), states)
 
     def _checkpoint_at(self, path: str | os.PathLike[str] | None) -> Path:
         if path is not None:
             return Path(path)
-        newest = CheckpointStore(Path(self.args.output_dir)).newest()
+        newest = CheckpointStore(Path(self.args.output_dir), skips_deleted=True).newest()
         if newest is None:
             do = "Pass the path of one."
             raise DataError(expected("a checkpoint in output_dir", f"none in {self.args.output_dir}", do))
@@ -382,8 +394,7 @@ class BaseTrainer(ScriptMixin, ABC):
         parts.append(StateComponent("trainer", self, required=False))
         if hasattr(self.train_dataloader, "state_dict"):
             parts.append(StateComponent("dataset", self.train_dataloader, required=False))
-        rng = StatefulAdapter(capture_random, restore_random)
-        return [*parts, StateComponent("rng", rng, SharingPattern.PER_RANK, required=False)]
+        return [*parts, StateComponent("rng", RNGState(), SharingPattern.PER_RANK, required=False)]
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components that are shared within one; empty for a single process."""

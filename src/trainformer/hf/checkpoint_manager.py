@@ -13,7 +13,8 @@ from torch import nn
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.checkpointing import CheckpointStore, Retention, StateComponent
 from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
-from trainformer.checkpointing.manifest import MANIFEST, InvalidCheckpoint
+from trainformer.checkpointing.manifest import MANIFEST, InvalidCheckpoint, Manifest
+from trainformer.checkpointing.store import Checkpoint, protect, read_verified
 from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import DataError, expected
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL
@@ -159,19 +160,11 @@ class CheckpointManager:
             where = checkpoint_path or self.config.output_dir
             raise DataError(expected("a checkpoint to load", f"none in {where}", "Pass the path of one."))
         logger.info("resuming from %s", path)
-        load_components(self.stateful_provider.get_state_components(), read_states(Path(path), TorchFiles()))
+        load_components(self.stateful_provider.get_state_components(), read_states(Path(path), TorchFiles(), skips_deleted=True))
 
     def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
         """The path if there is a checkpoint, by default that of the newest one; else None, with a warning."""
-        if checkpoint_path is None:
-            newest = CheckpointStore(Path(self.config.output_dir)).newest()
-            if newest is None:
-                logger.warning("there is no checkpoint in %s", self.config.output_dir)
-            return None if newest is None else str(newest.path)
-        if not (Path(checkpoint_path) / MANIFEST).is_file():
-            logger.warning("%s is no checkpoint", checkpoint_path)
-            return None
-        return str(checkpoint_path)
+        return resolve_checkpoint(self.config.output_dir, checkpoint_path)
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, overwrite_output_dir: bool = False) -> None:
         """Write weights, config and tokenizer."""
@@ -185,20 +178,62 @@ class CheckpointManager:
 
     def set_best_checkpoint(self, best_checkpoint: str) -> None:
         """Keep a checkpoint, whatever the limit is; the one that was kept before may be deleted."""
-        from trainformer.checkpointing.store import Checkpoint, Manifest, protect
-
-        for path, on in ((self.best_checkpoint, False), (best_checkpoint, True)):
-            if path is not None and (Path(path) / MANIFEST).is_file():
-                protect(Checkpoint(Path(path), Manifest.read(Path(path))), on)
+        if self.best_checkpoint is not None:
+            set_protected(self.best_checkpoint, on=False)
+        set_protected(best_checkpoint)
         self.best_checkpoint = best_checkpoint
+
+
+class TrainerCheckpoints:
+    """The `checkpoint_manager` of a `Trainer`: its own methods under the names of `CheckpointInterface`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def save_checkpoint(self, checkpoint_path: str | None = None, checkpoint_id: str | None = None) -> str:
+        """Save a checkpoint, and return its path."""
+        if checkpoint_path is None and checkpoint_id is not None:
+            checkpoint_path = os.path.join(self._trainer.args.output_dir, f"checkpoint-{checkpoint_id}")
+        return str(self._trainer.save_checkpoint(checkpoint_path))
+
+    def load_checkpoint(self, checkpoint_path: str | None = None) -> None:
+        """Load a checkpoint, by default the newest."""
+        self._trainer.load_checkpoint(checkpoint_path)
+
+    def save_model(self, output_dir: Any = None, overwrite_output_dir: bool = False) -> None:
+        """Write the model for `from_pretrained`. A model that is there is always overwritten, as in HF."""
+        self._trainer.save_model(output_dir)
+
+    def set_best_checkpoint(self, best_checkpoint: str) -> None:
+        """Keep a checkpoint, whatever `save_total_limit` is."""
+        set_protected(best_checkpoint)
+
+    def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
+        """The path if there is a checkpoint, by default that of the newest one; else None, with a warning."""
+        return resolve_checkpoint(self._trainer.args.output_dir, checkpoint_path)
+
+
+def resolve_checkpoint(folder: str | os.PathLike[str], path: str | None) -> str | None:
+    """A checkpoint: the one at the path, or the newest in the folder; None with a warning if there is none."""
+    if path is not None and (Path(path) / MANIFEST).is_file():
+        return str(path)
+    newest = CheckpointStore(Path(folder), skips_deleted=True).newest() if path is None else None
+    if newest is None:
+        logger.warning("there is no checkpoint in %s", folder if path is None else path)
+        return None
+    return str(newest.path)
+
+
+def set_protected(path: str, on: bool = True) -> None:
+    """Exempt a checkpoint from `save_total_limit`."""
+    if (Path(path) / MANIFEST).is_file():
+        protect(Checkpoint(Path(path), Manifest.read(Path(path))), on)
 
 
 def validate_checkpoint(checkpoint_path: str | os.PathLike[str]) -> bool:
     """Whether a folder is a checkpoint with all its files."""
-    from trainformer.checkpointing.store import Checkpoint, Manifest
-
     try:
-        Checkpoint(Path(checkpoint_path), Manifest.read(Path(checkpoint_path))).verify()
+        read_verified(Path(checkpoint_path))
     except InvalidCheckpoint:
         return False
     return True
@@ -206,5 +241,5 @@ def validate_checkpoint(checkpoint_path: str | os.PathLike[str]) -> bool:
 
 def find_latest_checkpoint(model_dir: str | os.PathLike[str]) -> str | None:
     """The newest checkpoint in a folder."""
-    newest = CheckpointStore(Path(model_dir)).newest()
+    newest = CheckpointStore(Path(model_dir), skips_deleted=True).newest()
     return None if newest is None else str(newest.path)

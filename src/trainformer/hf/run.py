@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, add_new_entries, from_hf_name, to_hf_metrics
+from trainformer.checkpointing import StateComponent
 from trainformer.engine import Event
 from trainformer.run import TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
@@ -47,6 +49,10 @@ class HfRun(TorchRun):
         """Draw a number where HF's dataloader does: with the same seed, dropout masks are then those of HF."""
         if self.state.batch == 0:
             torch.empty((), dtype=torch.int64).random_()
+
+    def components(self) -> list[StateComponent]:
+        """The parts of a checkpoint. Each but the model is skipped if its file was deleted."""
+        return [part if part.key == "model" else replace(part, required=False) for part in super().components()]
 
     def _attach(self, callback: Any) -> None:
         # HF callbacks receive `on_init_end` once, when the trainer is built, not with every run.

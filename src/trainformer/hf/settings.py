@@ -98,7 +98,9 @@ def front_options(args: BaseTrainingArguments) -> FrontOptions:
         "save_at_end": args.save_strategy in ("steps", "epoch"),
         "eval_when_stopped": args.eval_strategy == "epoch",
     }
-    return FrontOptions(plan=plan, checkpoint_name=CHECKPOINT_NAME, shows_messages=not args.disable_tqdm)
+    return FrontOptions(
+        plan=plan, checkpoint_name=CHECKPOINT_NAME, shows_messages=not args.disable_tqdm, skips_deleted=True
+    )
 
 
 def planned_steps(args: BaseTrainingArguments, batches: int | None) -> int | None:

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, ProgressCallback
+from trainformer.hf.checkpoint_manager import TrainerCheckpoints
 from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
 from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
@@ -98,6 +100,7 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         self._resume: str | None = None
         self._record: dict[str, Any] | None = None  # the log record that is passing through an overridden `log`
         self._sharded_by: str | None = None
+        self.checkpoint_manager = TrainerCheckpoints(self)
         super().__init__(
             args,
             model,
@@ -159,7 +162,7 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
             return None
         if wanted in (True, "True", "true", "auto"):
             folder = Path(self.args.output_dir)
-            newest = CheckpointStore(folder).newest()
+            newest = CheckpointStore(folder, skips_deleted=True).newest()
             if newest is None:
                 reject_hf_checkpoint(*sorted(folder.glob("checkpoint-*")))
             if newest is None and wanted != "auto":
@@ -309,8 +312,9 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         return adapter_state_dict(model) if is_adapted(model) else model.state_dict()
 
     def get_state_components(self) -> list[StateComponent]:
-        """The components of a checkpoint."""
-        return self._ready_run().components()
+        """The components of a checkpoint, under Forgather's names."""
+        names = {"schedule": "scheduler", "run": "trainer", "data": "dataset"}
+        return [replace(part, key=names.get(part.key, part.key)) for part in self._ready_run().components()]
 
     def load_checkpoint(self, checkpoint_path: Any = None) -> None:
         """Load a checkpoint, by default the newest in `output_dir`; the next `train()` resumes from it."""

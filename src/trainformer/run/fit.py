@@ -75,7 +75,9 @@ def _open(run: Run, folder: RunFolder | NoFolder) -> None:
     run.checkpointer = checkpointer = Checkpointer(
         run.components,
         run.files,
-        CheckpointStore(folder.checkpoints, run.options.checkpoint_name),
+        CheckpointStore(
+            folder.checkpoints, run.options.checkpoint_name, skips_deleted=run.options.skips_deleted
+        ),
         settings.retention(),
         asynchronous=settings.save_async,
         process_group=process_group,

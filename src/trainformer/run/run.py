@@ -279,7 +279,8 @@ class Run(ABC):
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a file, a checkpoint folder, or a run folder (its newest checkpoint)."""
-        load_components(self.components(), read_states(path, self.files, self.process_group.rank), only)
+        states = read_states(path, self.files, self.process_group.rank, self.options.skips_deleted)
+        load_components(self.components(), states, only)
         self.state.stopped = []  # loaded on purpose, to continue
         self.records.resumed_from = str(path)
         logger.info("resuming from %s (step %d)", path, self.state.step)
