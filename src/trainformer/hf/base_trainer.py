@@ -354,7 +354,7 @@ class BaseTrainer(ScriptMixin, ABC):
             folder, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
             keep = Retention(last=KEEP_ALL)
         checkpointer = Checkpointer(
-            self.get_state_components,
+            self._components,
             TorchFiles(),
             CheckpointStore(folder, naming),
             keep,
@@ -395,6 +395,10 @@ class BaseTrainer(ScriptMixin, ABC):
         if hasattr(self.train_dataloader, "state_dict"):
             parts.append(StateComponent("dataset", self.train_dataloader, required=False))
         return [*parts, StateComponent("rng", RNGState(), SharingPattern.PER_RANK, required=False)]
+
+    def _components(self) -> list[StateComponent]:
+        """The components under the names by which they are saved."""
+        return self.get_state_components()
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components that are shared within one; empty for a single process."""

@@ -314,7 +314,10 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
     def get_state_components(self) -> list[StateComponent]:
         """The components of a checkpoint, under Forgather's names."""
         names = {"schedule": "scheduler", "run": "trainer", "data": "dataset"}
-        return [replace(part, key=names.get(part.key, part.key)) for part in self._ready_run().components()]
+        return [replace(part, key=names.get(part.key, part.key)) for part in self._components()]
+
+    def _components(self) -> list[StateComponent]:
+        return self._ready_run().components()
 
     def load_checkpoint(self, checkpoint_path: Any = None) -> None:
         """Load a checkpoint, by default the newest in `output_dir`; the next `train()` resumes from it."""

@@ -135,10 +135,7 @@ class HuggingFaceCallback(CallbackAdapter):
         self._flush_epoch_end(trainer)  # pending if the checkpoint was saved between the save and the end of the epoch
 
     def _epoch_begin(self, trainer: Any) -> None:
-        run = trainer.state
-        self._epoch = run.epoch
-        steps = run.batch // arguments_of(trainer).gradient_accumulation_steps  # of an epoch that is resumed
-        self.bridge.state.epoch_start_step = run.step - steps
+        self._epoch = trainer.state.epoch
         self._call(trainer, "on_epoch_begin")
 
     def _substep_end(self, trainer: Any) -> None:
@@ -299,6 +296,7 @@ class Bridge:
         state.best_metric, state.best_global_step = self.best_before if self.shows_previous_best else self.best(trainer)
         state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_local_main
         args = arguments_of(trainer)
+        state.epoch_start_step = run.step - run.batch // args.gradient_accumulation_steps
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps = args.logging_steps, args.eval_steps or args.logging_steps
         state.save_steps, state.train_batch_size = args.save_steps, args.per_device_train_batch_size
