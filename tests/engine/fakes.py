@@ -42,6 +42,7 @@ class FakeBackend:
 
     may_repeat = False
     wants_lookahead = False
+    wants_window = False
 
     def __init__(self):
         self.windows = []

@@ -57,12 +57,16 @@ class Checkpoint:
 class CheckpointStore:
     """Checkpoints of one run, in one folder. `naming` is formatted with the step to name new ones.
 
-    With `skips_deleted`, a component whose file was deleted is left out, and does not count as damaged.
+    With `marks_latest`, a file `latest` names the newest one. With `skips_deleted`, a component whose file was deleted
+    is left out, and does not count as damaged.
     """
 
-    def __init__(self, root: Path, naming: str = "step_{:08d}", *, skips_deleted: bool = False) -> None:
+    def __init__(
+        self, root: Path, naming: str = "step_{:08d}", marks_latest: bool = True, *, skips_deleted: bool = False
+    ) -> None:
         self.root = root
         self._naming = naming
+        self._marks_latest = marks_latest
         self.skips_deleted = skips_deleted
 
     def path_of(self, step: int) -> Path:
@@ -112,7 +116,8 @@ class CheckpointStore:
 
     def _update_latest(self, target: Path) -> None:
         """The file `latest` is for people and scripts; nothing here relies on it."""
-        write_atomically(self.root / LATEST, target.name.encode())
+        if self._marks_latest:
+            write_atomically(self.root / LATEST, target.name.encode())
 
     # -- reading -------------------------------------------------------------------------------------------
 

@@ -139,7 +139,8 @@ def batch_length(data: Any) -> int:
     if is_array(data):
         return len(data)
     if isinstance(data, Mapping):
-        return batch_length(next(iter(data.values()), None))
+        parts = [part for part in data.values() if is_array(part) or isinstance(part, (Mapping, list, tuple))]
+        return batch_length(parts[0] if parts else next(iter(data.values()), None))  # options are no samples
     if isinstance(data, (list, tuple)) and data:
         first = data[0]
         return batch_length(first) if is_array(first) or isinstance(first, (Mapping, list, tuple)) else len(data)

@@ -247,7 +247,11 @@ class Loop:
             )
             if accumulation > 1 and self.backend.wants_lookahead:
                 window = _with_lookahead(window)
-            yield list(window) if self.backend.may_repeat else window
+            if self.backend.may_repeat or self.backend.wants_window:
+                window = list(window)
+                if self.backend.wants_window:
+                    self.backend.begin_window(window)
+            yield window
 
     # -- log, evaluate, save ------------------------------------------------------------------------
 

@@ -19,6 +19,13 @@ class Backend(Protocol):
     def wants_lookahead(self) -> bool:
         """Whether it matters if a micro-batch is the last of its step (see `DeviceBatch.more`)."""
 
+    @property
+    def wants_window(self) -> bool:
+        """Whether all micro-batches of a step are passed to `begin_window` before the first is accumulated."""
+
+    def begin_window(self, batches: Sequence[DeviceBatch]) -> None:
+        """The micro-batches of the next step, if `wants_window`."""
+
     def any_rank_has_request(self) -> bool:
         """Whether any rank has a request for all ranks: the same answer on every rank, once per step."""
 

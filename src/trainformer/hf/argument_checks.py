@@ -317,4 +317,3 @@ def _reports(value: Any) -> list[str]:
     if os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") and "kubeflow" not in names:  # as in transformers
         names.append("kubeflow")
     return names
-

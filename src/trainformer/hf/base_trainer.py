@@ -6,6 +6,7 @@ Subclasses implement `_prepare`, `_train_loop` and `_eval_loop`.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -74,7 +75,7 @@ class BaseTrainer(ScriptMixin, ABC):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[[], nn.Module] | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         callbacks: Iterable[Any] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
     ) -> None:
@@ -174,20 +175,26 @@ class BaseTrainer(ScriptMixin, ABC):
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             yield
 
-    def make_model(self) -> nn.Module:
-        """The model. If none was passed, the first call creates it with `model_init` in `default_dtype`."""
+    def make_model(self, trial: Any = None) -> nn.Module:
+        """The model. If none was passed, the first call creates it with `call_model_init` in `default_dtype`."""
         if self.model is None:
             assert self.model_init is not None
             before = torch.get_default_dtype()
             try:
                 if self.args.default_dtype is not None:
                     torch.set_default_dtype(getattr(torch, self.args.default_dtype))
-                self.model = self.model_init()
+                self.model = self.call_model_init(trial)
             finally:
                 torch.set_default_dtype(before)
             if not isinstance(self.model, nn.Module):
                 raise BadArgument(expected("model_init to return a torch Module", type(self.model).__name__))
         return self.model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from `model_init`, which takes no argument, or the trial of a hyperparameter search."""
+        assert self.model_init is not None
+        takes_trial = bool(inspect.signature(self.model_init).parameters)
+        return self.model_init(trial) if takes_trial else self.model_init()
 
     def unwrapped_model(self) -> nn.Module:
         """The model without the wrappers of torch."""
@@ -230,12 +237,21 @@ class BaseTrainer(ScriptMixin, ABC):
 
     @property
     def control(self) -> TrainerControl:
-        """The requests of callbacks."""
+        """The requests of callbacks. Assigning another control takes over its flags."""
         return self._bridge.control
 
     @control.setter
     def control(self, control: TrainerControl) -> None:
         self._bridge.control = control
+
+    @property
+    def compute_loss_func(self) -> Callable[..., torch.Tensor] | None:
+        """The loss function that was passed."""
+        return self.loss_fn
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Callable[..., torch.Tensor] | None) -> None:
+        self.loss_fn = function
 
     def log(self, logs: dict[str, float]) -> TrainerControl:
         """Add metrics to the log history, and dispatch `on_log`."""
@@ -425,4 +441,3 @@ class CallableBool(int):
 
     def __repr__(self) -> str:
         return repr(bool(self))
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,10 +17,11 @@ def collator_for(given: Callable[[list[Any]], Any] | None, processing_class: Any
         return given
     try:
         from transformers import DataCollatorWithPadding
+        from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
     except ImportError:
         return default_collate
-    if isinstance(processing_class, PreTrainedTokenizerBase):
+    if isinstance(processing_class, (PreTrainedTokenizerBase, SequenceFeatureExtractor)):
         return DataCollatorWithPadding(processing_class)
     return stack_examples
 
@@ -52,17 +52,6 @@ class Collator:
                 for example in examples
             ]
         return self.collate(examples)
-
-
-def accepted_names(model: nn.Module, label_names: Collection[str]) -> set[str] | None:
-    """The parameters of a model's forward, and the labels; None if it accepts any."""
-    forward = inspect.signature(inner_model(model).forward)
-    named = {
-        name
-        for name, p in forward.parameters.items()
-        if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    }
-    return named | {"label", "label_ids", *label_names} if named else None
 
 
 def inner_model(model: nn.Module) -> nn.Module:

@@ -12,30 +12,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.checkpointing.manifest import MANIFEST
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument
 from trainformer.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from trainformer.callbacks.compat.huggingface_types import TrainerState
     from trainformer.hf.arguments import BaseTrainingArguments
 
-_LOADER = "Override get_train_dataloader or get_eval_dataloader."
-_STEP = "Override compute_loss or prediction_step, or use a callback."
+_STEP = "Override training_step, compute_loss, evaluation_loop or prediction_step, or use a callback."
 _FILES = "Override save_model to write additional files, or use a callback with on_save."
 
 # Methods of the HF Trainer that are never called here, and what to override instead.
 _NEVER_CALLED = {
-    **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "_inner_training_loop", "_run_epoch",
-                     "_maybe_log_save_evaluate", "get_batch_samples", "compute_loss_context_manager",
-                     "autocast_smart_context_manager", "_prepare_inputs", "_prepare_input"), _STEP),
-    **dict.fromkeys(("_get_train_sampler", "_get_eval_sampler", "_get_dataloader", "_remove_unused_columns",
-                     "_set_signature_columns_if_needed", "_get_collator_with_removed_columns"), _LOADER),
-    **dict.fromkeys(("_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state", "_load_from_checkpoint",
+    **dict.fromkeys(("prediction_loop", "_inner_training_loop", "_run_epoch", "_maybe_log_save_evaluate",
+                     "get_batch_samples"), _STEP),
+    **dict.fromkeys(("_save_optimizer_and_scheduler", "_save_rng_state", "_load_from_checkpoint",
                      "_load_best_model", "_load_optimizer_and_scheduler", "_load_rng_state"), _FILES),
-    "_evaluate": "Override evaluate, which is also called during training.",
     "_wrap_model": "Wrap the model before you pass it.",
-    "create_accelerator_and_postprocess": "Pass an Accelerator to trainformer.hf.AccelTrainer.",
 }  # fmt: skip
 
 # Attributes of the HF Trainer that are missing, and what to use instead.
@@ -44,9 +37,6 @@ _MISSING = {
     "push_to_hub": "trainformer does not upload to the hub. After training, call model.push_to_hub(...).",
     "create_model_card": "trainformer does not upload to the hub. Use huggingface_hub.ModelCard.",
     "init_hf_repo": "trainformer does not upload to the hub. After training, call model.push_to_hub(...).",
-    "accelerator": "Only AccelTrainer uses Accelerate. Use trainer.model and trainer.model.device.",
-    "model_wrapped": "Use trainer.model.",
-    "floating_point_ops": "FLOPs are not counted in every step. Use trainformer.callbacks.Throughput.",
     **_NEVER_CALLED,
 }
 
@@ -58,18 +48,6 @@ def check_overrides(kind: type) -> None:
             raise BadArgument(
                 f"{kind.__name__} overrides {name}, which belongs to the HF training loop and is not called. {instead}"
             )
-
-
-def reject_hf_checkpoint(*folders: Path) -> None:
-    """Raise if a checkpoint was written by the HF Trainer: its optimizer state and data position cannot be resumed."""
-    for folder in folders:
-        if (folder / "trainer_state.json").exists() and not (folder / MANIFEST).exists():
-            do = (
-                f"You can use its weights: load them with from_pretrained({str(folder)!r}) and train in another "
-                "output_dir without resume_from_checkpoint. Optimizer, scheduler and data start from scratch."
-            )
-            what = f"a checkpoint with a {MANIFEST} to resume from"
-            raise DataError(expected(what, f"one written by the HF Trainer: {folder}", do))
 
 
 class ScriptMixin:

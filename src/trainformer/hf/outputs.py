@@ -92,6 +92,15 @@ class PredictionOutput(NamedTuple):
     metrics: dict[str, float]
 
 
+class EvalLoopOutput(NamedTuple):
+    """The result of `evaluation_loop()`: predictions, labels, metrics with their prefix, and the number of samples."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, Any]
+    num_samples: int
+
+
 class EvalPrediction:
     """The argument of `compute_metrics`: arrays with one row per evaluation sample."""
 
@@ -109,30 +118,37 @@ class EvalPrediction:
         return self.elements[index]
 
 
-def arrays(rows: Mapping[str, Tensor], name: str) -> Any:
-    """The collected rows of a name: one array, a tuple for nested outputs, or None."""
-    found = [rows[key].numpy() for key in rows if key == name or key.startswith(f"{name}.")]
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else tuple(found)
+def has_loss(outputs: Any) -> bool:
+    """Whether outputs contain a loss: a mapping or an object with one, or a scalar that is first or alone.
+
+    >>> import torch
+    >>> has_loss({"loss": None}), has_loss((torch.tensor(1.0), torch.ones(2)))
+    (False, True)
+    """
+    if isinstance(outputs, tuple | list):
+        outputs = outputs[0] if outputs else None
+    if isinstance(outputs, Tensor):
+        return outputs.ndim == 0
+    return _named(outputs, "loss") is not None
 
 
-def logits_of(outputs: Any, model: nn.Module, ignore_keys: Collection[str]) -> Any:
-    """The outputs to collect: all but the loss, KV caches and ignored keys."""
-    config = getattr(inner_model(model), "config", None)
-    ignored = {"loss", "past_key_values", *ignore_keys, *getattr(config, "keys_to_ignore_at_inference", ())}
+def logits_of(outputs: Any, model: nn.Module, ignore_keys: Collection[str] | None, with_loss: bool = True) -> Any:
+    """The outputs to collect: all but the loss and ignored keys, by default those that the model's config names."""
+    if ignore_keys is None:
+        config = getattr(inner_model(model), "config", None)
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
     if isinstance(outputs, Mapping):
+        ignored = {*ignore_keys, "loss"} if with_loss else {*ignore_keys}
         kept = tuple(value for key, value in outputs.items() if key not in ignored)
     elif isinstance(outputs, (list, tuple)):
-        kept = tuple(outputs[1:])
+        kept = tuple(outputs[1:]) if with_loss and has_loss(outputs) else tuple(outputs)
     else:
         return outputs
     return kept[0] if len(kept) == 1 else kept
 
 
-def labels_of(labels: list[Tensor | None]) -> Any:
+def labels_of(labels: list[Any]) -> Any:
     """Labels as HF returns them: one tensor, a tuple of several, or None."""
-    found = tuple(label for label in labels if label is not None)
-    if not found:
+    if not labels:
         return None
-    return found[0] if len(found) == 1 else found
+    return labels[0] if len(labels) == 1 else tuple(labels)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, add_new_entries, from_hf_name, to_hf_metrics
 from trainformer.checkpointing import StateComponent
 from trainformer.engine import Event
-from trainformer.run import TorchRun
+from trainformer.hf.checkpoints import HfFiles, read_checkpoint_states, report_changes
+from trainformer.hf.settings import CHECKPOINT_NAME
+from trainformer.run import RunSettings, TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
 
 if TYPE_CHECKING:
@@ -22,25 +28,95 @@ class HfRun(TorchRun):
     """A run that evaluates as HF arguments say: several datasets, a delay, a limit."""
 
     owner: HfHandle
+    eval_dataloader: Any = None  # of the latest evaluation, for callbacks
+    extra_metrics: Mapping[str, Any] = {}  # of the latest evaluation: what is no number, under HF names
+    _saved_path: str | None = None
+
+    @property
+    def window_weight(self) -> Any:
+        """The items of the current step, if `training_step` is overridden."""
+        return self.task.window_weight
+
+    def reads(self, data: Any) -> bool:
+        """Whether `data` is the validation data of the run."""
+        return self.val_source is not None and data is self.eval_data
+
+    @property
+    def eval_data(self) -> Any:
+        """The validation data of the run."""
+        return self._evaluation.loaded.val
+
+    def __init__(self, owner: HfHandle, task: Any, settings: RunSettings, **options: Any) -> None:
+        super().__init__(owner, task, settings, **options)
+        self.files = HfFiles(getattr(self.files, "on_device", False))
+        self._saves_model_only = False
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate on all evaluation datasets, unless `eval_delay` has not passed."""
+        """Evaluate with `evaluate` of the trainer, unless there is nothing to evaluate or `eval_delay` has not passed."""
         front, args = self.owner.front, self.owner.front.args
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
-        if self.val_source is not None and done < args.eval_delay:
+        if done < args.eval_delay:
             return {}
-        one_dataset = not isinstance(front.eval_dataset, dict) and args.max_eval_steps <= 0
-        if self.val_source is None or (one_dataset and not front._overrides("evaluate")):
+        if self.val_source is None and not front._overrides("evaluate", "_evaluate", "get_eval_dataloader"):
             return super().evaluate()
         front._called_by_run = True
         try:
-            found = front.evaluate() or {}
+            found = front._evaluate(None, front._ignore_keys_for_eval) or {}
         finally:
             front._called_by_run = False
         numbers = {name: value for name, value in found.items() if isinstance(value, Real) and name != "epoch"}
+        self.extra_metrics = {name: value for name, value in found.items() if not isinstance(value, Real)}
         self._last_metrics = metrics = {from_hf_name(name): value for name, value in numbers.items()}
         self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
+        for callback in self.callbacks:
+            if hasattr(callback, "compute_metrics"):
+                metrics |= callback.compute_metrics(self.owner, metrics) or {}
         return metrics
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def components(self) -> list[StateComponent]:
+        """The parts of a checkpoint. Each but the model is skipped if its file was deleted."""
+        components = [part if part.key == "model" else replace(part, required=False) for part in super().components()]
+        if type(self.task.model).load_state_dict is not nn.Module.load_state_dict:
+            # The model decides what it can load, for example buffers of another size.
+            components[0] = replace(components[0], stateful=replace(components[0].stateful, check=None))
+        return components[:1] if self._saves_model_only else components
+
+    def save(self) -> str | None:
+        """Write a checkpoint, with `_save_checkpoint` of the trainer if it is overridden."""
+        front = self.owner.front
+        if not front._overrides("_save_checkpoint"):
+            return self.save_now()
+        self._saved_path = None
+        front._save_checkpoint(front.model, None)
+        return self._saved_path
+
+    def save_now(self) -> str | None:
+        """Write a checkpoint; with `save_only_model`, of the weights alone."""
+        front, best = self.owner.front, self.state.best_step
+        if front.args.metric_for_best_model is not None and best > 0 and self.checkpointer is not None:
+            name = CHECKPOINT_NAME.format(best)
+            if best == self.state.step or self.checkpointer.store.path_of(best).exists():
+                front._bridge.state.best_model_checkpoint = os.path.join(front.args.output_dir, name)
+        self._saves_model_only = front.args.save_only_model
+        try:
+            self._saved_path = super().save()
+            return self._saved_path
+        finally:
+            self._saves_model_only = False
+
+    def load(self, path: Path, only: Collection[str] | None = None) -> None:
+        """Load a checkpoint of ours or of transformers."""
+        states = read_checkpoint_states(path, self)
+        if states is None:
+            super().load(path, only)
+        else:
+            self.load_states([c for c in self.components() if c.key in states], states, path, only)
+        if only is None:
+            report_changes(self.owner.front.args, path)
+            if self.owner.front.args.ignore_data_skip:
+                self.state.batch = self.state.position = 0
 
     def task_handlers(self) -> dict[Event, Any]:
         return {**super().task_handlers(), Event.EPOCH_BEGIN: lambda epoch: self._draw_loader_seed()}
@@ -49,10 +125,6 @@ class HfRun(TorchRun):
         """Draw a number where HF's dataloader does: with the same seed, dropout masks are then those of HF."""
         if self.state.batch == 0:
             torch.empty((), dtype=torch.int64).random_()
-
-    def components(self) -> list[StateComponent]:
-        """The parts of a checkpoint. Each but the model is skipped if its file was deleted."""
-        return [part if part.key == "model" else replace(part, required=False) for part in super().components()]
 
     def _attach(self, callback: Any) -> None:
         # HF callbacks receive `on_init_end` once, when the trainer is built, not with every run.

@@ -12,17 +12,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainformer.checkpointing import Retention
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.argument_checks import LOGGERS, is_greater_better
 from trainformer.hf.arguments import BaseTrainingArguments
 from trainformer.hf.distributed import chosen_device
+from trainformer.hf.retention import TotalRetention
 from trainformer.run import RunSettings
 from trainformer.run.settings import FrontOptions
 
 CHECKPOINT_NAME = "checkpoint-{}"
 KEEP_ALL = 10**9  # checkpoints
 _WITHOUT_TOTAL = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
+
+
+class HfSettings(RunSettings):
+    """Settings of a run whose `save_last` counts all checkpoints, as `save_total_limit` does."""
+
+    def retention(self) -> Retention:
+        return TotalRetention(**vars(super().retention()))
 
 
 def settings_of(
@@ -43,7 +52,7 @@ def settings_of(
         replicas = 1  # the batch sizes are those of all ranks together
     tf32 = None if args.tf32 is None else "high" if args.tf32 else "highest"
     ends_by_steps = args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)
-    return RunSettings(
+    return HfSettings(
         epochs=max(1, math.ceil(args.num_train_epochs)),
         max_steps=steps if ends_by_steps else None,
         batch_size=int(args.per_device_train_batch_size) * replicas,
@@ -99,7 +108,12 @@ def front_options(args: BaseTrainingArguments) -> FrontOptions:
         "eval_when_stopped": args.eval_strategy == "epoch",
     }
     return FrontOptions(
-        plan=plan, checkpoint_name=CHECKPOINT_NAME, shows_messages=not args.disable_tqdm, skips_deleted=True
+        plan=plan,
+        checkpoint_name=CHECKPOINT_NAME,
+        shows_messages=not args.disable_tqdm,
+        keeps_records=False,
+        marks_latest=False,
+        skips_deleted=True,
     )
 
 
@@ -137,8 +151,7 @@ def monitored_metric(args: BaseTrainingArguments) -> tuple[str, bool]:
 
 def num_best_kept(args: BaseTrainingArguments) -> int:
     """How many of the best checkpoints are kept besides the last `save_total_limit`."""
-    keeps_best = args.preserve_best_model or args.load_best_model_at_end or args.save_strategy == "best"
-    return args.preserve_n_best if keeps_best else 0
+    return args.preserve_n_best if args.preserve_best_model or args.metric_for_best_model is not None else 0
 
 
 def parse_optim_args(args: Any) -> dict[str, Any]:

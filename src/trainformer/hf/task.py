@@ -7,8 +7,8 @@ otherwise samples. It is weighted by their number, so gradient accumulation and 
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,21 @@ from torch.nn import functional as F
 
 from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
-from trainformer.core.errors import BadArgument
-from trainformer.core.types import Mean
+from trainformer.core.errors import BadArgument, expected
+from trainformer.core.types import BackwardDone, Mean
 from trainformer.data.sharding import batch_length
-from trainformer.hf.collate import Collator, accepted_names, inner_model
-from trainformer.hf.outputs import EvalPrediction, arrays, logits_from_outputs, loss_from_outputs
+from trainformer.hf.checkpoints import write_trainer_files
+from trainformer.hf.collate import inner_model
+from trainformer.hf.collecting import EvalScope
+from trainformer.hf.outputs import has_loss, logits_from_outputs, loss_from_outputs
 from trainformer.models.language import declare_packing
 from trainformer.tasks.base import TaskBase
+from trainformer.utils.distributed import is_padding
 
 if TYPE_CHECKING:
-    from trainformer.hf.evaluation import EvaluatingTrainer
+    from trainformer.hf.steps import SteppingTrainer
+
+logger = logging.getLogger("trainformer")
 
 IGNORE_INDEX = -100
 
@@ -37,62 +42,69 @@ IGNORE_INDEX = -100
 class ModelTask(TaskBase):
     """The task that trains the model of a trainer."""
 
-    def __init__(self, front: EvaluatingTrainer, model: nn.Module, label_names: Sequence[str]) -> None:
+    def __init__(self, front: SteppingTrainer, model: nn.Module) -> None:
         self.front = front
         self.model = model
         self.title = type(inner_model(model)).__name__
-        self.label_names = list(label_names)
-        self.collects_rows = False
-        self.rows: dict[str, Tensor] = {}
-        self._accepted = accepted_names(model, label_names) if front.args.remove_unused_columns else None
         self._shifts = shifts_labels(model)
-        self._began = 0.0
-        self._ignored_keys: list[str] = []
-        self._evaluated = (0, 0)  # batches and samples of the current evaluation
+        self._scope = EvalScope(loss_only=True)
+        self._steps_by_user = front._overrides("training_step")
+        self._wraps_loss = front._overrides("compute_loss_context_manager", "autocast_smart_context_manager")
+        self._prepares = front._overrides("_prepare_inputs", "_prepare_input")
+        self.window_weight: Any = None  # of the current step; known if the user has overridden `training_step`
 
     # -- data ----------------------------------------------------------------------------------------------
 
     @property
-    def collate_fn(self) -> Collator:
-        collator = self.front.data_collator
-        assert collator is not None  # every trainer with data has one
-        return Collator(collator, self._accepted)
+    def collate_fn(self) -> Any:
+        return self.front._get_collator_with_removed_columns(self.front.data_collator)
 
-    # -- steps ---------------------------------------------------------------------------------------------
+    # -- training ------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Any) -> Mean:
-        weight = self.weight_of(batch)
-        items = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
-        with _single_document(batch):
-            loss = self.front.compute_loss(self.model, _shallow_copy(batch), num_items_in_batch=items)
+    def train_step(self, batch: Any) -> Mean | BackwardDone:
+        inputs = _shallow_copy(batch)
+        if self._steps_by_user:
+            return self._user_step(inputs)
+        if self._prepares:
+            inputs = self.front._prepare_inputs(inputs)
+        weight = self.weight_of(inputs)
+        context = self.front.compute_loss_context_manager() if self._wraps_loss else nullcontext()
+        with _single_document(inputs), context:
+            loss = self.front.compute_loss(self.model, inputs, num_items_in_batch=_at_least_one(weight))
         return Mean(loss, weight)
 
-    def eval_step(self, batch: Any) -> dict[str, Any]:
-        """The loss; and logits and labels as rows, if metrics or predictions need them."""
-        size = batch_length(batch)
-        if self._evaluated[0] == 0:
-            self._began = time.perf_counter()
-        self._evaluated = self._evaluated[0] + 1, self._evaluated[1] + size
-        ignored = self._ignored_keys or None
-        loss, logits, labels = self.front.prediction_step(
-            self.model, _shallow_copy(batch), not self.collects_rows, ignore_keys=ignored
-        )
-        metrics: dict[str, Any] = {}
-        if loss is not None:
-            weight = self.weight_of(batch)
-            metrics["loss"] = loss * weight, weight
-        if self.collects_rows:
-            metrics |= _rows("logits", logits) | _rows("labels", labels)
-            wanted = self.front.args.include_for_metrics
-            if "inputs" in wanted and isinstance(batch, Mapping):
-                metrics |= _rows("inputs", batch.get(getattr(inner_model(self.model), "main_input_name", "input_ids")))
-            if "loss" in wanted and loss is not None:
-                metrics |= _rows("losses", loss.detach().repeat(size))
-        return metrics
+    def _user_step(self, inputs: Any) -> BackwardDone:
+        """A step of the user's own, including the backward pass."""
+        weight = self.weight_of(inputs)
+        front = self.front
+        counts = front.model_accepts_loss_kwargs or front.compute_loss_func is not None
+        with _single_document(inputs):
+            loss = front.training_step(self.model, inputs, self.window_weight if counts else None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            do = "Return loss.detach() after self.accelerator.backward(loss)."
+            raise BadArgument(expected("training_step to return its loss as a scalar tensor", received, do))
+        # The losses of all micro-batches add up to that of the step.
+        return BackwardDone(loss.detach().reshape(()) * self.window_weight, weight)
+
+    def begin_window(self, batches: Sequence[Any]) -> None:
+        """The batches of the next step, if `wants_window`: `training_step` needs to know their weight."""
+        self.window_weight = _at_least_one(sum(self.weight_of(batch) for batch in batches))
+        self.front.current_gradient_accumulation_steps = len(batches)
+
+    @property
+    def wants_window(self) -> bool:
+        """Whether the batches of a step must be known before it begins."""
+        return self._steps_by_user
+
+    def items_of(self, batch: Any) -> Any:
+        """`num_items_in_batch` for a batch: its weight, at least 1."""
+        return _at_least_one(self.weight_of(batch))
 
     def weight_of(self, batch: Any) -> Any:
         """The number of items that the loss of a batch averages over: supervised tokens, or samples."""
-        labels = batch.get(self.label_names[0]) if isinstance(batch, Mapping) and self.label_names else None
+        names = self.front.label_names or ["labels"]
+        labels = batch.get(names[0]) if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
             return batch_length(batch)
         shifted = batch.get("shift_labels")
@@ -103,62 +115,42 @@ class ModelTask(TaskBase):
     # -- evaluation ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def collecting(self) -> Iterator[dict[str, Tensor]]:
-        """Collect the logits and labels of an evaluation in this block."""
-        before, self.collects_rows = self.collects_rows, True
-        self.rows = {}
-        try:
-            yield self.rows
-        finally:
-            self.collects_rows = before
-            self.rows = {}
-
-    @contextmanager
-    def ignoring(self, keys: Iterable[str]) -> Iterator[None]:
-        """Do not collect these outputs in evaluations in this block."""
-        before, self._ignored_keys = self._ignored_keys, list(keys)
+    def evaluating(self, scope: EvalScope) -> Iterator[None]:
+        """Evaluate as `scope` says, and collect the outputs there."""
+        before, self._scope = self._scope, scope
         try:
             yield
         finally:
-            self._ignored_keys = before
+            self._scope = before
 
-    def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
-        """What `compute_metrics` returns for the rows of an evaluation."""
-        self.rows.clear()
-        self.rows.update(rows)
-        logits, labels, inputs, losses = (arrays(rows, name) for name in ("logits", "labels", "inputs", "losses"))
-        if self.front.compute_metrics is None or logits is None or labels is None:
+    def eval_step(self, batch: Any) -> dict[str, Any]:
+        """The loss of a batch. Logits and labels go to the current scope, if it wants them."""
+        front, scope = self.front, self._scope
+        loss, logits, labels = front.prediction_step(
+            self.model, _shallow_copy(batch), scope.loss_only, ignore_keys=scope.ignore_keys
+        )
+        size = 0 if is_padding() else batch_length(batch)
+        scope.count(size)
+        if not scope.loss_only:
+            if logits is not None and front.preprocess_logits_for_metrics is not None:
+                logits = front.preprocess_logits_for_metrics(logits, labels)
+            wanted = front.args.include_for_metrics
+            main = getattr(inner_model(self.model), "main_input_name", "input_ids")
+            scope.add(
+                logits=logits,
+                labels=labels,
+                inputs=batch.get(main) if "inputs" in wanted and isinstance(batch, Mapping) else None,
+                losses=loss.detach().repeat(size) if "loss" in wanted and loss is not None else None,
+            )
+        if loss is None:
             return {}
-        metrics = self.front.compute_metrics(EvalPrediction(logits, labels, inputs, losses))
-        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        weight = self.weight_of(batch)
+        return {"loss": (loss * weight, weight)}
 
-    def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Duration and throughput."""
-        seconds = max(time.perf_counter() - self._began, 1e-9)
-        batches, samples = self._evaluated
-        self._evaluated = 0, 0
-        assert self.front._run is not None
-        ranks = self.front._run.process_group
-        # Of all ranks; those that shard one model compute the same samples.
-        total = ranks.all_reduce_sum([float(samples)])[0] * ranks.dp_world_size / ranks.world_size
-        return {
-            "runtime": seconds,
-            "samples_per_second": total / seconds,
-            "steps_per_second": batches / seconds,
-        }
-
-    def join_rows(self, pieces: list[Tensor]) -> Tensor:
-        """Concatenate batches that were padded to different lengths, padding with -100."""
-        ndims = {piece.ndim for piece in pieces}
-        if len({piece.shape[1:] for piece in pieces}) == 1 or len(ndims) > 1:
-            return torch.cat(pieces)
-        longest = [max(sizes) for sizes in zip(*(piece.shape[1:] for piece in pieces), strict=True)]
-        padded = []
-        for piece in pieces:
-            missing = [most - have for most, have in zip(longest, piece.shape[1:], strict=True)]
-            margins = [margin for extra in reversed(missing) for margin in (0, extra)]
-            padded.append(F.pad(piece, margins, value=IGNORE_INDEX))
-        return torch.cat(padded)
+    def predict_step(self, batch: Any) -> dict[str, Any]:
+        """Logits and labels with one row per sample, for native callbacks that look at predictions."""
+        _, logits, labels = self.front.prediction_step(self.model, _shallow_copy(batch), False)
+        return _rows("logits", logits) | _rows("labels", labels)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -175,9 +167,7 @@ class ModelTask(TaskBase):
     def save_assets(self, folder: Path) -> list[str]:
         """Write what `from_pretrained` needs besides the weights, and HF's trainer state and arguments."""
         names = self.front.save_checkpoint_assets(folder)
-        self.front.state.save_to_json(folder / "trainer_state.json")
-        (folder / "training_args.json").write_text(self.front.args.to_json_string(), encoding="utf-8")
-        return sorted({*names, "trainer_state.json", "training_args.json"})
+        return sorted({*names, *write_trainer_files(self.front, folder)})
 
 
 def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:
@@ -194,8 +184,40 @@ def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path
         processing_class.save_pretrained(folder)
 
 
+def align_special_tokens(model: nn.Module, processing_class: Any) -> None:
+    """Give the configs of a model the eos, bos and pad tokens of its tokenizer, where the tokenizer has them.
+
+    A generation config may have several eos tokens: that of the tokenizer becomes the first.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
+    config = getattr(inner_model(model), "config", None)
+    if not hasattr(tokenizer, "eos_token_id") or not hasattr(config, "get_text_config"):
+        return
+    generation = getattr(inner_model(model), "generation_config", None)
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        wanted = getattr(tokenizer, name, None)
+        if wanted is None:
+            continue
+        for part in (config.get_text_config(), generation):
+            have = None if part is None else getattr(part, name, None)
+            known = have if isinstance(have, list) else [have]
+            if part is None or known[0] == wanted:
+                continue
+            keeps = part is generation and name == "eos_token_id"
+            others = [token for token in known if token not in (None, wanted)] if keeps else []
+            setattr(part, name, [wanted, *others] if others else wanted)
+            logger.info("%s of the model's %s was %s; now that of the tokenizer, %s", name, type(part).__name__, have,
+                        wanted)  # fmt: skip
+
+
 def default_loss(
-    model: nn.Module, inputs: Any, labels_name: str, smoothing: float, function: Any, items: Any
+    model: nn.Module,
+    inputs: Any,
+    labels_name: str,
+    smoothing: float,
+    function: Any,
+    items: Any,
+    passes_items: bool = True,
 ) -> tuple[Tensor, Any]:
     """Loss and outputs of a model: by the user's loss function, by the model itself, or cross-entropy of its logits."""
     if not isinstance(inputs, Mapping):
@@ -203,21 +225,31 @@ def default_loss(
         outputs = model(inputs[0] if isinstance(inputs, (list, tuple)) else inputs)
         return _loss_of(outputs, labels, model, smoothing, function, items), outputs
     inputs = dict(inputs)
-    smooth = smoothing and are_class_labels(labels_name, inputs.get(labels_name))
-    own = function is None and not smooth and accepts(model, labels_name)
-    if own and inputs.get(labels_name) is not None:
-        if _accepts_num_items(model):
-            inputs["num_items_in_batch"] = items
-        outputs = model(**inputs)
-        return loss_from_outputs(outputs), outputs
-    labels = inputs.pop(labels_name, None)
-    if smooth and labels is not None:
+    labels = inputs.get(labels_name)
+    smooth = smoothing and are_class_labels(labels_name, labels)
+    withheld = function is not None or smooth or not takes(model, labels_name)
+    if withheld:
+        inputs.pop(labels_name, None)
+    elif passes_items and items is not None and inputs.get("labels") is not None:
+        inputs["num_items_in_batch"] = items
+    if smooth:
         # Derive the decoder inputs from the labels, as encoder-decoders do if they receive labels.
         make = getattr(inner_model(model), "prepare_decoder_input_ids_from_labels", None)
         if make is not None and "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs:
             inputs["decoder_input_ids"] = make(labels=labels)
     outputs = model(**inputs)
+    own = function is None and not smooth
+    if own and labels is not None and accepts(model, labels_name):
+        return loss_from_outputs(outputs), outputs
+    if own and has_loss(outputs):
+        return loss_from_outputs(outputs), outputs
     return _loss_of(outputs, labels, model, smoothing if smooth else 0.0, function, items), outputs
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether the forward of a model takes an argument, by name or in its ``**kwargs``."""
+    parameters = parameters_of(inner_model(model).forward)
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def are_class_labels(name: str, labels: Any) -> bool:
@@ -230,9 +262,10 @@ def _loss_of(outputs: Any, labels: Any, model: nn.Module, smoothing: float, func
         counts = accepts(function, "num_items_in_batch")
         return function(outputs, labels, num_items_in_batch=items) if counts else function(outputs, labels)
     if labels is None:
+        names = f" (it returns {', '.join(map(str, outputs))})" if isinstance(outputs, Mapping) else ""
         raise BadArgument(
-            "Expected labels in the batch, or a model that returns its loss, received neither. Add 'labels' to the "
-            "examples, name them in label_names, or pass compute_loss_func."
+            f"Expected labels in the batch, or a model that returns its loss, received neither{names}. Add 'labels' to "
+            "the examples, name them in label_names, or pass compute_loss_func."
         )
     logits = logits_from_outputs(outputs)
     if labels.is_floating_point():
@@ -263,14 +296,14 @@ def shifts_labels(model: nn.Module) -> bool:
     return LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
 
 
-def _accepts_num_items(model: nn.Module) -> bool:
-    """Whether the forward of a model accepts `num_items_in_batch`, the denominator of its loss."""
+def accepts_num_items(model: nn.Module) -> bool:
+    """Whether a model receives `num_items_in_batch`, the denominator of its loss, in its ``**kwargs``."""
     inner: Any = inner_model(model)
     declared = getattr(inner, "accepts_loss_kwargs", None)
     if declared is not None:
         return bool(declared)
-    parameters = parameters_of(inner.forward).values()
-    return hasattr(inner, "loss_function") and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    parameters = parameters_of(inner.forward)
+    return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def accepts(function: Any, name: str) -> bool:
@@ -296,6 +329,10 @@ def _single_document(batch: Any) -> AbstractContextManager[None]:
     """A sequence without position ids is one document. To find out, transformers would sync in every step."""
     texts = isinstance(batch, Mapping) and "input_ids" in batch and "position_ids" not in batch
     return declare_packing(packed=False) if texts else nullcontext()
+
+
+def _at_least_one(weight: Any) -> Any:
+    return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
 
 
 def _shallow_copy(batch: Any) -> Any:

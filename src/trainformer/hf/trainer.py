@@ -14,30 +14,34 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from trainformer.adapters.base import is_adapted
 from trainformer.adapters.state import adapter_state_dict
 from trainformer.callbacks.compat.huggingface import from_hf_name, training_summary
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, StateComponent
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.base_trainer import TrainOutput
-from trainformer.hf.callbacks import InfoCallback, ProgressCallback
+from trainformer.hf.callbacks import InfoCallback, PrinterCallback, ProgressCallback
 from trainformer.hf.checkpoint_manager import TrainerCheckpoints
+from trainformer.hf.checkpoints import find_checkpoint
 from trainformer.hf.collate import as_dataset, collator_for
-from trainformer.hf.compat import check_overrides, reject_hf_checkpoint
-from trainformer.hf.evaluation import EvaluatingTrainer, is_stream
+from trainformer.hf.compat import check_overrides
+from trainformer.hf.dataloaders import is_stream
+from trainformer.hf.evaluation import EvaluatingTrainer
 from trainformer.hf.forgather import check_environment, factories, takes_outputs
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.optimizers import OptimizerMixin
+from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.settings import front_options, planned_steps, settings_of
-from trainformer.hf.task import ModelTask
-from trainformer.run import RunSettings
+from trainformer.hf.task import ModelTask, align_special_tokens
 from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
 from trainformer.run.torch.preflight import CheckReport, check_run
+from trainformer.utils.helpers import seed_everything
 
 logger = logging.getLogger("trainformer")
 
@@ -79,13 +83,12 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        *,
-        model_init: Callable[[], nn.Module] | None = None,
-        callbacks: Iterable[Any] | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
-        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        compute_metrics: Callable[..., Mapping[str, Any] | None] | None = None,
+        callbacks: Iterable[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         optimizer_factory: Callable[[Any], Any] | None = None,
         lr_scheduler_factory: Callable[..., Any] | None = None,
@@ -96,7 +99,10 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         self._run: HfRun | None = None
         self._handle = HfHandle(self)
         self._has_trained = False  # whether the run has begun: another train() needs a new one
+        self._evaluates_only = False  # whether the run has no training data, so that it cannot be trained
         self._eval_data: Any = None
+        self._ignore_keys_for_eval: Any = None
+        self.is_in_train = False
         self._resume: str | None = None
         self._record: dict[str, Any] | None = None  # the log record that is passing through an overridden `log`
         self._sharded_by: str | None = None
@@ -111,17 +117,23 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
             callbacks=callbacks,
             compute_loss_func=takes_outputs(compute_loss_func),
         )
-        if self.args.disable_tqdm:
-            self._callbacks.remove(ProgressCallback)
+        if self.args.disable_tqdm and self._callbacks.remove(ProgressCallback) is not None:
+            self.add_callback(PrinterCallback())
         if self._overrides("log"):
             self._callbacks.callbacks.insert(0, LogRelay(self))
         self.data_collator = collator_for(data_collator, processing_class)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizer, self._given_scheduler = factories(
             optimizers, optimizer_factory, lr_scheduler_factory, self.make_model
         )
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        if model_init is not None and (optimizers[0] is not None or optimizers[1] is not None):
+            do = "Override create_optimizer_and_scheduler instead."
+            raise BadArgument(expected("no optimizers with model_init, which makes a new model", "both", do))
+        if model is None:
+            self._init_model()
         self._dispatch_event("on_init_end")
 
     def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
@@ -136,74 +148,90 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         defaults = [callback for callback in self.default_callbacks() if type(callback) not in kinds]
         return [*defaults, *given] if given else []
 
+    def _init_model(self, trial: Any = None) -> None:
+        """Make the model with `model_init`, after seeding: each `train()` starts from the same weights."""
+        seed_everything(self.args.seed, deterministic=False)
+        self.model = None
+        self.make_model(trial)
+
     # -- training ------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> TrainOutput:
-        """Train. A second call starts a new run from the current weights.
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train. A second call starts a new run from the current weights, or from those of `model_init`.
 
         `resume_from_checkpoint` (default: the argument of that name) is the path of a checkpoint, True for the newest
-        in `output_dir`, or "auto" for the newest if there is one.
+        in `output_dir`, or "auto" for the newest if there is one. `ignore_keys_for_eval` are outputs of the model that
+        evaluations do not collect.
         """
         if kwargs:
             raise BadArgument(expected("no further arguments to train()", ", ".join(kwargs), "Set them in args."))
         if self.train_dataset is None and not self._overrides("get_train_dataloader"):
             raise BadArgument("Expected a train_dataset to train on, received none. Pass it to the trainer.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self._resume = self._find_checkpoint(wanted)
-        return super().train()
+        self._resume = find_checkpoint(wanted, self.args.output_dir)
+        self._ignore_keys_for_eval = ignore_keys_for_eval
+        self.is_in_train = True
+        try:
+            if self.model_init is not None:
+                self._init_model(trial)
+                self._run = self.optimizer = self.lr_scheduler = None
+            align_special_tokens(self.make_model(), self.processing_class)
+            return super().train()
+        finally:
+            self.is_in_train = False
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
         """Check within seconds whether this run will work, without changing model, optimizer or random state."""
         with self._process_settings():
             return check_run(self._ready_run(), raise_on_failure)
 
-    def _find_checkpoint(self, wanted: Any) -> str | None:
-        if wanted in (None, False, "False", "false"):
-            return None
-        if wanted in (True, "True", "true", "auto"):
-            folder = Path(self.args.output_dir)
-            newest = CheckpointStore(folder, skips_deleted=True).newest()
-            if newest is None:
-                reject_hf_checkpoint(*sorted(folder.glob("checkpoint-*")))
-            if newest is None and wanted != "auto":
-                do = "Pass 'auto' to resume only if there is one."
-                raise DataError(expected("a checkpoint to resume from", f"none in {self.args.output_dir}", do))
-            return "auto"
-        reject_hf_checkpoint(Path(wanted))
-        return str(wanted)
-
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Build a run if there is none, or if training starts again; evaluations use the current one."""
         self._eval_data = eval_dataset
-        if self._run is None or (train_dataset is not None and self._has_trained):
+        trains = train_dataset is not None or (self.is_in_train and self._overrides("get_train_dataloader"))
+        if self._run is None or (trains and (self._has_trained or self._evaluates_only)):
             if self._run is not None:  # another run starts with an optimizer of its own
                 self.optimizer = self.lr_scheduler = None
-            self._run = self._make_run()
+            self._run = self._make_run(trains)
             self._has_trained = False
 
-    def _make_run(self) -> HfRun:
+    def _make_run(self, trains: bool) -> HfRun:
         if self._sharded_by is not None:
             raise BadArgument(
                 f"An earlier run has sharded the model ({self._sharded_by}), and it cannot be sharded again. Create a "
                 "new trainer with a new model, and load the weights or a checkpoint."
             )
         model = self.make_model()
-        task = ModelTask(self, model, self._label_names(model))
-        task.collects_rows = self.compute_metrics is not None and not self.args.prediction_loss_only
         strategy, replicas = self._join_strategy(), self._num_replicas()
-        overridden = self._overrides("get_train_dataloader")
-        train = self.get_train_dataloader() if overridden else as_dataset(self.train_dataset)
-        given = self.eval_dataset if self._eval_data is None else self._eval_data
-        first = next(iter(given.values())) if isinstance(given, dict) else given
-        evaluation = self.get_eval_dataloader() if self._overrides("get_eval_dataloader") else as_dataset(first)
+        if replicas > 1 and self._overrides("training_step"):
+            do = "Override compute_loss instead: gradients are all-reduced with the last loss of a step."
+            raise BadArgument(expected("training_step to be overridden in a single process", f"{replicas} ranks", do))
+        train = self._train_data() if trains or self.train_dataset is not None else None
+        evaluation = self._first_eval_data()
+        self._evaluates_only = train is None or (
+            not trains and planned_steps(self.args, self._batches_of(train)) is None
+        )
+        if self._evaluates_only:
+            train = None
         settings = settings_of(self.args, self._batches_of(train), self._resume, strategy, replicas)
         if train is None or is_loader(train) or is_stream(train):
             settings.sampler = None  # loaders and streams define their own order
-        self._set_optimizer(settings, settings.max_steps or planned_steps(self.args, self._batches_of(train)))
+        if train is None:
+            settings.scheduler = None  # needs the number of steps
+            if not any(p.requires_grad for p in model.parameters()):
+                settings.optimizer = SGD(model.parameters(), lr=0.0)  # a frozen model can be evaluated
+        if train is not None:
+            self._set_optimizer(settings, settings.max_steps or planned_steps(self.args, self._batches_of(train)))
         self._handle = HfHandle(self)
         run = HfRun(
             self._handle,
-            task,
+            ModelTask(self, model),
             settings,
             data=train if train is not None else evaluation,
             val_data=evaluation,
@@ -215,10 +243,22 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
             self._sharded_by = run.backend.strategy.name
         self._handle._run = run
         run.connect()
-        self.optimizer = run.backend.optimizer
-        self.lr_scheduler = getattr(run.backend.schedule, "scheduler", run.backend.schedule)
+        if train is not None:
+            self.optimizer = run.backend.optimizer
+            self.lr_scheduler = getattr(run.backend.schedule, "scheduler", run.backend.schedule)
         self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
+
+    def _train_data(self) -> Any:
+        """What the run trains on: the dataset, or the loader of a user who overrides how it is made."""
+        if self._overrides("get_train_dataloader", "_get_train_sampler", "_get_dataloader"):
+            return self.get_train_dataloader()
+        return as_dataset(self.train_dataset)
+
+    def _first_eval_data(self) -> Any:
+        """The evaluation data that the run keeps a source for: the only dataset, or the first of several."""
+        given = self.eval_dataset if self._eval_data is None else self._eval_data
+        return as_dataset(next(iter(given.values())) if isinstance(given, dict) else given)
 
     def _join(self) -> TorchProcessGroup:
         return self._ready_run().process_group
@@ -241,6 +281,11 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         if self.args.load_best_model_at_end:
             self._load_best()
         return TrainOutput(run.state.step, metrics["train_loss"], metrics)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Write a checkpoint. Override it to do more; the files of `save_model` are part of it."""
+        assert self._run is not None
+        self._run.save_now()
 
     def _load_best(self) -> None:
         run = self._run

@@ -47,7 +47,7 @@ def save_trainer(
     checkpointer = Checkpointer(
         components,
         run.files,
-        _OneFolder(path.parent, path.name),
+        CheckpointStore(path.parent, path.name, marks_latest=False),
         Retention(last=10**9),
         process_group=run.process_group,
         assets=assets,
@@ -55,13 +55,6 @@ def save_trainer(
     checkpointer.save(int(chosen.step), run.state.epoch)
     checkpointer.close()  # raises if the save failed
     return path
-
-
-class _OneFolder(CheckpointStore):
-    """A single folder inside a folder of the user's, where no file `latest` is written."""
-
-    def _update_latest(self, target: Path) -> None:
-        pass
 
 
 @contextmanager

@@ -76,7 +76,10 @@ def _open(run: Run, folder: RunFolder | NoFolder) -> None:
         run.components,
         run.files,
         CheckpointStore(
-            folder.checkpoints, run.options.checkpoint_name, skips_deleted=run.options.skips_deleted
+            folder.checkpoints,
+            run.options.checkpoint_name,
+            run.options.marks_latest,
+            skips_deleted=run.options.skips_deleted,
         ),
         settings.retention(),
         asynchronous=settings.save_async,
@@ -86,6 +89,7 @@ def _open(run: Run, folder: RunFolder | NoFolder) -> None:
     )
     if process_group.is_main:
         checkpointer.store.clean()
+    if process_group.is_main and folder.path is not None:
         run.loggers = make_loggers(
             settings.log, project=settings.project, name=settings.name, run_dir=folder.path, console=run.console
         )

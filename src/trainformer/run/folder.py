@@ -173,6 +173,27 @@ class NonMainFolder(RunFolder):
         yield
 
 
+class CheckpointFolder(NonMainFolder):
+    """A folder with checkpoints and nothing else: no records, no log, no live control."""
+
+    path: Any = None
+
+    def __init__(self, checkpoints: Path) -> None:
+        self.checkpoints = checkpoints
+        self.fingerprint = ""
+        self._locks = [FolderLock(checkpoints, "training")]
+
+    locked = RunFolder.locked
+
+    def open(self, from_scratch: bool) -> None:
+        """Create the folder."""
+        make_folder(self.checkpoints)
+
+    def was_interrupted(self) -> bool:
+        """False: nothing records how a run ended."""
+        return False
+
+
 class NoFolder:
     """A run that writes nothing to disk."""
 
@@ -226,24 +247,40 @@ def choose_folder(run: Run, stack: ExitStack) -> RunFolder | NoFolder:
     if not run.options.keeps_folder:
         return NoFolder()
     created: list[RunFolder] = []
+    records = run.options.keeps_records or settings.run_dir is not None or current_context() is not None
 
     def create() -> str:
-        folder = _folder_from_context(run) or RunFolder.choose(
-            settings.run_dir,
-            settings.name,
-            run.title,
-            settings.save_dir,
-            unfinished=fingerprint(run) if settings.resume == "auto" else None,
-        )
+        folder = _folder_from_context(run) or _own_folder(run, records)
         stack.enter_context(folder.locked())
         folder.open(from_scratch=settings.resume is None and run.state.step == 0)
         created.append(folder)
-        return str(folder.path.absolute())
+        return str((folder.path if records else folder.checkpoints).absolute())
 
     path = Path(process_group.run_on_main(create))
     if not process_group.is_single_process:
         _check_visible(path, process_group)
-    return created[0] if created else NonMainFolder(path, settings.save_dir)
+    if created:
+        return created[0]
+    return NonMainFolder(path, settings.save_dir) if records else _NonMainCheckpoints(path)
+
+
+class _NonMainCheckpoints(CheckpointFolder):
+    """The folder of checkpoints on ranks other than 0, which do not lock it."""
+
+    locked = NonMainFolder.locked
+
+
+def _own_folder(run: Run, records: bool) -> RunFolder:
+    settings = run.settings
+    if not records:
+        return CheckpointFolder(Path(settings.save_dir))
+    return RunFolder.choose(
+        settings.run_dir,
+        settings.name,
+        run.title,
+        settings.save_dir,
+        unfinished=fingerprint(run) if settings.resume == "auto" else None,
+    )
 
 
 def _folder_from_context(run: Run) -> RunFolder | None:

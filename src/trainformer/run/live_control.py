@@ -50,7 +50,7 @@ class LiveControl:
         self, folder: RunFolder | NoFolder, checkpointer: Checkpointer | None, outcome: Callable[[], str]
     ) -> Iterator[None]:
         """Serve requests, if there is a run folder to publish the address in. A run that cannot serve trains anyway."""
-        if isinstance(folder, NoFolder) or not self._run.process_group.is_main:
+        if folder.path is None or not self._run.process_group.is_main:
             yield
             return
         self._checkpointer = checkpointer

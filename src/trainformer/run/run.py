@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +280,13 @@ class Run(ABC):
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a file, a checkpoint folder, or a run folder (its newest checkpoint)."""
         states = read_states(path, self.files, self.process_group.rank, self.options.skips_deleted)
-        load_components(self.components(), states, only)
+        self.load_states(self.components(), states, path, only)
+
+    def load_states(
+        self, components: Sequence[StateComponent], states: dict[str, Any], path: Path, only: Collection[str] | None
+    ) -> None:
+        """Load states that were read from a path."""
+        load_components(components, states, only)
         self.state.stopped = []  # loaded on purpose, to continue
         self.records.resumed_from = str(path)
         logger.info("resuming from %s (step %d)", path, self.state.step)

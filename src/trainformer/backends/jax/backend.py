@@ -40,7 +40,7 @@ class JaxBackend:
     """
 
     may_repeat = False
-    wants_lookahead = False
+    wants_lookahead = wants_window = False
 
     def __init__(
         self,

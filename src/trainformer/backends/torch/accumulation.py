@@ -102,7 +102,7 @@ class AccumulationWindow:
 
     def gradient_scale(self) -> Tensor | float | None:
         """Factor that turns the accumulated gradients into the gradient of the mean loss; None means 1."""
-        if len(self._weights) == 1:
+        if len(self._weights) == 1 or self._reference is None:  # None: the task has scaled the gradients itself
             return None
         return _ratio(self._reference, self._weight())
 

@@ -171,6 +171,15 @@ class TorchBackend:
         """Whether it matters which micro-batch is the last of a step: only that one all-reduces gradients."""
         return self._no_sync is not None
 
+    @property
+    def wants_window(self) -> bool:
+        """Whether the task wants to know all micro-batches of a step before the first."""
+        return bool(getattr(self.task, "wants_window", False))
+
+    def begin_window(self, batches: Sequence[DeviceBatch]) -> None:
+        """Pass the micro-batches of the next step to the task."""
+        self.task.begin_window([batch.data for batch in batches])
+
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""
         if train not in self._transforms:  # not before the first batch: the task may need to see its data first

@@ -164,4 +164,8 @@ def make_schedule(
 
 def _stepped(scheduler: Any) -> TorchSchedule:
     """A scheduler of torch, or one with the same methods, that is stepped after each step or each evaluation."""
-    return MetricSchedule(scheduler) if "metrics" in inspect.signature(scheduler.step).parameters else TorchSchedule(scheduler)
+    return (
+        MetricSchedule(scheduler)
+        if "metrics" in inspect.signature(scheduler.step).parameters
+        else TorchSchedule(scheduler)
+    )

@@ -31,6 +31,8 @@ _FLAGS = {
     "should_evaluate": "should_evaluate",
     "should_log": "should_log",
 }
+# Metrics of a training record that HF does not have.
+_NOT_IN_HF = ("train/samples_per_second", "train/tokens_per_second", "train/memory_gb", "train/save_seconds")
 _STOP_FLAGS = ("should_training_stop", "should_abort_without_save")
 
 
@@ -303,7 +305,9 @@ class Bridge:
 
     def best(self, trainer: Any) -> tuple[float | None, int | None]:
         """The best value of the monitored metric, and its step."""
-        run = trainer.state
+        run, args = trainer.state, arguments_of(trainer)
+        if args.metric_for_best_model is None and not getattr(args, "preserve_best_model", False):
+            return None, None
         value = run.best_metrics.get(trainer.monitor_metric)
         return value, (run.best_step if value is not None else None)
 
@@ -345,6 +349,8 @@ class Bridge:
             self.sync_history(trainer)
             self.refresh(trainer)
             logs = {**to_hf_metrics(metrics), "epoch": self.state.epoch}
+            if getattr(arguments_of(trainer), "include_num_input_tokens_seen", "no") != "no":
+                logs["num_input_tokens_seen"] = trainer.state.tokens
             self._logs = metrics, logs
             history = self.state.log_history
             if not any(name.startswith("eval_") for name in logs):
@@ -415,8 +421,8 @@ def to_hf_name(name: str) -> str:
 
 
 def to_hf_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics under HF names."""
-    return {to_hf_name(name): value for name, value in metrics.items()}
+    """Metrics under HF names, without those that HF does not log."""
+    return {to_hf_name(name): value for name, value in metrics.items() if name not in _NOT_IN_HF}
 
 
 def from_hf_name(name: str) -> str:

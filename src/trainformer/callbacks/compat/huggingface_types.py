@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,10 @@ class SaveStrategy(enum.StrEnum):
     STEPS = "steps"
     EPOCH = "epoch"
     BEST = "best"
+
+
+#: Fields of our `TrainerState` that transformers does not know.
+_NOT_IN_HF = ("max_eval_steps", "epoch_start_step", "raw_epoch")
 
 
 @dataclass
@@ -80,9 +85,17 @@ class TrainerState:
         return dataclasses.asdict(self)
 
     def save_to_json(self, json_path: str | Path) -> None:
-        """Write all fields to a JSON file."""
+        """Write the fields that transformers has to a JSON file, which it can read."""
         # Not to_dict(): copying a full log history takes longer than writing it.
-        Path(json_path).write_text(json.dumps(vars(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        values = {name: value for name, value in vars(self).items() if name not in _NOT_IN_HF}
+        Path(json_path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Set `logging_steps`, `eval_steps` and `save_steps`; fractions in the arguments are those of `max_steps`."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(args, name)
+            if steps is not None:
+                setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
@@ -111,6 +124,20 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
     should_abort_without_save: bool = False
+
+    def state(self) -> dict[str, Any]:
+        """The flags, in the form in which `trainer_state.json` holds them."""
+        flags = {name: value for name, value in vars(self).items() if name != "should_abort_without_save"}
+        return {"args": flags, "attributes": {}}
+
+    def _new_training(self) -> None:
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        self.should_save = self.should_evaluate = self.should_log = False
 
 
 class TrainerCallback:
@@ -165,8 +192,11 @@ class TrainerCallback:
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """When metrics are logged, with `logs`."""
 
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Before files are uploaded to the hub."""
 
-#: All events of HF callbacks, except `on_push_begin`: nothing here talks to the hub.
+
+#: All events of HF callbacks.
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 

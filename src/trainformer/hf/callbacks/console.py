@@ -141,6 +141,17 @@ def _length(loader: Any) -> int | None:
         return None
 
 
+class PrinterCallback(TrainerCallback):
+    """Prints each log record as a dict, on the main process: what a run with ``disable_tqdm=True`` shows."""
+
+    sets_control = False
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_local_process_zero and logs:
+            shown = {name: value for name, value in logs.items() if name != "total_flos"}
+            print({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown.items()})
+
+
 class InfoCallback(TrainerCallback):
     """Logs a summary when training begins, with the logger "trainformer" at level INFO.
 
