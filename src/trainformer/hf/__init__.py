@@ -23,7 +23,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "TPTrainer",
             "Trainer",
         ],
+        "trainformer.hf.seq2seq": ["Seq2SeqTrainer"],
         "trainformer.hf.outputs": [
+            "EvalLoopOutput",
             "EvalPrediction",
             "PredictionOutput",
             "logits_from_outputs",
@@ -58,6 +60,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "InfoCallback",
             "JsonLogger",
             "PeakMemory",
+            "PrinterCallback",
             "ProgressCallback",
             "TBLogger",
             "TextgenCallback",

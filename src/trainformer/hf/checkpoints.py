@@ -133,8 +133,6 @@ def _read_theirs(path: Path, run: HfRun) -> dict[str, Any]:
     rng = path / ("rng_state.pth" if ranks.is_single_process else f"rng_state_{ranks.rank}.pth")
     if rng.exists():
         states["rng"] = _random(rng)
-    if run.owner.front.args.restore_callback_states_from_checkpoint:
-        states |= _callbacks(saved, run)
     absent = [name for name in ("optimizer", "schedule", "rng") if name not in states]
     if absent:
         logger.warning("the checkpoint %s has no %s; they start afresh", path, ", ".join(absent))
@@ -225,16 +223,16 @@ def _progress(saved: TrainerState, run: HfRun) -> dict[str, Any]:
     return state.state_dict()
 
 
-def _callbacks(saved: TrainerState, run: HfRun) -> dict[str, Any]:
-    """The states of callbacks in `trainer_state.json`, for the callbacks of this run in order."""
+def callback_states(saved: TrainerState, callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of callbacks in `trainer_state.json`, by the names of the callbacks of a run."""
     states: dict[str, Any] = {}
     stored = {name: list(data) if isinstance(data, list) else [data] for name, data in saved.stateful_callbacks.items()}
     stored.pop("TrainerControl", None)
-    for name, callback in run.callbacks.named().items():
+    for name, callback in callbacks.items():
         if isinstance(callback, HuggingFaceCallback) and stored.get(type(callback.wrapped).__name__):
             data = stored[type(callback.wrapped).__name__].pop(0)
             own = {**data.get("args", {}), **data.get("attributes", {})}
-            states["callback." + name.replace("#", "-")] = {"own": own, "epoch_end_pending": False}
+            states[name] = {"own": own, "epoch_end_pending": False}
     left = [name for name, data in stored.items() if data]
     if left:
         logger.warning("the checkpoint has states of callbacks that this run does not have: %s", ", ".join(left))

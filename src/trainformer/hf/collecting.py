@@ -58,12 +58,14 @@ class EvalScope:
         loss_only: bool,
         ignore_keys: Any = None,
         concat: bool = True,
+        keeps: bool = True,
         on_batch: Callable[..., None] | None = None,
     ) -> None:
         self.loss_only = loss_only
         self.ignore_keys = ignore_keys
         self.predictions = Predictions(concat)
         self.batches = self.samples = 0
+        self._keeps = keeps
         self._on_batch = on_batch
 
     def count(self, samples: int) -> None:
@@ -72,10 +74,10 @@ class EvalScope:
         self.samples += samples
 
     def add(self, **outputs: Any) -> None:
-        """Collect the outputs of a batch, or pass them to `on_batch`, which keeps what it needs."""
+        """Collect the outputs of a batch, and pass them to `on_batch`."""
         if self._on_batch is not None:
             self._on_batch(**outputs)
-        else:
+        if self._keeps:
             self.predictions.add(**outputs)
 
 

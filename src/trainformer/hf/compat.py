@@ -31,16 +31,6 @@ _NEVER_CALLED = {
     "_wrap_model": "Wrap the model before you pass it.",
 }  # fmt: skip
 
-# Attributes of the HF Trainer that are missing, and what to use instead.
-_MISSING = {
-    "hyperparameter_search": "Use a sweep (trainformer.sweep), which builds and trains one trainer per trial.",
-    "push_to_hub": "trainformer does not upload to the hub. After training, call model.push_to_hub(...).",
-    "create_model_card": "trainformer does not upload to the hub. Use huggingface_hub.ModelCard.",
-    "init_hf_repo": "trainformer does not upload to the hub. After training, call model.push_to_hub(...).",
-    **_NEVER_CALLED,
-}
-
-
 def check_overrides(kind: type) -> None:
     """Raise if a subclass overrides a method that would never be called."""
     for name, instead in _NEVER_CALLED.items():
@@ -64,7 +54,7 @@ class ScriptMixin:
 
     def __getattr__(self, name: str) -> Any:
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(f"{message}. {_MISSING[name]}" if name in _MISSING else message)
+        raise AttributeError(f"{message}. {_NEVER_CALLED[name]}" if name in _NEVER_CALLED else message)
 
     # -- reports -------------------------------------------------------------------------------------------
 
@@ -153,6 +143,17 @@ class CallbackHandler:
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Dispatch an event to all HF callbacks; the returned control holds their requests."""
         return self._trainer._dispatch_event(event, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """`on_evaluate(args, state, control, metrics)` and the like; also the objects that callbacks receive."""
+        extra = {"on_evaluate": "metrics", "on_predict": "metrics", "on_log": "logs"}.get(name)
+        if name.startswith("on_"):
+            return lambda args, state, control, value=None, **kwargs: self.call_event(
+                name, args, state, control, **({extra: value} if extra else {}), **kwargs
+            )
+        if name in ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"):
+            return getattr(self._trainer, name)
+        raise AttributeError(f"'CallbackHandler' object has no attribute {name!r}")
 
 
 def _format(name: str, value: Any) -> Any:

@@ -104,6 +104,8 @@ class LoadingTrainer(BaseTrainer):
         if args.dataloader_num_workers:
             options["prefetch_factor"] = args.dataloader_prefetch_factor
             options["persistent_workers"] = args.dataloader_persistent_workers
+            options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+            options["in_order"] = args.dataloader_in_order
         if not isinstance(data, IterableDataset):
             options["drop_last"] = args.dataloader_drop_last and is_training
             options["sampler"] = None if sampler_fn is None else sampler_fn(data)

@@ -93,9 +93,13 @@ class EvaluatingTrainer(SteppingTrainer):
         `evaluate()` and `predict()` call it; override it to change both.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        by_batch = BatchMetrics(self) if self._metrics_by_batch(description) else None
+        by_batch = BatchMetrics(self) if self.args.batch_eval_metrics and self.compute_metrics is not None else None
         scope = EvalScope(
-            loss_only, ignore_keys, bool(getattr(self.args, "eval_do_concat_batches", True)), by_batch and by_batch.add
+            loss_only,
+            ignore_keys,
+            concat=self.args.eval_do_concat_batches,
+            keeps=by_batch is None or description == "Prediction",
+            on_batch=by_batch and by_batch.add,
         )
         limit = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
         with self._process_settings():
@@ -125,10 +129,6 @@ class EvaluatingTrainer(SteppingTrainer):
         if not isinstance(dataloader, PlainDataLoader):
             return dataloader
         return None if run.reads(dataloader.dataset) else dataloader.dataset
-
-    def _metrics_by_batch(self, description: str) -> bool:
-        wanted = getattr(self.args, "batch_eval_metrics", False) and description != "Prediction"
-        return bool(wanted) and self.compute_metrics is not None
 
     def _compute_metrics(self, scope: EvalScope) -> dict[str, Any]:
         """What `compute_metrics` returns for all predictions, as plain Python values."""

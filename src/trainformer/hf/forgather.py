@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +47,21 @@ def factories(
         make_scheduler = lr_scheduler_factory
         scheduler = lambda optimizer: make_scheduler(optimizer=optimizer)  # noqa: E731
     return optimizer, scheduler
+
+
+def combined_callbacks(defaults: list[Any], given: Iterable[Any] | None) -> list[Any]:
+    """The default callbacks and those that are given, as in HF; one that is given replaces a default of its class.
+
+    An empty list means none, as in Forgather.
+
+    >>> combined_callbacks([1, "default"], ["given"]), combined_callbacks([1], []), combined_callbacks([1], None)
+    ([1, 'given'], [], [1])
+    """
+    if given is None:
+        return defaults
+    given = list(given)
+    kinds = {callback if isinstance(callback, type) else type(callback) for callback in given}
+    return [*(callback for callback in defaults if type(callback) not in kinds), *given] if given else []
 
 
 def takes_outputs(loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:

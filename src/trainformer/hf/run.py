@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, add_new_entries, from_hf_name, to_hf_metrics
+from trainformer.callbacks.compat.huggingface_types import TrainerState
 from trainformer.checkpointing import StateComponent
 from trainformer.engine import Event
-from trainformer.hf.checkpoints import HfFiles, read_checkpoint_states, report_changes
+from trainformer.hf.checkpoints import STATE, HfFiles, callback_states, read_checkpoint_states, report_changes
 from trainformer.hf.settings import CHECKPOINT_NAME
 from trainformer.run import RunSettings, TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
@@ -52,7 +53,7 @@ class HfRun(TorchRun):
         self._saves_model_only = False
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate with `evaluate` of the trainer, unless there is nothing to evaluate or `eval_delay` has not passed."""
+        """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""
         front, args = self.owner.front, self.owner.front.args
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
         if done < args.eval_delay:
@@ -114,9 +115,18 @@ class HfRun(TorchRun):
         else:
             self.load_states([c for c in self.components() if c.key in states], states, path, only)
         if only is None:
+            self._restore_callbacks(path)
             report_changes(self.owner.front.args, path)
             if self.owner.front.args.ignore_data_skip:
                 self.state.batch = self.state.position = 0
+
+    def _restore_callbacks(self, path: Path) -> None:
+        """Restore callbacks with their arguments, as HF does on request. Their own states are restored anyway."""
+        if not self.owner.front.args.restore_callback_states_from_checkpoint or not (path / STATE).exists():
+            return
+        states = callback_states(TrainerState.load_from_json(path / STATE), self.callbacks.named())
+        for name, state in states.items():
+            self.callbacks.named()[name].load_state_dict(state)
 
     def task_handlers(self) -> dict[Event, Any]:
         return {**super().task_handlers(), Event.EPOCH_BEGIN: lambda epoch: self._draw_loader_seed()}
@@ -144,6 +154,7 @@ class HfHandle(TorchTrainerApi):
     processing_class = property(lambda self: self.front.processing_class)
     task = property(lambda self: self._run.task)
     lr = property(lambda self: self._run.settings.lr)
+    extra_metrics = property(lambda self: self._run.extra_metrics)
     monitor_metric = property(lambda self: self._run.settings.monitor_metric)
 
     def was_set(self, name: str) -> bool:
@@ -158,6 +169,9 @@ class LogRelay:
 
     def __init__(self, front: Trainer) -> None:
         self._front = front
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        self.on_log(trainer, metrics)
 
     def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
         front = self._front

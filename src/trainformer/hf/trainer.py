@@ -32,10 +32,11 @@ from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
-from trainformer.hf.forgather import check_environment, factories, takes_outputs
-from trainformer.hf.run import HfHandle, HfRun, LogRelay
+from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
+from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
+from trainformer.hf.search import SearchMixin
 from trainformer.hf.settings import front_options, planned_steps, settings_of
 from trainformer.hf.task import ModelTask, align_special_tokens
 from trainformer.run.fit import fit
@@ -49,7 +50,7 @@ logger = logging.getLogger("trainformer")
 _UNSHARDED = ("single", "ddp", "accelerate")
 
 
-class Trainer(OptimizerMixin, EvaluatingTrainer):
+class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
     """Trains a model of transformers, or any other torch module.
 
     >>> import torch
@@ -63,7 +64,9 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
     ...         return self.scale(x)
     >>> import tempfile
     >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=3, save_strategy="no", disable_tqdm=True, use_cpu=True)
-    >>> Trainer(model=Line(), args=args, train_dataset=data).train().global_step
+    >>> output = Trainer(model=Line(), args=args, train_dataset=data).train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    >>> output.global_step
     3
     """
 
@@ -137,16 +140,7 @@ class Trainer(OptimizerMixin, EvaluatingTrainer):
         self._dispatch_event("on_init_end")
 
     def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
-        """The default ones and those that are given, as in HF; one that is given replaces a default of its class.
-
-        An empty list means none, as in Forgather.
-        """
-        if given is None:
-            return self.default_callbacks()
-        given = list(given)
-        kinds = {callback if isinstance(callback, type) else type(callback) for callback in given}
-        defaults = [callback for callback in self.default_callbacks() if type(callback) not in kinds]
-        return [*defaults, *given] if given else []
+        return combined_callbacks(self.default_callbacks(), given)
 
     def _init_model(self, trial: Any = None) -> None:
         """Make the model with `model_init`, after seeding: each `train()` starts from the same weights."""

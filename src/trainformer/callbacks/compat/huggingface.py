@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -299,9 +300,17 @@ class Bridge:
         state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_local_main
         args = arguments_of(trainer)
         state.epoch_start_step = run.step - run.batch // args.gradient_accumulation_steps
-        state.num_train_epochs = args.num_train_epochs
+        state.num_train_epochs = self._epochs(trainer, args)
         state.logging_steps, state.eval_steps = args.logging_steps, args.eval_steps or args.logging_steps
         state.save_steps, state.train_batch_size = args.save_steps, args.per_device_train_batch_size
+
+    @staticmethod
+    def _epochs(trainer: Any, args: Any) -> int:
+        """The number of epochs, the last of which may be partial."""
+        batches, planned = trainer.train_dataloader.batches_per_epoch, trainer.total_steps
+        if args.max_steps > 0 and batches and planned:
+            return math.ceil(planned / math.ceil(batches / args.gradient_accumulation_steps))
+        return math.ceil(args.num_train_epochs)
 
     def best(self, trainer: Any) -> tuple[float | None, int | None]:
         """The best value of the monitored metric, and its step."""
@@ -349,6 +358,8 @@ class Bridge:
             self.sync_history(trainer)
             self.refresh(trainer)
             logs = {**to_hf_metrics(metrics), "epoch": self.state.epoch}
+            if any(name.startswith("val/") for name in metrics):
+                logs |= getattr(trainer, "extra_metrics", {})
             if getattr(arguments_of(trainer), "include_num_input_tokens_seen", "no") != "no":
                 logs["num_input_tokens_seen"] = trainer.state.tokens
             self._logs = metrics, logs
