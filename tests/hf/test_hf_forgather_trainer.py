@@ -25,7 +25,7 @@ class Custom(hf.BaseTrainer[hf.BaseTrainingArguments]):
         self._dispatch_event("on_train_begin")
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             self.optimizer.zero_grad()
-            self.model(**{k: v[None] for k, v in examples(1)[0].items() if k != "labels"}).logits.sum().backward()
+            self.model(**{k: v[None] for k, v in examples(1)[0].items() if k != "labels"})["logits"].sum().backward()
             self.optimizer.step()
             self.lr_scheduler.step()
             self.state.global_step += 1
