@@ -25,7 +25,8 @@ from torch.nn.attention import sdpa_kernel
 from trainformer.adapters.base import unwrap_model
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, call_handler, changed_flags
+from trainformer.callbacks.compat.handlers import call_handler
+from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent
 from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states

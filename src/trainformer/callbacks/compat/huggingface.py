@@ -6,7 +6,6 @@ steps; end of epoch; log, evaluate and save if due by epochs. Each side gets its
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainformer.callbacks.compat import CallbackAdapter
+from trainformer.callbacks.compat.handlers import call_handler
 from trainformer.callbacks.compat.huggingface_types import (
     EVENTS,
     IntervalStrategy,
@@ -57,34 +57,6 @@ def is_huggingface_callback(callback: Any) -> bool:
     # Forgather passes everything by name, so methods may name only what they need.
     by_name = any(code.co_flags & inspect.CO_VARKEYWORDS for code in codes)
     return by_name and all(code.co_varnames[1 : code.co_argcount][:1] != ("trainer",) for code in codes)
-
-
-def call_handler(handler: Callable[..., Any], args: Any, state: Any, control: Any, keywords: dict[str, Any]) -> Any:
-    """Call a method of a callback: by position as HF does, or all by name as Forgather does if it takes them so.
-
-    >>> def on_log(logs, state, **kwargs):
-    ...     return logs["loss"], state
-    >>> call_handler(on_log, None, "state", None, {"logs": {"loss": 0.5}})
-    (0.5, 'state')
-    """
-    positions, takes_more = _positional_names(getattr(handler, "__func__", handler))
-    own = positions[1:] if hasattr(handler, "__self__") else positions
-    named = {"args": args, "state": state, "control": control}
-    is_reordered = any(name in named and list(named).index(name) != index for index, name in enumerate(own))
-    if not takes_more and (len(own) < len(named) or is_reordered):
-        return handler(**named, **keywords)
-    return handler(args, state, control, **keywords)
-
-
-@functools.lru_cache(maxsize=1024)
-def _positional_names(function: Any) -> tuple[tuple[str, ...], bool]:
-    """The positional parameters of a function, and whether it takes any number of them, or cannot be inspected."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return (), True
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in kinds), any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 class HuggingFaceCallback(CallbackAdapter):
