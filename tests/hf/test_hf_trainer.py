@@ -63,10 +63,16 @@ def test_model_init(tmp_path):
     )
     data = examples(16, dtype=torch.float64)
     trainer = hf.Trainer(args=args, model_init=model_init, train_dataset=data, eval_dataset=data)
-    assert trainer.model is None
+    assert len(calls) == 1
+    first = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     trainer.train()
     trainer.evaluate()
-    assert calls == [torch.float64]
+    trainer.train()  # from the same weights again
+    assert calls == [torch.float64] * 3
+    assert losses(trainer)[: len(losses(trainer)) // 2] == losses(trainer)[len(losses(trainer)) // 2 :]
+    trainer.model_init, before = None, trainer.model
+    assert trainer.make_model() is before
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in before.state_dict().items())
     assert next(trainer.model.parameters()).dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
 
@@ -538,7 +544,7 @@ def test_a_compiled_model_trains_the_same(tmp_path):
     assert losses(compiled) == losses(plain)
 
 
-@pytest.mark.parametrize("method", ["training_step", "evaluation_loop", "_inner_training_loop"])
+@pytest.mark.parametrize("method", ["_maybe_log_save_evaluate", "_run_epoch", "_inner_training_loop"])
 def test_overriding_parts_of_the_hf_loop_is_an_error(method, tmp_path):
     kind = type("Theirs", (hf.Trainer,), {method: lambda self: None})
     with pytest.raises(BadArgument, match=f"overrides {method}"):

@@ -194,7 +194,10 @@ class BaseTrainer(ScriptMixin, ABC):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which takes no argument, or the trial of a hyperparameter search."""
         assert self.model_init is not None
-        takes_trial = bool(inspect.signature(self.model_init).parameters)
+        try:
+            takes_trial = bool(inspect.signature(self.model_init).parameters)
+        except ValueError:  # a builtin
+            takes_trial = False
         return self.model_init(trial) if takes_trial else self.model_init()
 
     def unwrapped_model(self) -> nn.Module:

@@ -7,12 +7,14 @@ building a subclass that overrides a method which would never be called.
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.core.errors import BadArgument
+from trainformer.core.errors import BadArgument, expected
 from trainformer.utils.files import write_atomically
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _NEVER_CALLED = {
                      "_load_best_model", "_load_optimizer_and_scheduler", "_load_rng_state"), _FILES),
     "_wrap_model": "Wrap the model before you pass it.",
 }  # fmt: skip
+
 
 def check_overrides(kind: type) -> None:
     """Raise if a subclass overrides a method that would never be called."""
@@ -106,6 +109,25 @@ class ScriptMixin:
             return len(dataloader.dataset)
         except (AttributeError, TypeError):
             return len(dataloader) * self.args.per_device_train_batch_size
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The samples of an optimizer step, over all ranks."""
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """Epochs, steps per epoch, samples, samples of the run, samples per step, batches per epoch, steps."""
+        per_step = self.get_total_train_batch_size(args)
+        batches = len(dataloader) if hasattr(dataloader, "__len__") else None
+        if batches is None:
+            if args.max_steps <= 0:
+                raise BadArgument(expected("max_steps for data without a length", args.max_steps))
+            samples = args.max_steps * per_step
+            return sys.maxsize, args.max_steps, samples, samples, per_step, None, args.max_steps
+        steps = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
+        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
+        samples = self.num_examples(dataloader)
+        trained = total * per_step if args.max_steps > 0 else int(samples * args.num_train_epochs)
+        return math.ceil(total / steps), steps, samples, trained, per_step, batches, total
 
     def get_num_trainable_parameters(self) -> int:
         """The number of trainable parameters."""

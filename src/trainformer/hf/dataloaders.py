@@ -7,7 +7,8 @@ resumes at its position; an overridden loader or sampler is read batch by batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ _EVAL_DATA = ("_get_eval_sampler", "_get_dataloader", "_remove_unused_columns")
 class PlainDataLoader(DataLoader):
     """A loader with nothing of the user's own: the run may read its dataset directly."""
 
+    @property
+    def total_batch_size(self) -> int | None:
+        """The samples of a batch, over all ranks."""
+        return self.batch_size
+
 
 class LoadingTrainer(BaseTrainer):
     """A trainer that makes dataloaders."""
@@ -37,6 +43,7 @@ class LoadingTrainer(BaseTrainer):
     _process_group: TorchProcessGroup | None = None  # once it exists
     _signature_columns: list[str] | None = None
     label_names: list[str]
+    _eval_loaders: Mapping[str, Any] = MappingProxyType({})  # those with persistent workers, by dataset
 
     def _overrides(self, *names: str) -> bool:
         """Whether a subclass of the user overrides one of these methods, or the trainer was given its own."""
@@ -79,8 +86,14 @@ class LoadingTrainer(BaseTrainer):
         if isinstance(data, str):
             data = self.eval_dataset[data]
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        kept = self._eval_loaders.get(key)
+        if kept is not None and kept.dataset is as_dataset(data):
+            return kept  # with its workers
         size = self.args.eval_batch_size
-        return self._get_dataloader(data, "Evaluation", size, self._get_eval_sampler, dataloader_key=key)
+        loader = self._get_dataloader(data, "Evaluation", size, self._get_eval_sampler, dataloader_key=key)
+        if self.args.dataloader_persistent_workers and not isinstance(loader.dataset, IterableDataset):
+            self._eval_loaders = {**self._eval_loaders, key: loader}
+        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """A dataloader of the data to predict. Override it to use your own."""

@@ -14,6 +14,7 @@ from typing import Any
 from trainformer.core.errors import BadArgument, expected
 from trainformer.hf.collecting import EvalScope, join, map_tensors
 from trainformer.hf.dataloaders import PlainDataLoader
+from trainformer.hf.features import cast_for_evaluation
 from trainformer.hf.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
 from trainformer.hf.run import HfRun
 from trainformer.hf.steps import SteppingTrainer
@@ -109,6 +110,8 @@ class EvaluatingTrainer(SteppingTrainer):
             if is_new and self.model_preparation_time is None:
                 self.model_preparation_time = round(time.perf_counter() - began, 4)
             run.eval_dataloader = dataloader
+            if not self.is_in_train:
+                cast_for_evaluation(run.task.model, self.args)
             with run.task.evaluating(scope):
                 found = run.evaluate_on(self._source_of(dataloader, run), most=limit)
         if not run.process_group.is_single_process:

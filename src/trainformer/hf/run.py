@@ -103,6 +103,8 @@ class HfRun(TorchRun):
         self._saves_model_only = front.args.save_only_model
         try:
             self._saved_path = super().save()
+            if self._saved_path is not None:
+                front._push_checkpoint(self._saved_path)
             return self._saved_path
         finally:
             self._saves_model_only = False

@@ -83,7 +83,8 @@ class SearchMixin:
         directions = [direction] if isinstance(direction, str) else list(direction)
         objective = compute_objective or default_objective
         before = copy.copy(self.args)
-        options = {name: kwargs.pop(name) for name in ("timeout", "n_jobs", "gc_after_trial", "catch") if name in kwargs}
+        own = ("timeout", "n_jobs", "gc_after_trial", "catch")
+        options = {name: kwargs.pop(name) for name in own if name in kwargs}
         study = optuna.create_study(directions=directions, **kwargs)
 
         def run(trial: Any) -> Any:
@@ -139,5 +140,3 @@ class _Reporter(TrainerCallback):
         self._trial.report(self.value, state.global_step)
         if self._trial.should_prune():
             raise require("optuna", "sweep", "for hyperparameter_search").TrialPruned
-
-

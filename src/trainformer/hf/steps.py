@@ -79,6 +79,18 @@ class SteppingTrainer(LoadingTrainer):
         module = require("transformers.trainer_pt_utils", "hf", "for label_smoothing_factor")
         return module.LabelSmoother(epsilon=self.args.label_smoothing_factor)
 
+    @property
+    def model_wrapped(self) -> Any:
+        """The model as the run calls it: wrapped by DDP, for instance. Without a wrapper, the model."""
+        return self.make_model() if self._run is None else self._run.task.model
+
+    is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False  # strategies of our own instead
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """The floating point operations of a forward and backward pass, if the model can estimate them."""
+        model = inner_model(self.make_model())
+        return model.floating_point_ops(inputs) if hasattr(model, "floating_point_ops") else 0
+
     # -- accelerator ---------------------------------------------------------------------------------------
 
     @property

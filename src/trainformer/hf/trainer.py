@@ -33,6 +33,7 @@ from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
 from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
+from trainformer.hf.features import MemoryMetrics, callbacks_of, prepare_model, set_log_level, training_features
 from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
@@ -122,6 +123,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         )
         if self.args.disable_tqdm and self._callbacks.remove(ProgressCallback) is not None:
             self.add_callback(PrinterCallback())
+            callbacks = self._callbacks.callbacks
+            callbacks.insert(0, callbacks.pop())  # in place of the progress bar
         if self._overrides("log"):
             self._callbacks.callbacks.insert(0, LogRelay(self))
         self.data_collator = collator_for(data_collator, processing_class)
@@ -137,6 +140,12 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             raise BadArgument(expected("no optimizers with model_init, which makes a new model", "both", do))
         if model is None:
             self._init_model()
+        prepare_model(self.make_model(), self.args)
+        set_log_level(self.args)
+        for callback in callbacks_of(self):
+            self.add_callback(callback)
+        if self.args.push_to_hub:
+            self.init_hf_repo()
         self._dispatch_event("on_init_end")
 
     def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
@@ -176,7 +185,11 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
                 self._init_model(trial)
                 self._run = self.optimizer = self.lr_scheduler = None
             align_special_tokens(self.make_model(), self.processing_class)
-            return super().train()
+            memory = MemoryMetrics(self.args, "train")
+            with training_features(self.make_model(), self.args):
+                output = super().train()
+            output.metrics.update(memory.collect())
+            return output
         finally:
             self.is_in_train = False
 
@@ -268,6 +281,10 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         fit(run)
         metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
         metrics["epoch"] = self.state.epoch
+        if self._overrides("log"):
+            self._record = {}
+            self.log(metrics)
+            metrics, self._record = {**metrics, **self._record}, None
         append_record(self.state.log_history, {**metrics, "step": run.state.step})
         control = run.control
         if control.should_stop:
@@ -301,6 +318,10 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             return len(data)
         size = self.args.per_device_train_batch_size * self._num_replicas()
         return len(data) // size if self.args.dataloader_drop_last else math.ceil(len(data) / size)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Where checkpoints are written."""
+        return self.args.output_dir
 
     # -- callbacks and state -------------------------------------------------------------------------------
 
