@@ -56,8 +56,10 @@ class ProjectMeta:
         """The name of a config's template, and its file."""
         template = os.path.join(self.config_prefix, config)
         for folder in self.searchpath:
-            if os.path.isfile(os.path.join(folder, template)):
-                return template, Path(folder, template)
+            file = Path(folder, template)
+            if file.is_file():
+                here = Path.cwd()
+                return template, file.relative_to(here) if file.is_relative_to(here) else file
         known = list(self.configs())
         do = did_you_mean(config, known) or f"There is: {', '.join(known) or 'none'}."
         raise DataError(expected(f"a config of the project {self.project_dir}", config, do))

@@ -195,7 +195,8 @@ class BaseTrainer(ScriptMixin, ABC):
         """A new model from `model_init`, which takes no argument, or the trial of a hyperparameter search."""
         assert self.model_init is not None
         try:
-            takes_trial = bool(inspect.signature(self.model_init).parameters)
+            parameters = inspect.signature(self.model_init).parameters.values()
+            takes_trial = any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
         except ValueError:  # a builtin
             takes_trial = False
         return self.model_init(trial) if takes_trial else self.model_init()

@@ -171,7 +171,7 @@ def preprocess_dataset(
         dataset = dataset.select(_range_of(select_range, len(dataset)))
     if to_iterable and hasattr(dataset, "to_iterable_dataset"):
         dataset = dataset.to_iterable_dataset(num_shards=min(num_shards, len(dataset)))
-    is_map_style = hasattr(dataset, "__getitem__")
+    is_map_style = hasattr(dataset, "to_iterable_dataset")
     if is_map_style:
         options["desc"] = desc
     if shuffle:
